@@ -15,14 +15,14 @@ from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.trained import find_trained
+from fp8stack.training.setup.init_from import find_source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be written."""
 
-    run: str  # see `find_trained`
+    run: str  # see `find_source`
     prompt: str  # what the text begins with
     tokens: int  # how many to write at most
     seed: int
@@ -111,12 +111,12 @@ class _Text:
 
     def __init__(self, request: Request, say: Callable[[str], None]) -> None:
         hardware = probe(request.device)
-        trained = find_trained(request.run)
+        trained = find_source(request.run)
         recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
         self.request, self._say = request, say
         self.model = trained.model(recipe, hardware, request.backend)
         vocabulary = self.model.config.vocabulary
-        name = request.tokenizer or trained.tokenizer
+        name = request.tokenizer or trained.own_tokenizer
         self.tokenizer = tokenizer_for(request.run, vocabulary, name)
         self.prompt = prompt_tokens(request.prompt, self.tokenizer, vocabulary)
         for note in trained.notes:

@@ -35,12 +35,16 @@ def _factors(
 def _finished(
     y: Tensor, whole: list[Tensor], rows: Tensor | None, columns: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """`y`, in place, times the factors, plus the bias."""
+    """`y` times the factors, plus the bias. `y` itself stays: it is what a GEMM gave, which
+    selective activation checkpointing keeps."""
+    kept = y
     scale = [whole[0] * whole[1]] if len(whole) == 2 else whole
     for factor in (*scale, rows, columns):
         if factor is not None:
-            y.mul_(factor)
-    return y if bias is None else y.add_(bias)
+            y = y * factor if y is kept else y.mul_(factor)
+    if bias is None:
+        return y
+    return y + bias if y is kept else y.add_(bias)
 
 
 _FLT_MAX = torch.finfo(torch.float32).max

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fp8stack.formats import fp8_format
@@ -132,6 +133,14 @@ class ShardedWeight(_Wrapper):
             assert out.data8.data_ptr() == data.data_ptr()
             out.scale = scale
         return None
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The rows of `tensor` that are on this rank; all, if it is not shared out."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    rows = tensor.to_local()
+    return rows.plain() if isinstance(rows, ShardedWeight) else rows
 
 
 class FullWeight(_Wrapper):

@@ -23,19 +23,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fp8stack.backends.fsdp import ShardedWeight
+from fp8stack.backends.fsdp import local_shard
 from fp8stack.errors import UserError
 
 # What torch 2.13's writer calls them.
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """The rows of `tensor` that are on this rank; all, if it is not shared out."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    rows = tensor.to_local()
-    return rows.plain() if isinstance(rows, ShardedWeight) else rows
 
 
 def first_row(tensor: Tensor) -> int:

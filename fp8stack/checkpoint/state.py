@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.backends import fp8_state, load_fp8_state
-from fp8stack.checkpoint.sharded import SharedGroup, copy_into, first_row, local_shard
+from fp8stack.backends.fsdp import local_shard
+from fp8stack.checkpoint.sharded import SharedGroup, copy_into, first_row
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import UserError
 from fp8stack.model.gpt import GPT, PADDED
@@ -71,7 +72,7 @@ def restore(
     for name, parameter in parameters.items():
         copy_into(parameter, _saved(weights, name, parameter, model))
     optimizer.state.clear()
-    owners = _owners(optimizer) if moments else {}
+    owners = _owners(optimizer)
     for name, parameter in parameters.items() if moments else ():
         state = first_state(owners[parameter], parameter)
         for key, value in plain(state).items():

@@ -6,7 +6,7 @@ can be taken.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +35,8 @@ class _Told(BaseModel, frozen=True, strict=True, extra="allow"):
 class _Identity(_Told):
     model: dict[str, Any]
     recipe: dict[str, Any]
-    recipes: dict[str, dict[str, Any]] = {}  # of phases, by their place in `plans`
     data: dict[str, str]
+    recipes: dict[str, dict[str, Any]] = {}  # of several variants, by their places in `plans`
 
 
 class _Layer(_Told):
@@ -125,21 +125,19 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _parsed(_Plan, checkpoint, "plan")
-    plans = dict(enumerate(_parsed(list[_Plan], checkpoint, "plans")))
+    plans = _parsed(list[_Plan], checkpoint, "plans")
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
         for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
-    identity = _parsed(_Identity, checkpoint, "identity")
-    shape, draws = model_of(checkpoint), Draws()
+    identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
+    draws = Draws()
+    for place, planned in enumerate(plans):
+        if told := identity.recipes.get(str(place)):  # the FP8 state has the counters of all
+            _without_memory(shape, _recipe(told, f"recipes.{place}"), planned, draws)
     model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
-    for place, told in identity.recipes.items():
-        recipe = _recipe(told, f"recipes.{quoted(place)}")
-        if any(table.stochastic for table in recipe.tables):  # the phases share `draws`
-            its = plans.get(int(place) if place.isdecimal() else -1, plan)
-            _without_memory(shape, recipe, its, draws)
     kept = random_state()
     try:
         restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
@@ -152,7 +150,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _parsed(_Plan, checkpoint, "plan")
-    model = _without_memory(model_of(checkpoint), load_recipe("fp32"))
+    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
 
@@ -172,19 +170,15 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
     return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
 
 
-def _recipe(told: Mapping[str, Any], key: str) -> Recipe:
-    """A recipe of a checkpoint's identity."""
-    return recipe_from_json({"name": "its recipe", **told}, f"identity.{key} in checkpoint.json")
+def _recipe(told: dict[str, Any], key: str) -> Recipe:
+    return recipe_from_json({"name": "its recipe"} | told, f"identity.{key} in checkpoint.json")
 
 
-def _without_memory(
-    config: GPTConfig, recipe: Recipe, saved: _Plan | None = None, draws: Draws | None = None
-) -> GPT:
-    """A model of shapes without values, to check tensors against, with the layers in FP8 that the
-    plan `saved` has."""
+def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: Draws) -> GPT:
+    """A model of shapes without values, to check tensors against. Models that take turns in a run
+    share `draws`."""
     chosen = recipe.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
-    layers = saved.layers if saved is not None else []
-    left_out = {layer.name: layer.reason for layer in layers if layer.reason}
+    left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
     with torch.device("meta"):
         return GPT(config, build_backend(plan, draws=draws))

@@ -232,10 +232,9 @@ def _contents(
     context = context_of(config, model)
     found = {name: _recipe(config, source, model) for name, source in recipes.items()}
     reading = read(config, model.vocabulary, context, tokenizer)
-    parts = {"train": reading.train, "validation": reading.validation}
     return {
         "model": model.model_dump(mode="json"),
-        "data": {name: part.fingerprint() for name, part in parts.items()},
+        "data": reading.fingerprints(),
         "recipes": found,
     }
 

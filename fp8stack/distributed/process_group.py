@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,7 @@ class ElsewhereError(UserError):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
 class Ranks:
     """The ranks of a run, of which this is `index`; alone unless several were started. Hosts
     exchange words through `group`; None is torch's default one.
@@ -38,14 +40,10 @@ class Ranks:
     next one, and all others raise `ElsewhereError` there: so nobody waits for who will not come.
     """
 
-    def __init__(
-        self,
-        index: int = 0,
-        count: int = 1,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self.index, self.count, self._group, self._timeout_s = index, count, group, timeout_s
+    index: int = 0
+    count: int = 1
+    group: dist.ProcessGroup | None = None
+    timeout_s: float = 600.0
 
     @property
     def is_main(self) -> bool:
@@ -56,10 +54,9 @@ class Ranks:
         """The same ranks with a group of their own, for a thread of each to use."""
         if self.count == 1:
             return self
-        wait = timedelta(seconds=self._timeout_s)
+        wait = timedelta(seconds=self.timeout_s)
         with losing_ranks():
-            group = dist.new_group(backend="gloo", timeout=wait)
-        return Ranks(self.index, self.count, group, self._timeout_s)
+            return replace(self, group=dist.new_group(backend="gloo", timeout=wait))
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -85,7 +82,7 @@ class Ranks:
             return [mine]
         found = [torch.empty_like(mine) for _ in range(self.count)]
         with losing_ranks():
-            dist.all_gather(found, mine, group=self._group)
+            dist.all_gather(found, mine, group=self.group)
         return found
 
     def require_equal(self, what: str, value: str) -> None:

@@ -22,14 +22,14 @@ from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.trained import find_trained
+from fp8stack.training.setup.init_from import find_source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be evaluated, and on what."""
 
-    runs: Sequence[str]  # see `find_trained`
+    runs: Sequence[str]  # see `find_source`
     # To run each of them in; none for each run's own, the one it was last trained in, and fp32 for
     # a model of transformers.
     recipes: Sequence[str] = ()
@@ -124,7 +124,7 @@ def scores_of(request: Request) -> list[Score]:
 
 
 def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
-    trained = find_trained(run)
+    trained = find_source(run)
     for note in trained.notes:
         print(note, file=sys.stderr)
     if trained.config is None and request.data is None:
@@ -140,7 +140,7 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     for recipe in recipes:
         model = trained.model(recipe, hardware, request.backend)
         if windows is None:
-            tokenizer = tokenizer_of_run(run, request.tokenizer or trained.tokenizer)
+            tokenizer = tokenizer_of_run(run, request.tokenizer or trained.own_tokenizer)
             chosen = (request.data, request.windows, request.context)
             windows = windows_for(run, config, model.config, tokenizer, *chosen)
         print(

@@ -91,21 +91,21 @@ def load_trained(request: Request) -> Trained:
         raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
     hardware = probe(request.device)
     source = find_source(request.run)
-    if source.run is None and request.data is None:
+    run = source.config
+    if run is None and request.data is None:
         raise UserError(
             f"{quoted(request.run)} comes without text. Give some that it was not trained on: "
             "--data FILE"
         )
     for note in source.notes:
         print(note, file=sys.stderr)
-    config, tokens = source.run or RunConfig(data=request.data), request.tokens
-    if tokens is None and source.run is not None and not config.init_from:  # else unknown
-        tokens = source.step * config.batch * context_of(config, source.shape)
+    config, tokens = run or RunConfig(data=request.data), request.tokens
+    if tokens is None and source.checkpoint and not config.init_from:  # else unknown
+        tokens = source.checkpoint.step * config.batch * context_of(config, source.shape)
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
     model.to(hardware.device).eval()
-    own = None if source.run or source.tokenizer is None else str(source.tokenizer)
-    tokenizer = tokenizer_of_run(request.run, request.tokenizer or own)
+    tokenizer = tokenizer_of_run(request.run, request.tokenizer or source.own_tokenizer)
     windows = windows_for(
         request.run, config, source.shape, tokenizer, request.data, request.windows, None
     )

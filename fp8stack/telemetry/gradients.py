@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fp8stack.backends.fsdp import local_shard
+
 FIGURES = ("norm", "ratio", "zeros")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
@@ -46,9 +48,9 @@ def look(model: nn.Module) -> Flow | None:
             parameters.append(parameter)
     if not parameters:
         return None
-    weights = [_rows(parameter.detach()) for parameter in parameters]
+    weights = [local_shard(parameter.detach()) for parameter in parameters]
     gradients = [
-        torch.zeros_like(weight) if parameter.grad is None else _rows(parameter.grad)
+        torch.zeros_like(weight) if parameter.grad is None else local_shard(parameter.grad)
         for parameter, weight in zip(parameters, weights, strict=True)
     ]
     squares = [
@@ -84,8 +86,3 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
     if kind == "bias" and isinstance(model.get_submodule(path), nn.Linear):
         return parts  # some have no gradient by nature, such as that of keys
     return [*parts, path]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The rows of a tensor on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -54,7 +54,7 @@ class _RankBatches(Dataset[Tensor]):
     def __init__(self, run: Run) -> None:
         config = run.config
         self.batches = data.StepBatches(
-            run.train,
+            run.data.train,
             batch=config.batch,
             context=run.context,
             seed=config.seed,

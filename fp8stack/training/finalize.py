@@ -42,7 +42,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
 
 def _sample(run: Run) -> str:
     """A text sample of the model; empty if `sample_tokens` is 0 or no tokenizer is known."""
-    config, tokenizer = run.config, run.tokenizer
+    config, tokenizer = run.config, run.data.tokenizer
     if not config.sample_tokens or tokenizer is None:
         return ""
     prompt = config.sample_prompt or ("def " if config.data is None else "\n")

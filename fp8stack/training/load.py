@@ -1,21 +1,24 @@
 """Load a trained model from its run or checkpoint, for inference."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
-from fp8stack.config import RunConfig
+from fp8stack.config import RunConfig, at_home
 from fp8stack.errors import UserError, quoted
-from fp8stack.model.config import plan_for
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
+from fp8stack.tokenizer import TOKENIZER_FILE
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -35,7 +38,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
         warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
-    return TrainedRun(path=path, checkpoint=checkpoint).model(recipe, probe())
+    return trained_run(checkpoint, path).model(recipe, probe())
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
@@ -46,8 +49,7 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     try:
         if (path / "checkpoints").is_dir():
             return newest_sound(path / "checkpoints", has_weights)
-        in_run = path.parent.name == "checkpoints" and path.is_dir()
-        if in_run or (path / "checkpoint.json").exists():
+        if (_in_run(path) and path.is_dir()) or (path / "checkpoint.json").exists():
             return load_sound(path, has_weights), path, []
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         if isinstance(error, UserError):
@@ -60,44 +62,64 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedRun:
-    """A checkpoint of a run, to run its model in any recipe."""
+class Trained:
+    """A trained model, to run in any recipe."""
 
-    path: Path
-    checkpoint: Checkpoint
+    path: Path  # a checkpoint, or `hf:` and a folder's path, or `hf:owner/name@commit`
+    shape: GPTConfig
+    weights: Mapping[str, Tensor]  # float32, of every parameter
+    checkpoint: Checkpoint | None = None  # None: of transformers, without data, recipe or scales
     notes: tuple[str, ...] = ()  # to be printed
-    tokenizer: None = None  # the run's folder has it
+    tokenizer: Path | None = None  # its `tokenizer.json`, if it has one
 
     @property
-    def config(self) -> RunConfig:
-        """The run's configuration."""
+    def name(self) -> str:
+        """What a run that begins with it calls it: the path, absolute."""
+        return str(self.path.resolve() if self.checkpoint else self.path)
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The configuration of the run it is from, if any."""
+        if self.checkpoint is None:
+            return None
+        table = at_home(self.checkpoint.info["config"], _folder_of(self.path))
         where = f"config in {self.path / 'checkpoint.json'}"
-        config: RunConfig = presets.parse(RunConfig, self.checkpoint.info["config"], where)
+        config: RunConfig = presets.parse(RunConfig, table, where)
         return config
 
     @property
     def recipe(self) -> str:
-        """The recipe of its last training step."""
+        """The recipe of its run's last training step."""
+        if self.checkpoint is None:
+            return "fp32"
         return str(self.checkpoint.info["plan"]["recipe"]["name"])
+
+    @property
+    def own_tokenizer(self) -> str | None:
+        """The tokenizer that came with it, which `tokenizer_of_run` does not find by itself."""
+        return None if self.checkpoint or self.tokenizer is None else str(self.tokenizer)
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
         """The plan that runs the model in `recipe` on `hardware`, whichever recipe it was trained
         in. Raises what `resolve` raises, and a UserError if `recipe` needs scales that the
         checkpoint does not have."""
-        identity, ran = self.checkpoint.info["identity"], self.checkpoint.info["plan"]
-        config = model_of(self.checkpoint)
         asked: str | Recipe = recipe
-        if recipe == self.recipe:  # with its overrides: E5M2's scales do not fit E4M3
-            asked = recipe_from_json(ran["recipe"], f"recipe in {self.path / 'checkpoint.json'}")
-        plan = plan_for(config, asked, hardware, backend)
-        trained_in = recipe_from_json(identity["recipe"], f"identity.recipe in {self.path}")
-        if plan.recipe.quantizers == trained_in.quantizers:  # the FP8 state has these layers only
-            left_out = layers_left_out(ran)
-            plan = plan_for(config, asked, hardware, backend, left_out=left_out)
-        if plan.delayed and not any(map(_is_scale, self.checkpoint.tensors.get("fp8", {}))):
+        info = {} if self.checkpoint is None else self.checkpoint.info
+        if info and recipe == self.recipe:  # with its overrides: E5M2's scales do not fit E4M3
+            where = f"recipe in {self.path / 'checkpoint.json'}"
+            asked = recipe_from_json(info["plan"]["recipe"], where)
+        plan = plan_for(self.shape, asked, hardware, backend)
+        if info:
+            where = f"identity.recipe in {self.path}"
+            trained_in = recipe_from_json(info["identity"]["recipe"], where)
+            if plan.recipe.quantizers == trained_in.quantizers:  # FP8 state is of these layers only
+                left_out = layers_left_out(info["plan"])
+                plan = plan_for(self.shape, asked, hardware, backend, left_out=left_out)
+        if plan.delayed and not any(map(_is_scale, self._fp8_state)):
+            of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(
-                f"{self.path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
-                f"in {self.recipe}. Use recipe 'current'."
+                f"{quoted(str(self.path))} holds no scales for recipe '{recipe}'{of}. Use recipe "
+                "'current'."
             )
         return plan
 
@@ -105,9 +127,9 @@ class TrainedRun:
         """The model in eval mode, on the device of `hardware`. Raises what `plan` raises, and a
         UserError if the checkpoint has scales of other layers than `recipe`."""
         plan = self.plan(recipe, hardware, backend)
-        model = GPT(model_of(self.checkpoint), build_backend(plan))
-        restore_weights(model, self.checkpoint.tensors.get("model", {}))
-        saved = self.checkpoint.tensors.get("fp8", {})
+        model = GPT(self.shape, build_backend(plan))
+        restore_weights(model, self.weights)
+        saved = self._fp8_state
         scales = {name: of for name, of in saved.items() if plan.delayed and _is_scale(name)}
         # Layers that did not round stochastically in the run start at their initial counters.
         draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
@@ -119,6 +141,32 @@ class TrainedRun:
                 f"of a run in {self.recipe}. Use that recipe, or one without delayed scaling."
             ) from error
         return model.to(hardware.device).eval()
+
+    @property
+    def _fp8_state(self) -> Mapping[str, Tensor]:
+        return {} if self.checkpoint is None else self.checkpoint.tensors.get("fp8", {})
+
+
+def trained_run(checkpoint: Checkpoint, path: Path, passed_over: Sequence[str] = ()) -> Trained:
+    """The model of what `find_checkpoint` found."""
+    tokenizer = _folder_of(path) / TOKENIZER_FILE
+    return Trained(
+        path=path,
+        shape=model_of(checkpoint),
+        weights=checkpoint.tensors.get("model", {}),
+        checkpoint=checkpoint,
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+        tokenizer=tokenizer if _in_run(path) and tokenizer.is_file() else None,
+    )
+
+
+def _in_run(path: Path) -> bool:
+    return path.parent.name == "checkpoints"
+
+
+def _folder_of(path: Path) -> Path:
+    """The run's folder of the checkpoint at `path`; `path`, if that is in no run."""
+    return path.parent.parent if _in_run(path) else path
 
 
 def _is_scale(name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
-from fp8stack.training.metrics.throughput import peak_rate
+from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run, Variant
 from fp8stack.training.setup.build import versions
@@ -57,15 +58,15 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
         peak = peak_rate(run.hardware, run.plan)
-    display = Display(peak)  # silent: only the main rank prints
+    display = Display()  # silent: only the main rank prints
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
             say(f"all {run.step} steps are done")
-        display = open_display(config.steps, peak, run.step)
+        display = open_display(config.steps, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
-    loop = _Loop(run, display, requested)
+    loop = _Loop(run, display, peak, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
@@ -97,8 +98,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
     finally:
-        if loop.profiler is not None:  # still recording if the run ends early
-            loop.profiler.close()
+        loop.profiler.close()  # still recording if the run ends early
         display.close()
         # `end_training` would also destroy the process group
         for tracker in run.accelerator.trackers:
@@ -111,11 +111,11 @@ class _Loop:
     """Trains a run step by step; nothing else changes its state between steps."""
 
     def __init__(
-        self, run: Run, display: Display, stops: Callable[[], bool] = lambda: False
+        self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
     ) -> None:
         self.run, self.display, self.stops = run, display, stops
         self.config = config = run.config
-        self.metrics = MetricsLog(run, display)
+        self.metrics = MetricsLog(run, display, peak)
         self.monitor = Monitor(
             run.optimizer,
             config.guard,
@@ -139,12 +139,9 @@ class _Loop:
         if run.step:
             self.use(self.phases.variant(run.step))
         self.train_step = Step(run, self.monitor, self.phases)
-        self.profiler: StepProfiler | None = None
-        if run.ranks.is_main:
-            device = run.accelerator.device
-            self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
+        device = run.accelerator.device
+        self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
         self.busy = BusySteps()
-        self.fp8_gemms: int | None = None
         self.saved_at, self.save_due = run.step, False
         self.streak = 0  # bad steps in a row at the last check
 
@@ -177,32 +174,18 @@ class _Loop:
         self.phases.enter(step)
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
+        row: dict[str, Any] = {"step": step}
         if outcome.leave_out:
-            return self.leave_out(step, evaluates)
-        tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
-        profiles = self.profiler is not None and self.profiler.wants(step)
-        with self.busy.step():
-            loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
-        if (note := self.busy.note(torch.get_num_threads())) is not None:
-            self.display.note(note)
-        run.state.step = step
-        self.metrics.step_done()
-        if not run.active.compiled:  # compiled code does not count its GEMMs
-            self.fp8_gemms = run.backend.fp8_gemms()
-        if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())
-        row = {}
-        if logs:  # reading the loss waits for the step
-            precision = self.guard.plan_now().precision
-            row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
-            if len(run.schedule.phases) > 1:
-                row["phase"] = self.phases.phase(step)
+            run.state.step, logs = step, evaluates
+        else:
+            row |= self.train(step, tokens_BT, logs)
         if (logs or self.save_due or self.train_step.draws) and self.check(step):
             return True
         if logs:
             if evaluates and (val_loss := self.evaluate()) is not None:
                 row["val_loss"] = val_loss
-            self.metrics.log(row)
+            if len(row) > 1:
+                self.metrics.log(row)
             self.metrics.restart_clock()
             if "val_loss" in row and self.judge(step, row["val_loss"]):
                 return True
@@ -211,29 +194,33 @@ class _Loop:
         self.metrics.step_over(step)
         return False
 
-    def leave_out(self, step: int, evaluates: bool) -> bool:
-        """Do a step without training on its batch, which was bad. Returns what `advance`
-        returns."""
-        self.run.state.step = step
-        if (evaluates or self.save_due) and self.check(step):
-            return True
-        if evaluates and (loss := self.evaluate()) is not None:
-            self.metrics.log(row := {"step": step, "val_loss": loss})
-            if self.judge(step, row["val_loss"]):
-                return True
-        return self.save_if_due(step)
+    def train(self, step: int, tokens_BT: Tensor, logs: bool) -> dict[str, Any]:
+        """Train on the batch of `step`. Returns its row of the metrics if it `logs`."""
+        run, config = self.run, self.config
+        tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
+        profiles = run.ranks.is_main and self.profiler.wants(step)
+        with self.busy.step():
+            loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
+        if (note := self.busy.note(torch.get_num_threads())) is not None:
+            self.display.note(note)
+        run.state.step = step
+        self.metrics.step_done()
+        if run.telemetry.due(step, 1, config.steps):
+            self.metrics.report(step, self.guard.plan_now())
+        if not logs:
+            return {}
+        # Reading the loss waits for the step.
+        precision = self.guard.plan_now().precision
+        row = self.metrics.row(step, float(loss), float(norm), precision)
+        if len(run.schedule.phases) > 1:
+            row["phase"] = self.phases.phase(step)
+        return row
 
     def use(self, index: int) -> None:
         """Train with the variant `index` from now on."""
         if index != self.run.state.active:
             self.run.use(index)
-            self.update_peak()
-
-    def update_peak(self) -> None:
-        """Set the peak rate, which the MFU divides by, to that of the active variant."""
-        began = time.perf_counter()
-        self.display.peak = peak_rate(self.run.hardware, self.run.plan)
-        self.metrics.pause(time.perf_counter() - began)  # measuring is not training
+            self.metrics.update_peak()
 
     def check(self, step: int) -> bool:
         """Have the guard check the steps up to `step`. Returns and raises what `carry_out` does."""
@@ -247,7 +234,7 @@ class _Loop:
         run = self.run
         if outcome.to_bf16:
             leave_fp16(run)
-            self.update_peak()
+            self.metrics.update_peak()
             if run.ranks.is_main:
                 run.folder.write_plan(plan_of(run))
         for layer in outcome.leave_fp8:
@@ -298,7 +285,6 @@ class _Loop:
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train a step under the profiler; after the last one, write and print the profile."""
-        assert self.profiler is not None
         with self.profiler.step(step):
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
@@ -336,7 +322,7 @@ class _Loop:
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
-        loss = validation_loss(model, run.windows, batch, device, run.ranks, self.stops)
+        loss = validation_loss(model, run.data.windows, batch, device, run.ranks, self.stops)
         (variant or run.active).backend.fp8_gemms()  # resets the counter
         return loss
 

@@ -50,6 +50,20 @@ class Switch(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The data of a run."""
+
+    train: data.Corpus
+    validation: data.Corpus
+    windows: Tensor  # for validation losses, see `data.validation_windows`
+    tokenizer: Tokenizer | None  # of the data, if it is known
+
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each part."""
+        return {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Which variant runs when; variants are indices into `TrainingState.variants`."""
 
@@ -86,10 +100,7 @@ class Run:
     optimizer: Optimizer
     accelerator: Accelerator
     loss_scaler: LossScaler | None  # if a phase is in fp16
-    train: data.Corpus
-    validation: data.Corpus
-    windows: Tensor  # for validation losses, see `data.validation_windows`
-    tokenizer: Tokenizer | None  # of the data, if it is known
+    data: RunData
     telemetry: Telemetry
     identity: Mapping[str, Any]
     state: TrainingState

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,23 +104,17 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
-    def files(self) -> list[Path]:
-        """The files that a run wrote here, without checkpoints. Raises what `require_folder`
-        raises."""
-        self.require_folder()
-        besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
-        # In order of removal. run.toml goes last: if interrupted, the folder still holds a run.
-        files = (*self._own, *besides, self.metrics, self.config)
-        return [file for file in files if file.is_file()]
-
-    def remove(self, files: Iterable[Path]) -> str | None:
-        """Remove the checkpoints and these `files` from the claimed folder; other files stay.
-        Returns a line about it, None if there was nothing. Raises a StorageError if a file cannot
-        be removed."""
+    def remove(self) -> str | None:
+        """Remove what a run wrote into the claimed folder; other files stay. Returns a line about
+        it, None if there was nothing. Raises a StorageError if a file cannot be removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
+        besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         with storage_errors(self.path):
-            for file in files:
+            # run.toml goes last: if interrupted, the folder still holds a run.
+            for file in (*self._own, *besides, self.metrics, self.config):
+                if not file.is_file():
+                    continue
                 names.append(str(file.relative_to(self.path)))
                 file.unlink()
                 if file.parent != self.path:
@@ -244,13 +238,13 @@ class RunFolder:
         return read_rows(self.metrics, {})
 
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
-        """Add the keys `more` to the last row of `step`; without one, append a row."""
+        """Add the keys `more` to the row of `step`, if that is the last one but for events; else
+        append a row."""
         rows = self.read_metrics()
-        last = next((row for row in reversed(rows) if row["step"] == step and "loss" in row), None)
-        if last is None:
-            rows.append({"step": step} | more)
-        else:
-            last |= more
+        last = next((row for row in reversed(rows) if "event" not in row), None)
+        if last is None or last["step"] != step:
+            rows.append(last := {"step": step})
+        last |= more
         write_atomically(self.metrics, _lines(rows))
 
     def forget_after(self, step: int) -> None:

@@ -12,7 +12,7 @@ from fp8stack.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
 from fp8stack.optim.optimizer import learning_rate, set_learning_rate
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.guard.monitor import Monitor
-from fp8stack.training.metrics.debug_log import DebugLog, NoDebugLog
+from fp8stack.training.metrics.debug_log import DebugLog
 from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run
 
@@ -30,8 +30,7 @@ class Step:
         self.monitor, self.phases = monitor, phases
         self.draws = run.model.config.dropout > 0  # nothing else uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
-        self._debug_steps_left = run.config.debug_steps if run.ranks.is_main else 0
-        self.events = DebugLog(run) if self._debug_steps_left else NoDebugLog()
+        self.events = DebugLog(run)
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train on all micro-batches of a step. Returns the mean loss and the gradient norm before
@@ -77,9 +76,6 @@ class Step:
             scaler.update()
         events.add("update_scale", scale=None if scaler is None else scaler.now(norm))
         optimizer.zero_grad(set_to_none=True)
-        self._debug_steps_left -= 1
-        if self._debug_steps_left == 0:
-            self.events = NoDebugLog()
         return loss, norm
 
     def micro_step(self, step: int, part_BT: Tensor, number: int) -> Tensor:

@@ -28,8 +28,8 @@ WAYS = [
     *((recipe, "reference", False) for recipe in ("fp32", "bf16", "fp16")),
     *((recipe, "emulate", save) for recipe in ("delayed", "current", "block", "mxfp8")
       for save in (False, True)),
-    ("delayed", "torch", False),
-    ("current", "torch", False),
+    ("rowwise", "emulate", False),
+    *((recipe, "torch", False) for recipe in ("delayed", "current", "rowwise")),
 ]  # fmt: skip
 
 

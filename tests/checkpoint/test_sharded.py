@@ -20,15 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8stack
+from fp8stack.backends.fsdp import local_shard
 from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint.sharded import (
-    SharedGroup,
-    copy_into,
-    file_of,
-    first_row,
-    local_shard,
-    write_rows,
-)
+from fp8stack.checkpoint.sharded import SharedGroup, copy_into, file_of, first_row, write_rows
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from tests.conftest import Command

@@ -45,7 +45,7 @@ class SmallLoop:
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
         given = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
-        self.loop = _Loop(self.run, PlainDisplay(20, PEAK))
+        self.loop = _Loop(self.run, PlainDisplay(), PEAK)
         self.tokens = batches(self.run)
 
     def tokens_of(self, step: int) -> Tensor:

@@ -279,10 +279,11 @@ def test_the_log_line_says_it_all():
 
 
 def test_plain_lines_are_complete_and_carry_the_time_left(capsys):
-    shown = console.open_display(10, PEAK, 0)
+    shown = console.open_display(10, 0)
     assert isinstance(shown, PlainDisplay)
-    shown.step(ROW, None)
-    shown.step(ROW, 61.0)
+    line = describe(ROW, 10, PEAK)
+    shown.step(3, line, None)
+    shown.step(3, line, 61.0)
     shown.note("[a note]")
     shown.close()
     printed = capsys.readouterr().out.splitlines()
@@ -311,23 +312,23 @@ def on_screen(written: str) -> list[str]:
 def test_a_terminal_shows_all_figures_and_in_the_end_notes_alone(width):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
-    shown = RichDisplay(10, PEAK, 2, console)
-    shown.step(ROW, 61.0)
+    shown, line = RichDisplay(10, 2, console), describe(ROW, 10, PEAK)
+    shown.step(3, line, 61.0)
     shown.progress.refresh()
     now = on_screen(screen.getvalue())
     assert now[0].startswith("step")
     assert "3/10" in now[0]
     assert all(len(row) <= width for row in now)
-    assert " | ".join(now[1:]) == describe(ROW, 10, PEAK).partition(" | ")[2]
+    assert " | ".join(now[1:]) == line.partition(" | ")[2]
     requests = StopRequests()
     requests.tell = shown.tell
     requests._handle(signal.SIGINT, None)
     shown.progress.refresh()
     assert on_screen(screen.getvalue())[-1] == STOPPING
-    shown.step(ROW | {"step": 10}, 0.0)
+    last = describe(ROW | {"step": 10}, 10, PEAK)
+    shown.step(10, last, 0.0)
     shown.note("[bold] stays")
     shown.close()
-    last = describe(ROW | {"step": 10}, 10, PEAK)
     assert on_screen(screen.getvalue()) == [STOPPING, last, "[bold] stays"]
 
 

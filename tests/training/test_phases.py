@@ -206,7 +206,7 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     found, other = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
     assert found != other  # the weights are the same, the GEMMs are not
     reference = next(v for v in own.run.variants if v.plan.recipe.name == "fp32")
-    tokens = own.run.windows
+    tokens = own.run.data.windows
     with torch.no_grad():
         expected = reference.model.eval()(tokens[:, :-1], tokens[:, 1:])
     assert found == pytest.approx(float(expected), rel=1e-6)
@@ -252,6 +252,20 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     assert resumed.loop.phases.judged_at == 2
     resumed.loop.catch_up()
     assert resumed.loop.phases.judged_at == 4
+
+
+@pytest.mark.parametrize("first", ["delayed", "mxfp8"])
+def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
+    keys = {"phases": three(first), "steps": 7, "width": 128}
+    whole = SmallLoop(tmp_path / "a", "nvfp4", **keys)
+    whole.advance(7)
+    small = SmallLoop(tmp_path / "b", "nvfp4", **keys)
+    small.advance(5)
+    small.loop.save()
+    resumed = small.resumed()
+    assert resumed.run.step == 5
+    resumed.advance(2)
+    assert changed(whole.everything(), resumed.everything()) == []
 
 
 def test_a_recipe_that_does_none_stays(tmp_path):
@@ -410,11 +424,11 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
         replace(one, plan=replace(one.plan, device="cuda", native=True, compute_dtype="bf16"))
         for one in run.variants
     )
-    small.loop.run = replace(run, hardware=h100)
+    small.loop.run = small.loop.metrics.run = replace(run, hardware=h100)
     seen = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.display.peak.tflops)
+        seen.append(small.loop.metrics.peak.tflops)
     assert seen[3:] == [1979] * 3 + [989]
 
 
@@ -425,7 +439,7 @@ def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
     full = {}
     for step in range(1, 7):
         small.advance(1)
-        full[step] = small.loop.fp8_gemms
+        full[step] = small.loop.metrics.fp8_gemms
     assert full[1] == full[4] == 9  # three linears of a block of four
     assert small.loop.guard.plan_now().layer("blocks.0.mlp.up").fp8 is False
 

@@ -32,8 +32,8 @@ def nothing_judged(like: Tensor) -> Verdict:
 
 
 class Amaxes:
-    """Judges and repairs the FP8 state of a model, if `config` is enabled. Each slot gets `passes`
-    amaxes per step, one per micro-batch."""
+    """Judges and repairs the FP8 state of a model, if `config` is enabled. Each of its slots, of
+    which there is one at least, gets `passes` amaxes per step, one per micro-batch."""
 
     def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
         self.delayed, self.config, self.passes = delayed, config, passes
@@ -41,7 +41,7 @@ class Amaxes:
         self._limits = torch.zeros(0)  # above them an amax is a spike, [slots]
         self._largest = torch.zeros(0)  # FP8 value that each slot's scale maps the amax to
         self._has_history = torch.zeros(0, dtype=torch.bool)
-        # Slots that were repaired since the last `reset_cleared`.
+        # Slots that were repaired since the monitor was last polled.
         self.cleared = torch.zeros(len(self.slots), dtype=torch.bool)
 
     @property
@@ -53,13 +53,13 @@ class Amaxes:
         """Before the first forward pass of a step: repair the state and take a snapshot of it."""
         self.delayed.move(device)
         self.cleared = self.cleared.to(device)
-        if self.config.enabled and self.slots:
+        if self.config.enabled:
             self._repair()
         self._before = self.delayed.snapshot()
 
     def judge(self, like: Tensor) -> Verdict:
         """The verdict on the step's amaxes, on the device of `like`."""
-        if not self.config.enabled or not self.slots:
+        if not self.config.enabled:
             return nothing_judged(like)
         now, _ = self.delayed.amaxes(self.passes, 0)
         infinite = ~(now < LARGEST)
@@ -80,10 +80,6 @@ class Amaxes:
     def address(self) -> int:
         """The address of the history, which changes if it is moved: a key for CUDA graphs."""
         return self.delayed.history.history.data_ptr()
-
-    def reset_cleared(self) -> None:
-        """Reset `cleared`."""
-        self.cleared.zero_()
 
     def _repair(self) -> None:
         """Clear amaxes that no good step can have recorded, and recompute scales that do not follow

@@ -1,8 +1,7 @@
 """Judges each step on the device before the optimizer takes it, without a sync.
 
 A bad step changes nothing: the optimizer skips it, and the FP8 state is restored. Broken FP8 state
-is
-repaired before a step uses it. The host polls for the verdicts.
+is repaired before a step uses it. The host polls for the verdicts.
 """
 
 import math
@@ -271,7 +270,7 @@ class Monitor:
         self._polled = count
         cleared = values[_COLUMNS * LOG_ROWS :]
         if self.amaxes is not None and any(cleared):
-            self.amaxes.reset_cleared()
+            self.amaxes.cleared.zero_()
         if not check_weights and (new or streak):
             broken = int(self._broken_state())
         return Findings(

@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp8stack.backends.fsdp import local_shard
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.sharded import local_shard
 from fp8stack.checkpoint.validation import can_go_on, load_sound
 from fp8stack.errors import NoUsableCheckpoint
 from fp8stack.optim.chained import plain
@@ -224,7 +224,7 @@ class Guard:
         # A second time only to a newer checkpoint, or it would go on for ever.
         saved = self._checkpoint_before(step, after=self._mended_at)
         if saved is None:
-            self._stop(step, bad, None, in_row=True)
+            self._give_up(step, [f"Step {step}: {why}."], finite=False)
         else:
             self._mended_at = saved.step
             self._roll_back(step, saved, bad, why)
@@ -317,15 +317,14 @@ class Guard:
         which = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
         again = f", as in {len(bad)} {which}" if len(bad) > 1 else ""
         parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]
-        if not any(one.said for one in bad):
-            parts.append("Weights are as before.")
+        parts.append("Weights are as before.")
         if culprit is not None:
             parts.append(f"It shows first in {culprit}.")
-        if self._tried:
-            parts.append(f"The guard {', then '.join(self._tried)}; it did not help.")
         self._give_up(step, parts, not any(one.causes & NOT_FINITE for one in bad))
 
     def _give_up(self, step: int, parts: list[str], finite: bool) -> None:
+        if self._tried:
+            parts.append(f"The guard {', then '.join(self._tried)}; it did not help.")
         kept = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
         saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
         failure = " ".join([*parts, saved, self._remedy(finite)])

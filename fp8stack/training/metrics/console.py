@@ -16,16 +16,13 @@ from fp8stack.training.run import Run
 
 
 class Display:
-    """Base class of displays, which prints nothing. MFU is relative to `peak`."""
-
-    def __init__(self, peak: Peak) -> None:
-        self.peak = peak
+    """Base class of displays, which prints nothing."""
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
 
-    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
-        """Show a step's row of `metrics.jsonl`; `seconds_left` is None if unknown."""
+    def step(self, step: int, line: str, seconds_left: float | None) -> None:
+        """Show the line of a step, see `describe`; `seconds_left` is None if unknown."""
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -108,8 +105,8 @@ def _model(run: Run) -> str:
 
 def _data(run: Run) -> list[str]:
     """The data, and how a mixture or epochs are read."""
-    config, train = run.config, run.train
-    told = [f"{train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"]
+    config, train, held_out = run.config, run.data.train, run.data.validation
+    told = [f"{train.name}, {len(train):,} tokens to train on, {len(held_out):,} held out"]
     if config.data_order == "epochs" or isinstance(train, data.Mixture):
         how = {"batch": config.batch, "context": run.context, "steps": config.steps}
         told += data.describe(train, **how, order=config.data_order)
@@ -136,26 +133,21 @@ def _phases(run: Run) -> list[str]:
 class PlainDisplay(Display):
     """One line per logged step, for logs and pipes."""
 
-    def __init__(self, steps: int, peak: Peak) -> None:
-        super().__init__(peak)
-        self.steps = steps
-
     def note(self, text: str) -> None:
         """See `Display.note`."""
         say(text)
 
-    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+    def step(self, step: int, line: str, seconds_left: float | None) -> None:
         """See `Display.step`."""
         left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
-        say(f"{describe(row, self.steps, self.peak)} | ETA {left}")
+        say(f"{line} | ETA {left}")
 
 
 class RichDisplay(Display):
     """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
     are left, and the figures of the last step."""
 
-    def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
-        super().__init__(peak)
+    def __init__(self, steps: int, start: int, console: Console) -> None:
         self.steps = steps
         self.progress = Bar("step", MofNCompleteColumn(), steps, start, console, transient=True)
         self.progress.line = ""
@@ -171,13 +163,12 @@ class RichDisplay(Display):
         which may interrupt a print."""
         self.progress.urgent = text
 
-    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+    def step(self, step: int, line: str, seconds_left: float | None) -> None:
         """See `Display.step`."""
-        line = describe(row, self.steps, self.peak)
         self.progress.line = line.partition(" | ")[2]
-        if row["step"] >= self.steps:
+        if step >= self.steps:
             self.note(line)
-        self.progress.show(row["step"])
+        self.progress.show(step)
 
     def close(self) -> None:
         """See `Display.close`."""
@@ -193,8 +184,6 @@ class RichDisplay(Display):
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def open_display(steps: int, peak: Peak, start: int) -> Display:
+def open_display(steps: int, start: int) -> Display:
     """A progress bar if stdout is a terminal, else plain lines."""
-    if sys.stdout.isatty():
-        return RichDisplay(steps, peak, start, Console())
-    return PlainDisplay(steps, peak)
+    return RichDisplay(steps, start, Console()) if sys.stdout.isatty() else PlainDisplay()

@@ -9,39 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.checkpoint.sharded import local_shard
+from fp8stack.backends.fsdp import local_shard
 from fp8stack.io import storage_errors
 from fp8stack.optim.chained import optimizers_in, parameters_of, plain
 from fp8stack.training.run import Run
 
 
-class NoDebugLog:
-    """Writes nothing: used without `debug_steps`."""
-
-    def begin(self, step: int) -> None:
-        """Called when a step begins."""
-
-    def add(self, event: str, **values: object) -> None:
-        """Called after each event; values are tensors of one number, or JSON data."""
-
-
-class DebugLog(NoDebugLog):
-    """Writes the events of the steps of `run`, one row each."""
+class DebugLog:
+    """Writes the events of the first `debug_steps` steps of `run` in this process, one row each."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder.debug
         self.step = 0
+        self._left = run.config.debug_steps if run.ranks.is_main else 0
         self._began = 0.0
         self._micro = -1
 
     def begin(self, step: int) -> None:
         """Start the clock of a step."""
         self.step, self._micro = step, -1
+        self._left -= 1
         self._began = time.perf_counter()
 
     def add(self, event: str, **values: object) -> None:
-        """Write the event with its values, its time in ms since the step began, and dtypes."""
+        """Write the event with its values, tensors of one number or JSON data, its time in ms since
+        the step began, and dtypes."""
+        if self._left < 0:
+            return
         if event == "forward":
             self._micro += 1
         said = {key: _read(value) for key, value in values.items()} | self._more(event)

@@ -6,24 +6,33 @@ from typing import Any
 
 from fp8stack.optim.optimizer import learning_rate
 from fp8stack.precision import Plan
-from fp8stack.training.metrics.console import Display, describe_event
-from fp8stack.training.metrics.throughput import peak_memory_gib
+from fp8stack.training.metrics.console import Display, describe, describe_event
+from fp8stack.training.metrics.throughput import Peak, peak_memory_gib, peak_rate
 from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Logs a run. MFU is relative to the display's peak, which is that of one rank."""
+    """Logs a run. MFU is relative to `peak`, which is that of one rank."""
 
-    def __init__(self, run: Run, display: Display) -> None:
-        self.run, self.display = run, display
+    def __init__(self, run: Run, display: Display, peak: Peak) -> None:
+        self.run, self.display, self.peak = run, display, peak
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # when the steps to be timed began
         self._timed = 0  # how many of them there are
         self._pace: tuple[int, float] | None = None  # this process's first step, and its end
+        self.fp8_gemms: int | None = None  # of the last step
+
+    def update_peak(self) -> None:
+        """Set the peak to that of the active variant."""
+        began = time.perf_counter()
+        self.peak = peak_rate(self.run.hardware, self.run.plan)
+        self.pause(time.perf_counter() - began)  # measuring is not training
 
     def step_done(self) -> None:
-        """Count a step."""
+        """Count a step, and the FP8 GEMMs that it ran."""
         self._timed += 1
+        if not self.run.active.compiled:  # compiled code does not count its GEMMs
+            self.fp8_gemms = self.run.backend.fp8_gemms()
 
     def step_over(self, step: int) -> None:
         """Called when a step is logged and saved; `seconds_left` measures from the first such
@@ -42,16 +51,14 @@ class MetricsLog:
         """Measure the pace anew, after a roll-back."""
         self._pace = None
 
-    def row(
-        self, step: int, loss: float, norm: float, precision: str, fp8_gemms: int | None
-    ) -> dict[str, Any]:
+    def row(self, step: int, loss: float, norm: float, precision: str) -> dict[str, Any]:
         """The metrics of the last step: a row of `metrics.jsonl`."""
         run = self.run
         seconds = (time.perf_counter() - self._ready) / self._timed
         rate = self._tokens_per_step / seconds if seconds else 0.0
         tflops = rate * run.model.config.flops_per_token(run.context) / 1e12 / run.ranks.count
-        self.display.peak = self.display.peak.at_least(tflops)
-        mfu = self.display.peak.mfu(tflops)
+        self.peak = self.peak.at_least(tflops)
+        mfu = self.peak.mfu(tflops)
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
@@ -62,7 +69,7 @@ class MetricsLog:
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
             "precision": precision,
-            "fp8_gemms": fp8_gemms,
+            "fp8_gemms": self.fp8_gemms,
         }
         if run.scaler is not None:
             scaler = run.scaler.statistics()
@@ -82,7 +89,8 @@ class MetricsLog:
             return
         self.run.folder.append_metrics(row)
         if trained:
-            self.display.step(row, self.seconds_left())
+            line = describe(row, self.run.config.steps, self.peak)
+            self.display.step(step, line, self.seconds_left())
         if val_loss is not None:
             self.display.note(f"step {step}: validation loss {val_loss:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
@@ -98,12 +106,12 @@ class MetricsLog:
         self.run.folder.append_metrics(event)
         self.display.note(describe_event(event))
 
-    def report(self, step: int, fp8_gemms: int | None, plan: Plan) -> None:
+    def report(self, step: int, plan: Plan) -> None:
         """Log a step's telemetry under `plan` to `telemetry.jsonl` and the trackers."""
         run = self.run
         if not run.ranks.is_main:
             return
-        sample = run.telemetry.finish(step, fp8_gemms, plan)
+        sample = run.telemetry.finish(step, self.fp8_gemms, plan)
         run.folder.append_telemetry(sample.rows, run.main.plan.to_json())
         run.accelerator.log(sample.numbers, step=step)
 

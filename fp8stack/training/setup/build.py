@@ -30,12 +30,12 @@ from fp8stack.optim.optimizer import build_optimizer, require_optimizer
 from fp8stack.precision import Hardware, Plan, recipe_from_json
 from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry.operands import Telemetry
+from fp8stack.training.load import Trained
 from fp8stack.training.metrics.trackers import build_trackers
 from fp8stack.training.run import Run, Schedule, Switch, TrainingState, Variant, main_variant
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.allocator import keep_freed_memory
-from fp8stack.training.setup.datasets import Reading, read
-from fp8stack.training.setup.init_from import Source
+from fp8stack.training.setup.datasets import read
 from fp8stack.training.setup.memory_check import Footprint, require_memory
 from fp8stack.training.setup.variants import Decided, build_variants, never_asked_for, plan_phases
 
@@ -47,7 +47,7 @@ def build(
     *,
     hardware: Hardware,
     ranks: Ranks,
-    source: Source | None,
+    source: Trained | None,
     tokenizer: Path | None,
 ) -> Run:
     """Build the run before its first step: model, optimizer and data of `config`, on all `ranks`.
@@ -134,12 +134,9 @@ def build(
         optimizer=optimizer,
         accelerator=accelerator,
         loss_scaler=loss_scaler,
-        train=found.train,
-        validation=found.validation,
-        windows=found.windows,
-        tokenizer=found.tokenizer,
+        data=found,
         telemetry=telemetry,
-        identity=_identity(shape, variants, schedule, found),
+        identity=_identity(shape, variants, schedule, found.fingerprints()),
         state=TrainingState(variants=variants),
         notes=notes,
     )
@@ -224,18 +221,17 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks)
 
 
 def _identity(
-    model: GPTConfig, variants: Sequence[Variant], schedule: Schedule, reading: Reading
+    model: GPTConfig, variants: Sequence[Variant], schedule: Schedule, data: dict[str, str]
 ) -> dict[str, Any]:
     """What must be the same in a resumed run and its checkpoint, besides the configuration."""
 
     def recipe(plan: Plan) -> dict[str, Any]:
         return plan.recipe.to_json(words=False)
 
-    parts = {"train": reading.train, "validation": reading.validation}
     same = {
         "model": model.model_dump(mode="json"),
         "recipe": recipe(main_variant(variants).plan),
-        "data": {name: part.fingerprint() for name, part in parts.items()},
+        "data": data,
     }
     places = {*schedule.variants, schedule.evaluation} - {None}
     if len(places) > 1:  # without the guard's reference, which may come and go

@@ -1,31 +1,19 @@
 """The data of a run: training and validation sets, and their tokenizer."""
 
-from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from fp8stack import data
 from fp8stack.config import RunConfig, training_preset
 from fp8stack.errors import UserError, quoted
 from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
+from fp8stack.training.run import RunData
 from fp8stack.training.run_folder import RunFolder
 
 MOST_OF_BYTES = 512
 """Up to this vocabulary (256 with padding), text without a tokenizer is read as bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """The data of a run."""
-
-    train: data.Corpus
-    validation: data.Corpus
-    windows: Tensor  # for validation losses, see `data.validation_windows`
-    tokenizer: Tokenizer | None  # of the data, if it is known
-
-
-def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:
+def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> RunData:
     """Open the data of a run, whose sequences have `context` tokens. Text is tokenized by the
     tokenizer that `config` names, else by `source`, the `tokenizer.json` of the initial weights,
     else by that of the model; as bytes for a model with about 256 tokens.
@@ -38,7 +26,7 @@ def read(config: RunConfig, vocabulary: int, context: int, source: Path | None =
     train, validation = data.load_corpora(config.data, vocabulary, end_of_text=end, texts=texts)
     sizes = {"count": config.eval_windows, "context": context, "vocabulary": vocabulary}
     windows = data.validation_windows(validation, **sizes, documents=config.document_mask)
-    return Reading(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
+    return RunData(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
 
 
 def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Tokenizer:

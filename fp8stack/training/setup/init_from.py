@@ -1,45 +1,24 @@
-"""Initial weights of a new run from another run or from transformers. Only the weights: the
+"""Trained models by name, and initial weights of a new run from one of them: only the weights, the
 optimizer, step, scales and schedule are new."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fp8stack import hf, presets
 from fp8stack.checkpoint.state import differences
-from fp8stack.checkpoint.validation import model_of
-from fp8stack.config import RunConfig, at_home, preset_for
+from fp8stack.config import RunConfig, preset_for
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config
-from fp8stack.tokenizer import TOKENIZER_FILE
-from fp8stack.training.load import find_checkpoint
+from fp8stack.training.load import Trained, find_checkpoint, trained_run
 
 # Keys that may differ from the source's: initialization and dropout.
 FREE = {"dropout", "init_std"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Weights to begin a run with, and the model they are for."""
-
-    name: str  # a checkpoint's path, `hf:` and a folder's, or `hf:owner/name@commit`
-    shape: GPTConfig
-    model: str  # `model` and
-    overrides: Mapping[str, Any]  # `model_overrides` of a run file for this shape
-    weights: Mapping[str, Tensor]  # float32, of every parameter
-    notes: tuple[str, ...] = ()  # to be printed
-    tokenizer: Path | None = None  # its `tokenizer.json`, if it has one
-    run: RunConfig | None = None  # the configuration of the run it is from, if any,
-    step: int = 0  # and the step of its checkpoint
-
-
-def find_source(init_from: str) -> Source:
-    """The source that `--init-from` names: a checkpoint, a run (its newest usable checkpoint),
-    `hf:` and a folder that transformers saved, or `hf:owner/name[@revision]` on the Hub. Raises
+def find_source(init_from: str) -> Trained:
+    """The model of a checkpoint, a run (its newest usable checkpoint), `hf:` and a folder that
+    transformers saved, or `hf:owner/name[@revision]` on the Hub, as `--init-from` names it. Raises
     what `fetch` raises, a UserError if it does not exist or our GPT cannot represent the model, and
     a NoUsableCheckpoint if the checkpoint is damaged, or all of the run's are."""
     repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
@@ -48,35 +27,16 @@ def find_source(init_from: str) -> Source:
         return _of_folder(snapshot.path, str(snapshot.repository))
     if folder is not None:
         return _of_folder(folder, absolute_source(init_from))
-    checkpoint, path, passed_over = find_checkpoint(init_from)
-    in_run = path.parent.name == "checkpoints"
-    run = path.parent.parent if in_run else path
-    saved = presets.parse(RunConfig, at_home(checkpoint.info["config"], run), str(path))
-    tokenizer = run / TOKENIZER_FILE
-    return Source(
-        name=str(path.resolve()),
-        shape=model_of(checkpoint),
-        model=saved.model,
-        overrides=saved.model_overrides,
-        weights=checkpoint.tensors.get("model", {}),
-        notes=tuple(f"passed over: {reason}" for reason in passed_over),
-        tokenizer=tokenizer if in_run and tokenizer.is_file() else None,
-        run=saved,
-        step=checkpoint.step,
-    )
+    return trained_run(*find_checkpoint(init_from))
 
 
-def _of_folder(path: Path, name: str) -> Source:
-    """The model in a folder that transformers saved; `name` is the source's. The run file holds its
-    shape, so the folder is not needed once the run has a checkpoint."""
+def _of_folder(path: Path, name: str) -> Trained:
+    """The model in a folder that transformers saved; `name` is the source's."""
     folder = hf.open_folder(path)
     found = hf.found_in(folder.config, str(path / "config.json"))
-    model, overrides = nearest_preset(found.config)
-    return Source(
-        name=name,
+    return Trained(
+        path=Path(name),
         shape=found.config,
-        model=model,
-        overrides=overrides,
         weights=hf.from_hf(found.config, found.layout, folder.tensors, str(path)),
         notes=found.notes,
         tokenizer=folder.tokenizer,
@@ -99,13 +59,18 @@ def _explicit(shape: GPTConfig) -> dict[str, Any]:
     return told | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
 
 
-def with_source(config: RunConfig, source: Source) -> RunConfig:
-    """`config` with the source, and without `--model` its model. Raises a UserError that names the
-    first difference if the model differs from the source's."""
+def with_source(config: RunConfig, source: Trained) -> RunConfig:
+    """`config` with the source, and without `--model` its model, so that the source is not needed
+    once the run has a checkpoint. Raises a UserError that names the first difference if the model
+    differs from the source's."""
     found: dict[str, Any] = {"init_from": source.name}
     if "model" not in config.given:
-        overrides = {**source.overrides, **config.model_overrides}
-        found |= {"model": source.model, "model_overrides": overrides}
+        if (run := source.config) is not None:
+            model, overrides = run.model, run.model_overrides
+        else:
+            model, overrides = nearest_preset(source.shape)
+        overrides = {**overrides, **config.model_overrides}
+        found |= {"model": model, "model_overrides": overrides}
         if not overrides.keys() & {"layers", "width"}:  # it is that model
             found |= preset_for(config.given | found)
     made = config.model_copy(update=found)

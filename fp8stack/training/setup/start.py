@@ -55,7 +55,7 @@ def set_up(
         resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
     again = resume is None and restarted
     overwrite = overwrite and not again
-    source, old = None, list[Path]()
+    source = None
     with ranks.together():
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
@@ -66,12 +66,13 @@ def set_up(
 
             def choose() -> str:
                 chosen = choose_folder(config, resume=False)
-                if not overwrite:
+                if overwrite:
+                    chosen.require_folder()
+                else:
                     chosen.require_free()
                 return str(chosen.path)
 
             folder = RunFolder(Path(ranks.from_main(choose)))
-            old = folder.files() if overwrite else []
         else:
             folder = found.folder
             config = resuming.config_to_resume(found, config)
@@ -100,7 +101,7 @@ def set_up(
             notes = found.notes + notes + _resume(run, found)
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
-        removed = folder.remove(old) if overwrite and ranks.is_main else None
+        removed = folder.remove() if overwrite and ranks.is_main else None
         goes_on = "torchrun started this again: going on as with --resume auto" if again else None
         run = replace(
             run,
@@ -111,8 +112,8 @@ def set_up(
         if ranks.is_main:
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
-            if run.tokenizer is not None:
-                write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
+            if run.data.tokenizer is not None:
+                write_atomically(folder.tokenizer, run.data.tokenizer.to_json().encode())
     return run
 
 
@@ -135,7 +136,7 @@ def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | No
 
 def pinned(run: Run) -> RunConfig:
     """The run's configuration, naming the tokenizer of its text if the user named none."""
-    config, tokenizer = run.config, run.tokenizer
+    config, tokenizer = run.config, run.data.tokenizer
     if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
         return config
     if tokenizer.name == "bytes":

@@ -380,7 +380,7 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
 def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
     small = SmallLoop(tmp_path / "r", "fp32", steps=20)
     shown: list[float | None] = []
-    small.loop.display.step = lambda row, left: shown.append(left)
+    small.loop.display.step = lambda step, line, left: shown.append(left)
     train_step = Step.__call__
 
     def slow_at_first(self: Step, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:

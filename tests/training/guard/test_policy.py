@@ -255,6 +255,24 @@ def test_what_happened_just_before_a_left_out_step_is_told(tmp_path):
     assert metrics(tmp_path / "r")[-1]["val_loss"] > 0
 
 
+def test_a_resumed_run_gives_up_with_the_same_words(tmp_path):
+    keys = {"steps": 12, "log_every": 1, "save_every": 50}
+    told = []
+    for name, stops in (("a", False), ("b", True)):
+        small = SmallLoop(tmp_path / name, "fp32", **keys)
+        small.spoil("blocks.0.mlp.up", {4, 5, 6})
+        small.advance(4)
+        small.loop.save()
+        if stops:
+            small = small.resumed()
+            small.spoil("blocks.0.mlp.up", {4, 5, 6})
+        with pytest.raises(NumericFailure) as error:
+            small.advance(2)
+        told.append(str(error.value))
+    assert "Weights are as before. It shows first in blocks.0.mlp.up" in told[0]
+    assert told[0] == told[1]
+
+
 def break_evaluations(small: SmallLoop) -> None:
     small.run.model.register_forward_hook(
         lambda model, args, loss: None if model.training else loss * NAN

@@ -307,3 +307,20 @@ def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
     assert folder.read_metrics() == rows[:-1]
     kept = folder.telemetry.read_text().splitlines()
     assert [json.loads(line).get("step") for line in kept] == [None, 1]
+
+
+def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(tmp_path):
+    folder = RunFolder(tmp_path)
+    bad = {"step": 8, "event": "skip", "loss": 9.0, "why": "the loss is above its limit"}
+    rows = [{"step": 8, "loss": 1.0}, bad]
+    for row in rows:
+        folder.append_metrics(row)
+    folder.complete_metrics(8, {"val_loss": 2.0})
+    rows = [{"step": 8, "loss": 1.0, "val_loss": 2.0}, bad]
+    assert folder.read_metrics() == rows
+    for row in (bad | {"step": 9}, {"step": 9, "event": "skip", "why": "left out"}):
+        folder.append_metrics(row)
+    folder.complete_metrics(9, {"val_loss": 3.0})
+    assert folder.read_metrics()[:2] == rows
+    assert folder.read_metrics()[2:][-1] == {"step": 9, "val_loss": 3.0}
+    assert not any("val_loss" in row for row in folder.read_metrics() if "event" in row)
