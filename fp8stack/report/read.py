@@ -245,7 +245,7 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
         began=str(began.get("time", "unknown")).replace("T", " ")[:16],
         first=_step(began) or 0,
         last=_step(ended),
-        seconds=None if math.isnan(seconds) else seconds,
+        seconds=seconds if 0 <= seconds < 2**32 else None,
         how=str(ended.get("how", "killed, or still running")),
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )
