@@ -34,10 +34,9 @@ EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says ot
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: a recipe, by its name in tables and as `--recipe` takes it, and a seed."""
+    """One run: a recipe, by its name in tables, and a seed."""
 
     recipe: str
-    source: str
     seed: int
 
     @property
@@ -51,7 +50,7 @@ class Comparison:
     """What is compared, and the configuration that all runs share."""
 
     out: Path
-    recipes: dict[str, str]  # by the names they go by
+    recipes: dict[str, str]  # as `--recipe` takes them, by their names in tables
     seeds: int  # of every recipe; with `judging.until`, at least
     baseline: str
     judging: Judging
@@ -60,10 +59,6 @@ class Comparison:
     contents: dict[str, Any]  # what names and paths stood for, for a later start to be held to
     command: str
     vocabulary: int
-
-    def job(self, recipe: str, seed: int) -> Job:
-        """The run of a recipe with a seed."""
-        return Job(recipe=recipe, source=self.recipes[recipe], seed=seed)
 
     def folder(self, job: Job) -> RunFolder:
         """The folder of a run."""
@@ -348,9 +343,11 @@ def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[st
     words = ["fp8stack", "compare", "--recipes", recipes]
     renamed = {"init_from": "from"}
     for key, value in flags.items():
-        if value not in (None, False):
-            flag = f"--{renamed.get(key, key)}"
-            words += [flag] if value is True else [flag, str(value)]
+        name = renamed.get(key, key)
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
     for item in sets:
         words += ["--set", item]
     return shlex.join([*words, "--out", out])
