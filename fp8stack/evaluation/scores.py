@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.config import RunConfig
-from fp8stack.errors import UserError, quoted
-from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.errors import UserError
+from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.dataloader import inputs_of
@@ -114,11 +114,7 @@ def evaluate(runs: str | Path | Sequence[str | Path], *recipes: str, **more: Any
         NoUsableCheckpoint: a run's checkpoints are damaged.
     """
     several = [runs] if isinstance(runs, str | Path) else runs
-    return scores_of(Request(runs=[str(run) for run in several], recipes=recipes, **more))
-
-
-def scores_of(request: Request) -> list[Score]:
-    """See `evaluate`."""
+    request = Request(runs=[str(run) for run in several], recipes=recipes, **more)
     hardware = probe(request.device)
     return [score for run in request.runs for score in _scores(run, request, hardware)]
 
@@ -127,10 +123,7 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     trained = find_trained(run)
     for note in trained.notes:
         print(note, file=sys.stderr)
-    if trained.config is None and request.data is None:
-        raise UserError(
-            f"{quoted(run)} comes without text. Give some that it was not trained on: --data FILE"
-        )
+    require_text(run, trained.config, request.data)
     config = trained.config or RunConfig()
     scores: list[Score] = []
     windows: Windows | None = None

@@ -13,7 +13,7 @@ from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
-from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.forecast.law import Law, fitted
 from fp8stack.forecast.result import NAME, WORST, Expected, ForecastResult
 from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
@@ -91,11 +91,7 @@ def load_trained(request: Request) -> Trained:
         raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
     hardware = probe(request.device)
     source = find_source(request.run)
-    if source.run is None and request.data is None:
-        raise UserError(
-            f"{quoted(request.run)} comes without text. Give some that it was not trained on: "
-            "--data FILE"
-        )
+    require_text(request.run, source.run, request.data)
     for note in source.notes:
         print(note, file=sys.stderr)
     config, tokens = source.run or RunConfig(data=request.data), request.tokens
