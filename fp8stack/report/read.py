@@ -132,7 +132,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     notes: list[str] = []
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
-    plan = path / "plan.json"
+    plan, forecast = path / "plan.json", path / NAME
     text = _tried(lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes)
     run = Run(
         path=path,
@@ -144,22 +144,15 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
         events=events,
         written=written,
         sessions=_sessions(path / "sessions.jsonl", notes),
-        forecast=_forecast(path / NAME, notes),
         has_telemetry=(path / "telemetry.jsonl").exists(),
         notes=notes,
     )
+    if forecast.exists():
+        read = ForecastResult.model_validate_json
+        run.forecast = _tried(lambda: read(forecast.read_text("utf-8")), forecast, None, notes)
     if telemetry:
         _read_telemetry(path / "telemetry.jsonl", run)
     return run
-
-
-def _forecast(path: Path, notes: list[str]) -> ForecastResult | None:
-    """The result of `fp8stack forecast`, if there is one."""
-    if not path.exists():
-        return None
-    return _tried(
-        lambda: ForecastResult.model_validate_json(path.read_text("utf-8")), path, None, notes
-    )
 
 
 def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
