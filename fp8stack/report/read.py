@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.result import NAME, ForecastResult
+from fp8stack.formats import FORMATS
 from fp8stack.presets import read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
@@ -27,6 +28,7 @@ FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinit
 GRADIENT_FIGURES = ("norm", "ratio", "zeros")  # the figures of a gradient
 
 LONGEST_LINE = 2**24  # characters: a longer line of JSON is no row of a run
+LARGEST = FORMATS["fp32"].max
 LARGEST_BYTES = 2**24  # larger files are not read whole
 
 Figures = NDArray[np.float64]
@@ -98,14 +100,14 @@ class Run:
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN if it is no finite number."""
+    """A JSON value as a float; NaN if it is no number within the range of float32."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
         result = float(value)
     except OverflowError:
         return math.nan
-    return result if math.isfinite(result) else math.nan
+    return result if abs(result) <= LARGEST else math.nan
 
 
 def table(value: Any) -> dict[str, Any]:

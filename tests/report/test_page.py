@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fp8stack.report import page, summary
 from fp8stack.report import text as terminal
@@ -115,8 +117,9 @@ def test_a_run_whose_gradient_norm_is_never_above_zero_gets_a_page(tmp_path):
 
 
 def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
-    odd: list[Any] = [None, "2.5", True, [], {}, 10**400]
-    rows = [{"step": at, "loss": value, "lr": value} for at, value in enumerate(odd, start=1)]
+    odd: list[Any] = [None, "2.5", True, [], {}, 10**400, 1e308, -1e308]
+    keys = ("loss", "val_loss", "lr", "grad_norm")
+    rows = [{"step": at} | dict.fromkeys(keys, value) for at, value in enumerate(odd, start=1)]
     rows += [{"step": "seven", "loss": 1.0}, {"step": -1, "loss": 1.0}, {"loss": 1.0}]
     run = make_run(tmp_path / "r", metrics=rows, telemetry=[
         {"step": 1, "layer": 5, "operand": "input", "amax": "much", "sqnr_db": None},
@@ -125,8 +128,9 @@ def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
     ])  # fmt: skip
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 9, "loss": NaN, "lr": Infinity}\n')
-    assert [row["step"] for row in read_run(run).rows] == [1, 2, 3, 4, 5, 6, 9]
+    assert [row["step"] for row in read_run(run).rows] == list(range(1, 10))
     assert "</html>" in html_of(run)
+    terminal.show([analyzed(run)], ["r"], Console(file=io.StringIO()))
 
 
 @pytest.mark.usefixtures("undrawn")
