@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt
+
 from fp8stack.backends.compiler import require_compiler
 from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
@@ -68,6 +70,28 @@ class Comparison:
     def report(self) -> Path:
         """The path of `compare.json`."""
         return self.out / REPORT
+
+
+class _Asked(BaseModel):
+    recipes: dict[str, str] | list[str]
+    seeds: int
+
+
+class _Run(BaseModel):
+    recipe: str
+    seed: NonNegativeInt
+    exit: int | None
+    error: str
+    seconds: float | None = None
+
+
+class _Report(BaseModel):
+    """Of `compare.json`, what a later start reads."""
+
+    asked: _Asked
+    config: dict[str, Any]
+    contents: dict[str, Any]
+    runs: list[_Run]
 
 
 def prepare(
@@ -328,15 +352,14 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """`compare.json`, as far as a later start needs it. Raises a UserError if it is none."""
+    """The contents of `compare.json`. Raises a UserError if it is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(found[key], dict) for key in ("asked", "config", "contents"))
-        if whole and isinstance(found["runs"], list):
-            return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UserError(f"{path} is no comparison's, or is damaged. Give another --out.")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _Report.model_validate(found)
+    except (OSError, ValueError, RecursionError) as error:
+        said = f"{path} is no comparison's, or is damaged. Give another --out."
+        raise UserError(said) from error
+    return found
 
 
 def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str]) -> str:

@@ -533,6 +533,13 @@ OLD_RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("change", [{"asked": {"seeds": 2}}, {"runs": [5]}, {"config": None}])
+def test_a_report_with_a_wrong_value_is_refused(change, copy, refused):
+    (copy / "compare.json").write_text(json.dumps(report(copy) | change))
+    said = refused("compare", "--out", "c", *AGAIN)
+    assert "compare.json is no comparison's, or is damaged" in said
+
+
 def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
     found = report(copy)
     found["contents"]["recipes"] = OLD_RECIPES
