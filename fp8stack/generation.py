@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,8 @@ from fp8stack.precision import Hardware, probe
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
+
+REMEMBERED = 64  # tokens of the prompt that may decide about the first character after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def write(request: Request) -> None:
     """
     text = _Text(request, _say)
     with closing(_Speed(min(len(text.prompt), text.model.config.context), text.model)) as speed:
-        _print(request.prompt, text.prompt, speed.watched(text.tokens()), text.tokenizer)
+        _print(request.prompt, text.pieces(speed.watched(text.tokens())))
 
 
 def generate(
@@ -103,7 +105,7 @@ def generate(
         device=device,
     )
     text = _Text(request, lambda line: None)
-    return prompt + "".join(_pieces(text.prompt, text.tokens(), text.tokenizer))
+    return prompt + "".join(text.pieces(text.tokens()))
 
 
 class _Text:
@@ -144,6 +146,15 @@ class _Text:
             when_full=cache(lambda: self._say(full)),  # once
         )
 
+    def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
+        """The text of `tokens`, which follow the prompt: the characters that each completes."""
+        decoder = self.tokenizer.stream()
+        for token in self.prompt[-REMEMBERED:]:
+            decoder.step(token)
+        for token in tokens:
+            yield decoder.step(token)
+        yield decoder.finish()
+
 
 def default_recipe(hardware: Hardware) -> tuple[str, str]:
     """The recipe to write in where none is asked for, and why, for the end of a line."""
@@ -181,9 +192,6 @@ def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[in
     return tokens
 
 
-REMEMBERED = 64  # tokens of the prompt that may decide about the first character after it
-
-
 class _Speed:
     """How fast a prompt of `read` tokens is read and tokens are written; told when it is closed."""
 
@@ -219,26 +227,16 @@ class _Speed:
         _say(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
 
 
-def _print(text: str, prompt: Sequence[int], tokens: Iterator[int], tokenizer: Tokenizer) -> None:
+def _print(prompt: str, pieces: Iterator[str]) -> None:
     """Print a prompt and what follows, a character as soon as it is whole."""
-    _put(text)
+    _put(prompt)
     try:
-        for piece in _pieces(prompt, tokens, tokenizer):
+        for piece in pieces:
             _put(piece)
     except KeyboardInterrupt:
         raise Interrupted("Interrupted.") from None
     finally:
         _put("\n")
-
-
-def _pieces(prompt: Sequence[int], tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of `tokens`, which follow a prompt: the characters that each completes."""
-    decoder = tokenizer.stream()
-    for token in prompt[-REMEMBERED:]:
-        decoder.step(token)
-    for token in tokens:
-        yield decoder.step(token)
-    yield decoder.finish()
 
 
 def _put(text: str) -> None:

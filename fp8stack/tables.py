@@ -26,11 +26,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def rich_table(title: str, header: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for a terminal."""
-    from rich.table import Table  # which JSON and pipes do not need
+def rich_table(title: str | None, header: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for a terminal, which folds what is too long. Brackets in it are no markup."""
+    from rich.markup import escape
+    from rich.table import Column, Table  # which JSON and pipes do not need
 
-    made = Table(*header, title=title, title_justify="left")
+    columns = (Column(heading, overflow="fold") for heading in header)
+    made = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made

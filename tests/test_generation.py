@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -382,7 +383,8 @@ def test_characters_are_printed_whole(monkeypatch):
     monkeypatch.setattr(writing, "_put", pieces.append)
     text = "é☃😀"
     cut = "😀".encode()[:2]  # by --tokens
-    writing._print("", [255], iter([*text.encode(), *cut]), load_tokenizer("bytes"))
+    after = SimpleNamespace(prompt=[255], tokenizer=load_tokenizer("bytes"))
+    writing._print("", writing._Text.pieces(after, iter([*text.encode(), *cut])))
     assert [piece for piece in pieces if piece] == ["é", "☃", "😀", "\ufffd", "\n"]
 
 

@@ -92,9 +92,9 @@ def evaluate(
     """Compute validation losses and bits per byte of trained models, in one recipe or several."""
     from fp8stack import evaluation
 
-    request = evaluation.Request(
-        runs=runs,
-        recipes=options.words(recipes or ""),
+    scores = evaluation.evaluate(
+        runs,
+        *options.words(recipes or ""),
         data=data,
         windows=windows,
         context=context,
@@ -103,7 +103,6 @@ def evaluate(
         backend=backend,
         device=device,
     )
-    scores = evaluation.scores_of(request)
     from rich.console import Console
 
     console = Console()

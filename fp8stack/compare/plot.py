@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,11 +20,12 @@ def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) ->
     """A PNG of the validation losses by step, mean and range over seeds, and of the gaps in
     percent."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
-    figure.suptitle(title)
-    losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))
     colors = {row.recipe: f"C{index % 10}" for index, row in enumerate(rows)}
-    _losses(losses, rows, colors)
-    _gaps(gaps, rows, baseline, colors)
+    with rc_context({"text.parse_math": False}):  # a name with $ in it is a name
+        figure.suptitle(title)
+        losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        _losses(losses, rows, colors)
+        _gaps(gaps, rows, baseline, colors)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()

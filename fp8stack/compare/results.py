@@ -70,7 +70,8 @@ def read_run(
     rows = folder.read_metrics()
     taken = valid_steps(rows)
     curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
-    last: Row = taken[max(taken)] if taken else {}
+    # The row of a step whose batch was left out has a validation loss alone.
+    last: Row = next((row for row in reversed(taken.values()) if "loss" in row), {})
     of_recipe = {n: row for n, row in taken.items() if row.get("phase") == last.get("phase")}
     speeds = {n: row["tokens_per_s"] for n, row in of_recipe.items() if row.get("tokens_per_s")}
     counted = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]

@@ -80,7 +80,12 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     begun, began = folder.holds_run, time.monotonic()
     command = [
         *(sys.executable, "-m", "fp8stack", "pretrain"),
-        *("--config", str(comparison.out / "base.toml"), "--recipe", job.source),
+        *(
+            "--config",
+            str(comparison.out / "base.toml"),
+            "--recipe",
+            comparison.recipes[job.recipe],
+        ),
         *("--seed", str(job.seed), "--out", str(folder.path), "--resume", "auto"),
     ]
     with storage_errors(log):

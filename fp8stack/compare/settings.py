@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt
+
 from fp8stack.backends.compiler import require_compiler
 from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
@@ -34,10 +36,9 @@ EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says ot
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: a recipe, by its name in tables and as `--recipe` takes it, and a seed."""
+    """One run: a recipe, by its name in tables, and a seed."""
 
     recipe: str
-    source: str
     seed: int
 
     @property
@@ -51,7 +52,7 @@ class Comparison:
     """What is compared, and the configuration that all runs share."""
 
     out: Path
-    recipes: dict[str, str]  # by the names they go by
+    recipes: dict[str, str]  # as `--recipe` takes them, by their names in tables
     seeds: int  # of every recipe; with `judging.until`, at least
     baseline: str
     judging: Judging
@@ -61,10 +62,6 @@ class Comparison:
     command: str
     vocabulary: int
 
-    def job(self, recipe: str, seed: int) -> Job:
-        """The run of a recipe with a seed."""
-        return Job(recipe=recipe, source=self.recipes[recipe], seed=seed)
-
     def folder(self, job: Job) -> RunFolder:
         """The folder of a run."""
         return RunFolder(self.out / "runs" / job.name)
@@ -73,6 +70,28 @@ class Comparison:
     def report(self) -> Path:
         """The path of `compare.json`."""
         return self.out / REPORT
+
+
+class _Asked(BaseModel):
+    recipes: dict[str, str] | list[str]
+    seeds: int
+
+
+class _Run(BaseModel):
+    recipe: str
+    seed: NonNegativeInt
+    exit: int | None
+    error: str
+    seconds: float | None = None
+
+
+class _Report(BaseModel):
+    """Of `compare.json`, what a later start reads."""
+
+    asked: _Asked
+    config: dict[str, Any]
+    contents: dict[str, Any]
+    runs: list[_Run]
 
 
 def prepare(
@@ -332,24 +351,25 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """`compare.json`, as far as a later start needs it. Raises a UserError if it is none."""
+    """The contents of `compare.json`. Raises a UserError if it is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(found[key], dict) for key in ("asked", "config", "contents"))
-        if whole and isinstance(found["runs"], list):
-            return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UserError(f"{path} is no comparison's, or is damaged. Give another --out.")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _Report.model_validate(found)
+    except (OSError, ValueError, RecursionError) as error:
+        said = f"{path} is no comparison's, or is damaged. Give another --out."
+        raise UserError(said) from error
+    return found
 
 
 def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str]) -> str:
     words = ["fp8stack", "compare", "--recipes", recipes]
     renamed = {"init_from": "from"}
     for key, value in flags.items():
-        if value not in (None, False):
-            flag = f"--{renamed.get(key, key)}"
-            words += [flag] if value is True else [flag, str(value)]
+        name = renamed.get(key, key)
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
     for item in sets:
         words += ["--set", item]
     return shlex.join([*words, "--out", out])

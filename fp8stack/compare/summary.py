@@ -175,6 +175,11 @@ def pairs(count: int, more: str = "") -> str:
     return f"{count:,}{more} pair{'s' * (count != 1)}"
 
 
+def seeds(count: int) -> str:
+    """A number of seeds, in words."""
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
 def about(seconds: float) -> str:
     """A time, roughly."""
     if seconds < 90:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8stack.compare.results import HOPELESS, WARM_UP
 from fp8stack.compare.settings import Comparison, shared_steps
-from fp8stack.compare.summary import Judging, RecipeFigures
+from fp8stack.compare.summary import Judging, RecipeFigures, seeds
 from fp8stack.tables import aligned, markdown
 
 
@@ -52,7 +52,7 @@ def as_markdown(
 ) -> str:
     """`compare.md`: the command, the table, what its columns are, and what is to be known."""
     config, baseline = comparison.config, comparison.baseline
-    seeds = max((row.seeds for row in rows), default=comparison.seeds)
+    number = max((row.seeds for row in rows), default=comparison.seeds)
     model = f"{config.model}, {config.steps} steps of {config.batch} sequences"
     begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
     share = shared_steps([phase.model_dump() for phase in config.phases])
@@ -67,13 +67,13 @@ def as_markdown(
     lines = [
         f"`{comparison.command}`",
         "",
-        f"made this: {model}, {'one seed' if seeds == 1 else f'{seeds} seeds'}{begun}, on "
+        f"made this: {model}, {seeds(number)}{begun}, on "
         f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
         "same first weights and the same order.",
         "",
         *markdown(header(baseline), map(cells, rows)),
         "",
-        _explanation(baseline, seeds, comparison.judging),
+        _explanation(baseline, number, comparison.judging),
         "",
         *(f"- {note}" for note in notes(rows)),
         "",
@@ -83,7 +83,7 @@ def as_markdown(
     return "\n".join(lines)
 
 
-def _explanation(baseline: str, seeds: int, judging: Judging) -> str:
+def _explanation(baseline: str, number: int, judging: Judging) -> str:
     kind = (
         "95 % interval that holds however often it is looked at while seeds are added"
         if judging.always_valid
@@ -91,7 +91,7 @@ def _explanation(baseline: str, seeds: int, judging: Judging) -> str:
     )
     over = (
         "With one seed there are no errors, and differences mean little. "
-        if seeds == 1
+        if number == 1
         else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
         f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
         f"{kind}. A recipe is worse or better if that does not hold 0, and within "

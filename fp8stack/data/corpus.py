@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -227,11 +227,7 @@ class Separator:
 
     token: int
     leads: bool = False
-
-    @property
-    def index(self) -> None:
-        """None: the tokens themselves record it."""
-        return None
+    index: ClassVar[None] = None  # the tokens themselves record it
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
         """Which of `window[first : first + count]` begin a document: bool [count]. If the separator

@@ -17,6 +17,7 @@ from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_from_json
 MANIFEST = "manifest.json"
 ENDS = ".ends"
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+DtypeName = Literal["uint16", "uint32"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -50,7 +51,7 @@ class Manifest(BaseModel, frozen=True, strict=True):
 
     format: Literal[1]
     tokenizer: TokenizerOf
-    dtype: Literal["uint16", "uint32"]
+    dtype: DtypeName
     splits: Mapping[Literal["train", "val"], Split]
 
 

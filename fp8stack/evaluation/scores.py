@@ -8,44 +8,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.config import RunConfig
-from fp8stack.errors import UserError, quoted
-from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.errors import UserError
+from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Plan, probe
+from fp8stack.precision import Plan, probe
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is to be evaluated, and on what."""
-
-    runs: Sequence[str]  # see `find_source`
-    # To run each of them in; none for each run's own, the one it was last trained in, and fp32 for
-    # a model of transformers.
-    recipes: Sequence[str] = ()
-    data: str | None = None  # see `windows_for`; so are `windows` and `context`
-    windows: int | None = None
-    context: int | None = None
-    batch: int | None = None  # windows at a time; None for as many as a run's own evaluations take
-    tokenizer: str | None = None  # name or path, of runs that do not have one
-    device: str = "auto"
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("windows", "context", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,77 +70,78 @@ class Score:
         return None if self.baseline is None else self.losses_N - self.baseline.losses_N
 
 
-def evaluate(runs: str | Path | Sequence[str | Path], *recipes: str, **more: Any) -> list[Score]:
-    """The losses of trained models on the same windows.
+def evaluate(
+    runs: str | Path | Sequence[str | Path],
+    *recipes: str,
+    data: str | None = None,
+    windows: int | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+) -> list[Score]:
+    """The losses of trained models on the same windows. What goes on is told on stderr.
 
     Args:
         runs: a run's folder, a checkpoint's, `hf:` and a folder that transformers saved or
             `hf:owner/name` (these need `data`), or several.
-        recipes: to run each of them in; left out, each run's own.
-        more: `data`, `windows`, `context`, `batch`, `tokenizer`, `device` and `backend`, as the
-            options of `fp8stack eval`.
+        recipes: to run each of them in; left out, each run's own, the one it was last trained in,
+            and fp32 for a model of transformers.
+        data, windows, context: see `windows_for`.
+        batch: windows at a time; None for as many as a run's own evaluations take.
+        tokenizer: name or path, of runs that do not have one.
+        device, backend: as the options of `fp8stack eval`.
 
     Returns:
         A score for each run in each recipe, in that order, with `loss` in nats per token,
         `perplexity`, `bits_per_byte`, and `difference` from the run's first recipe with its
-        `standard_error`. What goes on is told on stderr.
+        `standard_error`.
 
     Raises:
         UserError: no such run, recipe, data or tokenizer.
         NoUsableCheckpoint: a run's checkpoints are damaged.
     """
-    several = [runs] if isinstance(runs, str | Path) else runs
-    return scores_of(Request(runs=[str(run) for run in several], recipes=recipes, **more))
-
-
-def scores_of(request: Request) -> list[Score]:
-    """See `evaluate`."""
-    hardware = probe(request.device)
-    return [score for run in request.runs for score in _scores(run, request, hardware)]
-
-
-def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
-    trained = find_source(run)
-    for note in trained.notes:
-        print(note, file=sys.stderr)
-    if trained.config is None and request.data is None:
-        raise UserError(
-            f"{quoted(run)} comes without text. Give some that it was not trained on: --data FILE"
-        )
-    config = trained.config or RunConfig()
+    for name, value in (("windows", windows), ("context", context), ("batch", batch)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
+    hardware = probe(device)
     scores: list[Score] = []
-    windows: Windows | None = None
-    recipes = request.recipes or [trained.recipe]
-    for recipe in recipes:  # all are refused before the first one is evaluated
-        trained.plan(recipe, hardware, request.backend)
-    for recipe in recipes:
-        model = trained.model(recipe, hardware, request.backend)
-        if windows is None:
-            tokenizer = tokenizer_of_run(run, request.tokenizer or trained.own_tokenizer)
-            chosen = (request.data, request.windows, request.context)
-            windows = windows_for(run, config, model.config, tokenizer, *chosen)
-        print(
-            f"{trained.path} in {recipe}: {len(windows.tokens)} windows",
-            file=sys.stderr,
-            flush=True,
-        )
-        began = time.perf_counter()
-        nats_NT = nats_of(model, windows.tokens, request.batch or config.batch // config.accumulate)
-        scores.append(
-            Score(
+    for run in [str(runs)] if isinstance(runs, str | Path) else map(str, runs):
+        trained = find_source(run)
+        for note in trained.notes:
+            print(note, file=sys.stderr)
+        require_text(run, trained.config, data)
+        config = trained.config or RunConfig()
+        chosen = recipes or (trained.recipe,)
+        for recipe in chosen:  # all are refused before the first one is evaluated
+            trained.plan(recipe, hardware, backend)
+        baseline: Score | None = None
+        given: Windows | None = None
+        for recipe in chosen:
+            model = trained.model(recipe, hardware, backend)
+            if given is None:
+                known = tokenizer_of_run(run, tokenizer or trained.own_tokenizer)
+                given = windows_for(run, config, model.config, known, data, windows, context)
+            count = len(given.tokens)
+            print(f"{trained.path} in {recipe}: {count} windows", file=sys.stderr, flush=True)
+            began = time.perf_counter()
+            nats_NT = nats_of(model, given.tokens, batch or config.batch // config.accumulate)
+            score = Score(
                 run=run,
                 checkpoint=trained.path,
                 recipe=recipe,
                 plan=model.backend.plan,
-                data=windows.name,
+                data=given.name,
                 losses_N=nats_NT.mean(dim=1),
-                bits_per_byte=bits_per_byte(nats_NT, windows.text_bytes),
+                bits_per_byte=bits_per_byte(nats_NT, given.text_bytes),
                 fp8_gemms=model.backend.fp8_gemms(),
                 tokens=nats_NT.numel(),
                 seconds=time.perf_counter() - began,
-                baseline=scores[0] if scores else None,
+                baseline=baseline,
             )
-        )
+            baseline = baseline or score
+            scores.append(score)
     return scores
 
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
+from fp8stack import tables
 from fp8stack.evaluation.scores import Score
-from fp8stack.tables import aligned
 
 HEADINGS = (
     *("run", "recipe", "ran", "FP8 layers", "FP8 GEMMs"),
@@ -48,15 +48,12 @@ def as_json(scores: Sequence[Score]) -> dict[str, Any]:
 
 def text_lines(scores: Sequence[Score]) -> list[str]:
     """The table in plain text, one line per score, and the plans."""
-    return [*aligned([HEADINGS, *map(_cells, scores)]), "", *notes(scores)]
+    return [*tables.aligned([HEADINGS, *map(_cells, scores)]), "", *notes(scores)]
 
 
 def rich_table(scores: Sequence[Score]) -> Table:
     """The table for a terminal; `notes` belong below it."""
-    table = Table(*(Column(heading, overflow="fold") for heading in HEADINGS))
-    for score in scores:
-        table.add_row(*_cells(score))
-    return table
+    return tables.rich_table(None, HEADINGS, map(_cells, scores))
 
 
 def _cells(score: Score) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from fp8stack.config import RunConfig
 from fp8stack.data import Corpus
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig
-from fp8stack.tokenizer import Tokenizer
+from fp8stack.tokenizer import Tokenizer, alike
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.setup.build import context_of
 
@@ -27,6 +27,14 @@ class Windows:
     # Int64 [N, T], how many bytes of UTF-8 each label stands for; [N, 1], those of a window's
     # labels together, where single tokens do not say; None if nobody knows.
     text_bytes: Tensor | None
+
+
+def require_text(run: str, config: RunConfig | None, data_path: str | None) -> None:
+    """Raise a UserError if neither `run`, by its `config`, nor `data_path` names data."""
+    if config is None and data_path is None:
+        raise UserError(
+            f"{quoted(run)} comes without text. Give some that it was not trained on: --data FILE"
+        )
 
 
 def windows_for(
@@ -61,7 +69,7 @@ def windows_for(
         own = own or data.absolute(path) == config.data
     texts = tokenizer if data.holds_text(path) else None
     found = data.tokenizer_of(path, texts)
-    if found is not None and tokenizer is not None and found.sha256 != tokenizer.sha256:
+    if found is not None and tokenizer is not None and not alike(found, tokenizer):
         raise UserError(
             f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
             f"on those of {tokenizer.name}. Make them: fp8stack prepare {quoted(str(path))} "

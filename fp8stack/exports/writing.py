@@ -34,14 +34,13 @@ def require_room(out: Path, overwrite: bool) -> None:
     if inside is not None:
         raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")
     try:
-        if out.is_symlink() or (out.exists() and not out.is_dir()):
-            raise UserError(f"{out} is no folder. Give another --out.")
+        in_the_way = out.is_symlink() or (out.exists() and not out.is_dir())
         there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    except UserError:
-        raise
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         reason = getattr(error, "strerror", None) or "it is no path"
         raise UserError(f"Cannot use the folder of --out: {reason}. Give another.") from error
+    if in_the_way:
+        raise UserError(f"{out} is no folder. Give another --out.")
     if there and not overwrite:
         raise UserError(f"{out} is not empty. Give another --out, or replace it by --overwrite.")
     shards = [name for name in there if re.fullmatch(r"model-.*\.safetensors", name)]

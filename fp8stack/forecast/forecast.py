@@ -13,7 +13,7 @@ from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
-from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.forecast.law import Law, fitted
 from fp8stack.forecast.result import NAME, WORST, Expected, ForecastResult
 from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
@@ -92,11 +92,7 @@ def load_trained(request: Request) -> Trained:
     hardware = probe(request.device)
     source = find_source(request.run)
     run = source.config
-    if run is None and request.data is None:
-        raise UserError(
-            f"{quoted(request.run)} comes without text. Give some that it was not trained on: "
-            "--data FILE"
-        )
+    require_text(request.run, run, request.data)
     for note in source.notes:
         print(note, file=sys.stderr)
     config, tokens = run or RunConfig(data=request.data), request.tokens

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from fp8stack.config import percent
+from fp8stack.config import percent, toml_lines
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import Forecast
 from fp8stack.forecast.law import Law
 from fp8stack.forecast.result import GAP, Gap, shares
 from fp8stack.forecast.sensitivity import Sensitivity
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
-from fp8stack.io import write_atomically
+from fp8stack.io import storage_errors, write_atomically
 from fp8stack.precision import load_recipe
 from fp8stack.tables import aligned
 
@@ -185,7 +185,7 @@ def _is_recipe(pair: tuple[str, str]) -> bool:
     if forward == backward:
         return True
     try:
-        load_recipe(forward, {"backward": "high_precision" if backward == PLAIN else backward})
+        load_recipe(forward, {"backward": _backward(backward)})
     except UserError:
         return False
     return True
@@ -309,7 +309,8 @@ def write(found: Assignment, forecast: Forecast, target: Target) -> None:
         f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits, a gap of "
         f"{found.gap.mean / forecast.trained.loss:.2%} is expected"
     )
-    target.path.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors(target.path):
+        target.path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target.path, as_toml(found, description).encode())
 
 
@@ -317,21 +318,19 @@ def as_toml(found: Assignment, description: str) -> str:
     """A recipe file: the most common recipe, and an entry for each layer with another."""
     counts = Counter(pair for pair in found.layers.values() if pair[0] != PLAIN)
     base = counts.most_common(1)[0][0] if counts else (PLAIN, PLAIN)
-    lines = [f"description = {_quoted(description)}", f'like = "{base[0]}"', *_backward(base)]
+    lines = toml_lines({"description": description} | _keys("like", base))
     for path, pair in found.layers.items():
         if pair != base:
-            lines += ["", "[[layers]]", f"match = {_quoted(path)}", f'recipe = "{pair[0]}"']
-            lines += _backward(pair)
+            lines += ["", "[[layers]]", *toml_lines({"match": path} | _keys("recipe", pair))]
     return "\n".join(lines) + "\n"
 
 
-def _backward(pair: tuple[str, str]) -> list[str]:
+def _keys(key: str, pair: tuple[str, str]) -> dict[str, str]:
+    """The keys of a recipe file for a pair, the forward pass's recipe under `key`."""
     forward, backward = pair
-    if forward == backward:
-        return []
-    return [f'backward = "{"high_precision" if backward == PLAIN else backward}"']
+    by = {} if forward == backward else {"backward": _backward(backward)}
+    return {key: forward} | by
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+def _backward(recipe: str) -> str:
+    return "high_precision" if recipe == PLAIN else recipe

@@ -38,14 +38,6 @@ class Repository:
         return f"{HF}{self.name}" + (f"@{self.revision}" if self.revision else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The files of a repository at a commit, in the cache of huggingface_hub."""
-
-    path: Path
-    repository: Repository  # its revision is the commit
-
-
 def repository_in(name: str) -> Repository | None:
     """The repository in `hf:owner/name[@revision]`; None if `name` has another form, or is a path
     that exists.
@@ -68,9 +60,10 @@ def require_pushable(name: str) -> None:
     _hub("--push")
 
 
-def fetch(repository: Repository) -> Snapshot:
+def fetch(repository: Repository) -> tuple[Path, Repository]:
     """Download the configuration, weights and tokenizer of a repository, unless they are in the
-    cache. A line on stderr says what is downloaded.
+    cache. A line on stderr says what is downloaded. Returns their folder, in the cache of
+    huggingface_hub, and the repository at the commit that they are of.
 
     Raises:
         UserError: huggingface_hub is missing; the repository or revision does not exist, is gated,
@@ -106,8 +99,7 @@ def fetch(repository: Repository) -> Snapshot:
             with storage_errors(Path(error.filename or hub.constants.HF_HUB_CACHE)):
                 raise
         raise _refused(hub, repository, error) from error
-    found = Path(path)
-    return Snapshot(path=found, repository=Repository(name=name, revision=found.name))
+    return Path(path), Repository(name=name, revision=Path(path).name)
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:

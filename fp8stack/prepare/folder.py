@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 import fp8stack
-from fp8stack.data.prepared import MANIFEST
+from fp8stack.data.prepared import MANIFEST, DtypeName, Split, TokenizerOf
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
 from fp8stack.prepare.inputs import Settings, Source
@@ -30,9 +30,6 @@ NOTES = {
     "replaced": "{:,} pieces that are not Unicode became U+FFFD",
     "cut_words": "{:,} cuts within a text without spaces; tokens there may differ",
 }
-
-KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settings"})
-"""Of a manifest, those that are read again."""
 
 
 class Counts(BaseModel, frozen=True, extra="forbid"):
@@ -56,6 +53,28 @@ class Journal(BaseModel, frozen=True, extra="forbid"):
     counts: Counts = Counts()
     train: SplitState = SplitState()
     val: SplitState = SplitState()
+
+
+class _Split(Split, frozen=True, strict=True):
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class _Splits(BaseModel, frozen=True, strict=True):
+    train: _Split
+    val: _Split
+
+
+class _ReadAgain(BaseModel, frozen=True, strict=True):
+    """Of a manifest, what is read again."""
+
+    tokenizer: TokenizerOf
+    dtype: DtypeName
+    splits: _Splits
+    documents: Counts
+    inputs: list[dict[str, Any]]
+    settings: dict[str, Any]
 
 
 class Folder:
@@ -123,8 +142,9 @@ class Folder:
             content = json.loads(self.manifest_path.read_text(encoding="utf-8"))
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            if missing := sorted(KEYS - content.keys()):
+            if missing := sorted(_ReadAgain.model_fields.keys() - content.keys()):
                 raise ValueError(f"it has no {missing[0]!r}")
+            _ReadAgain.model_validate(content)
         except (OSError, ValueError, RecursionError) as error:
             raise _broken(self.manifest_path, error) from error
         return content
@@ -136,8 +156,7 @@ class Folder:
         try:
             return Journal.model_validate_json(self.journal_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise _broken(self.journal_path, first) from error
+            raise _broken(self.journal_path, error) from error
 
     def save_journal(self, journal: Journal) -> None:
         """Write the journal, whole or not at all. Raises a StorageError if that fails."""
@@ -193,8 +212,13 @@ class Folder:
                     )
 
 
-def _broken(path: Path, why: object) -> UserError:
-    reason = quoted(" ".join(str(why).split()))
+def _broken(path: Path, error: Exception) -> UserError:
+    why = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        why = f"{where}: {first['msg']}" if where else first["msg"]
+    reason = quoted(" ".join(why.split()))
     return UserError(
         f"{quoted(str(path))} cannot be read ({reason}). Start over with --overwrite, or give "
         "another --out."
@@ -262,20 +286,19 @@ def manifest_of(
 def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") -> list[str]:
     """A summary in a few lines, `speed` at the end of the first, and the command that trains on the
     folder."""
-    train, val = manifest["splits"]["train"], manifest["splits"]["val"]
-    documents, tokens, size = (train[key] + val[key] for key in ("documents", "tokens", "bytes"))
-    per_token = size / max(1, tokens - documents)
+    found = as_json(settings, manifest)
+    documents, tokens, held_out = found["documents"], found["tokens"], found["held_out"]
     held = (
-        f"{val['documents']:,} of them held out ({val['tokens']:,} tokens)"
-        if val["documents"]
+        f"{held_out['documents']:,} of them held out ({held_out['tokens']:,} tokens)"
+        if held_out["documents"]
         else "none of them held out: training will hold out the last tokens"
     )
-    tokenizer, counts = manifest["tokenizer"], manifest["documents"]
+    tokenizer, per_token = found["tokenizer"], found["bytes"] / max(1, tokens - documents)
     return [
         f"{settings.out}: {tokens:,} tokens of {tokenizer['name']}, {per_token:.2f} bytes per token"
         f"{speed}",
         f"documents: {documents:,}, {held}",
-        *(f"note: {note.format(counts[key])}" for key, note in NOTES.items() if counts[key]),
+        *(f"note: {NOTES[key].format(count)}" for key, count in found["notes"].items()),
         f"next: {_next_command(settings, tokenizer['vocabulary'])}",
     ]
 
@@ -283,19 +306,15 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
 def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The summary as JSON data."""
     splits, tokenizer = manifest["splits"], manifest["tokenizer"]
-    total = {
-        key: sum(splits[name][key] for name in ("train", "val"))
-        for key in ("tokens", "documents", "bytes")
-    }
-    held = splits["val"]
-    files = [shard["file"] for name in ("train", "val") for shard in splits[name]["shards"]]
+    sizes, counts = ("tokens", "documents", "bytes"), manifest["documents"]
+    both = [splits[name] for name in ("train", "val")]
     return {
         "out": str(settings.out),
-        "shards": files,
-        **total,
+        "shards": [shard["file"] for split in both for shard in split["shards"]],
+        **{key: sum(split[key] for split in both) for key in sizes},
         "tokenizer": {key: tokenizer[key] for key in ("name", "sha256", "vocabulary")},
-        "held_out": {key: held[key] for key in ("tokens", "documents", "bytes")},
-        "notes": {key: manifest["documents"][key] for key in NOTES if manifest["documents"][key]},
+        "held_out": {key: splits["val"][key] for key in sizes},
+        "notes": {key: counts[key] for key in NOTES if counts.get(key)},
     }
 
 

@@ -84,16 +84,20 @@ def rates(run: Run, name: str) -> Picture | None:
             return None
         upper.plot(*thinned(lr_steps, lrs), color=COLORS[3], linewidth=1.5)
         upper.set_ylabel("learning rate")
+        caption = "No gradient norm."
         if norms:
             lower.plot(*thinned(steps, norms), color=COLORS[0], alpha=0.35, linewidth=0.8)
             smooth = np.exp(smoothed(list(np.log(norms))))
             lower.plot(*thinned(steps, list(smooth)), color=COLORS[0], linewidth=1.6)
             plain_log(lower, norms)
+            largest = int(np.argmax(norms))
+            caption = (
+                f"Gradient norm: median {np.median(norms):.3g}, largest {norms[largest]:.3g} at "
+                f"step {steps[largest]}."
+            )
         mark_events(lower, run.events)
         lower.set_ylabel("gradient norm")
         whole_steps(lower)
-        text = f"Gradient norm: median {np.median(norms):.3g}, largest {max(norms):.3g} at step "
-        caption = text + f"{steps[int(np.argmax(norms))]}." if norms else "No gradient norm."
         title = "Learning rate and gradient norm"
         alt = f"{title} over the steps. {caption}"
         return Picture(figure=figure, name=name, title=title, caption=caption, alt=alt)

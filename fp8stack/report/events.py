@@ -40,13 +40,13 @@ def ending(run: Run) -> Iterable[Finding]:
 def from_events(run: Run) -> Iterable[Finding]:
     """Findings from events of the guard and the training loop."""
     counts: Counter[str] = Counter(str(event.get("event")) for event in run.events)
-    overflows = sum("fp16" in event for event in run.events)
-    skips = counts["skip"] - overflows
-    if skips:
-        skipped = [event for event in run.events if event.get("event") == "skip"]
-        why = next(str(event.get("why")) for event in skipped if "fp16" not in event)
-        steps = in_steps(event["step"] for event in skipped)
-        text = f"{times(skips, 'step was', 'steps were')} skipped ({steps}): {why}."
+    skipped = [event for event in run.events if event.get("event") == "skip"]
+    bad = [event for event in skipped if "fp16" not in event]
+    overflows = len(skipped) - len(bad)
+    if bad:
+        steps = in_steps(event["step"] for event in bad)
+        why = bad[0].get("why")
+        text = f"{times(len(bad), 'step was', 'steps were')} skipped ({steps}): {why}."
         yield Finding("warning", text)
     if overflows:
         text = (

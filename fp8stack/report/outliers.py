@@ -16,11 +16,10 @@ A distance counts if it exceeds `SPREADS` spreads and the figure's bound.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp8stack.report.read import Figures, Operand, grid
 
@@ -82,32 +81,99 @@ def role(layer: str) -> str:
 def _of_one_kind(operands: list[Operand], switches: Sequence[int]) -> list[Outlier]:
     if len(operands) < PEERS:
         return []
-    steps, amax = grid(operands, "amax")
-    begins = np.searchsorted(steps, [0, *switches]).tolist()
-    since = [max(begin for begin in begins if begin <= at) for at in range(len(steps))]
-    grids = {figure: grid(operands, figure)[1] for figure in BOUNDS}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        grids["amax"] = np.where(amax > 0, np.log2(amax), np.nan)
-    scores: dict[int, dict[str, tuple[float, int, int, bool]]] = defaultdict(dict)
-    lasting: dict[int, bool] = defaultdict(bool)
+    hits: dict[int, dict[str, _Hit]] = defaultdict(dict)
     with warnings.catch_warnings():  # the median of no values is NaN
         warnings.simplefilter("ignore", RuntimeWarning)
-        pasts = {figure: _past(values, since) for figure, values in grids.items()}
-        peers = {figure: _peers(operands, grids[figure], figure) for figure in grids}
-        for figure, values in grids.items():
-            for at, score, first, worst, lasts in _changed(values, pasts[figure], figure, since):
-                scores[at][figure] = (score, first, worst, True)
-                lasting[at] |= lasts
-            for at, score, worst in _different(values, peers[figure], figure):
-                if score > scores[at].get(figure, (0.0,))[0]:
-                    first = int(np.argmax(np.isfinite(values[at])))
-                    scores[at][figure] = (score, first, worst, False)
-                    lasting[at] = True
-    return [
-        _outlier(operands[at], scored, steps, at, grids, peers, pasts, lasting[at])
-        for at, scored in scores.items()
-        if scored
-    ]
+        grids = {figure: _Grid(operands, figure, switches) for figure in BOUNDS}
+        for figure, one in grids.items():
+            for at, hit in [*one.changed(), *one.different()]:
+                if figure not in hits[at] or hit.score > hits[at][figure].score:
+                    hits[at][figure] = hit
+    return [_outlier(operands[at], at, found, grids) for at, found in hits.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hit:
+    """A figure of an operand that counts by one of the rules."""
+
+    score: float  # the distance, in units of its bound
+    first: int  # sample
+    worst: int  # sample
+    changed: bool
+    lasting: bool
+
+
+class _Grid:
+    """A figure of operands of one kind, [operands, samples], and what it is compared with. Amaxes
+    are in powers of two."""
+
+    def __init__(self, operands: list[Operand], figure: str, switches: Sequence[int]) -> None:
+        self.steps, self.values = grid(operands, figure)
+        if figure == "amax":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                self.values = np.where(self.values > 0, np.log2(self.values), np.nan)
+        self.sign, self.bound, of_same, of_all = BOUNDS[figure]
+        begins = np.searchsorted(self.steps, [0, *switches]).tolist()
+        # By sample the first one of its recipe.
+        self.since = [max(one for one in begins if one <= at) for at in range(len(self.steps))]
+        self.past = _past(self.values, self.since)
+        # The median and the spread of each operand's peers, and its bound among them. The spread is
+        # infinite where they are fewer than `PEERS`.
+        self.peers, self.spread = np.empty_like(self.values), np.empty_like(self.values)
+        self.peer_bound = np.empty(len(operands))
+        formats: dict[str, list[int]] = defaultdict(list)
+        roles: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for at, operand in enumerate(operands):
+            format = "" if figure == "amax" else operand.format  # which a cast does not change
+            formats[format].append(at)
+            roles[format, role(operand.layer)].append(at)
+        for (format, _), members in roles.items():
+            same = len(members) >= PEERS
+            group = self.values[members if same else formats[format]]
+            middle = np.nanmedian(group, axis=0)
+            self.peers[members] = middle
+            spread = 1.4826 * np.nanmedian(np.abs(group - middle), axis=0)
+            self.spread[members] = spread if len(group) >= PEERS else np.inf
+            self.peer_bound[members] = of_same if same else of_all
+
+    def changed(self) -> Iterator[tuple[int, _Hit]]:
+        """The operands that count by rule 1."""
+        change = self.sign * (self.values - self.past)
+        distance = change - np.nanmedian(change, axis=0)
+        spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
+        # Compare with the operand's own usual variation as well.
+        own = np.nan_to_num(1.4826 * _past(np.abs(distance), self.since))
+        loud = distance > np.maximum(self.bound, SPREADS * np.maximum(spread, own))
+        for at in np.flatnonzero(loud.any(axis=1)).tolist():
+            worst = int(np.nanargmax(np.where(loud[at], distance[at], np.nan)))
+            last = int(np.flatnonzero(np.isfinite(self.values[at]))[-1])
+            yield (
+                at,
+                _Hit(
+                    score=float(distance[at, worst] / self.bound),
+                    first=int(np.argmax(loud[at])),
+                    worst=worst,
+                    changed=True,
+                    lasting=bool(loud[at].sum() > 1 or loud[at, last]),
+                ),
+            )
+
+    def different(self) -> Iterator[tuple[int, _Hit]]:
+        """The operands that count by rule 2."""
+        distance = self.sign * (self.values - self.peers)
+        usual, spread = np.nanmedian(distance, axis=1), np.nanmedian(self.spread, axis=1)
+        loud = usual > np.fmax(self.peer_bound, SPREADS * spread)
+        for at in np.flatnonzero(loud).tolist():
+            yield (
+                at,
+                _Hit(
+                    score=float(usual[at] / self.peer_bound[at]),
+                    first=int(np.argmax(np.isfinite(self.values[at]))),
+                    worst=int(np.nanargmax(distance[at])),
+                    changed=False,
+                    lasting=True,
+                ),
+            )
 
 
 def _past(values: Figures, since: Sequence[int]) -> Figures:
@@ -121,95 +187,28 @@ def _past(values: Figures, since: Sequence[int]) -> Figures:
     return past
 
 
-def _changed(
-    values: Figures, past: Figures, figure: str, since: Sequence[int]
-) -> list[tuple[int, float, int, int, bool]]:
-    """Rule 1: operand, score, first and worst sample, and whether it lasts."""
-    sign, bound, _, _ = BOUNDS[figure]
-    change = sign * (values - past)
-    distance = change - np.nanmedian(change, axis=0)
-    spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
-    # Compare with the operand's own usual variation as well.
-    own = np.nan_to_num(1.4826 * _past(np.abs(distance), since))
-    loud = distance > np.maximum(bound, SPREADS * np.maximum(spread, own))
-    found = []
-    for at in np.flatnonzero(loud.any(axis=1)):
-        worst = int(np.nanargmax(np.where(loud[at], distance[at], np.nan)))
-        first = int(np.argmax(loud[at]))
-        last = int(np.flatnonzero(np.isfinite(values[at]))[-1])
-        lasting = bool(loud[at].sum() > 1 or loud[at, last])
-        found.append((int(at), float(distance[at, worst] / bound), first, worst, lasting))
-    return found
-
-
-def _peers(
-    operands: list[Operand], values: Figures, figure: str
-) -> list[tuple[Figures, Figures, bool]]:
-    """The median and spread of each operand's peers, and whether these are the same linear in
-    other blocks. The spread is infinite where they are fewer than `PEERS`."""
-    formats: dict[str, list[int]] = defaultdict(list)
-    roles: dict[tuple[str, str], list[int]] = defaultdict(list)
-    keys = []
-    for at, operand in enumerate(operands):
-        format = "" if figure == "amax" else operand.format  # which a cast does not change
-        keys.append((format, role(operand.layer)))
-        formats[format].append(at)
-        roles[keys[-1]].append(at)
-    cache: dict[tuple[str, str], tuple[Figures, Figures, bool]] = {}
-    for key, members in roles.items():
-        same = len(members) >= PEERS
-        group = values[members if same else formats[key[0]]]
-        middle = np.nanmedian(group, axis=0)
-        spread = 1.4826 * np.nanmedian(np.abs(group - middle), axis=0)
-        cache[key] = (middle, spread if len(group) >= PEERS else np.full_like(spread, np.inf), same)
-    return [cache[key] for key in keys]
-
-
-def _different(
-    values: Figures, peers: list[tuple[Figures, Figures, bool]], figure: str
-) -> list[tuple[int, float, int]]:
-    """Rule 2: operand, score and worst sample."""
-    sign, _, of_same, of_all = BOUNDS[figure]
-    found = []
-    for at, (row, (middle, spread, same)) in enumerate(zip(values, peers, strict=True)):
-        distance = sign * (row - middle)
-        usual = float(np.nanmedian(distance))
-        bound = of_same if same else of_all
-        if usual > max(bound, SPREADS * float(np.nanmedian(spread))):
-            found.append((at, usual / bound, int(np.nanargmax(distance))))
-    return found
-
-
-def _outlier(
-    operand: Operand,
-    scored: dict[str, tuple[float, int, int, bool]],
-    steps: NDArray[np.int64],
-    at: int,
-    grids: dict[str, Figures],
-    peers: dict[str, list[tuple[Figures, Figures, bool]]],
-    pasts: dict[str, Figures],
-    lasting: bool,
-) -> Outlier:
+def _outlier(operand: Operand, at: int, hits: dict[str, _Hit], grids: dict[str, _Grid]) -> Outlier:
     """The outlier of one operand, the figure with the largest distance first."""
-    figures = sorted(scored, key=lambda figure: -scored[figure][0])
-    score, _, worst, _ = scored[figures[0]]
+    figures = sorted(hits, key=lambda figure: -hits[figure].score)
+    top = hits[figures[0]]
     values = {}
     for figure in figures:
-        changed = scored[figure][3]
-        before = float(pasts[figure][at, worst])
-        value, middle = float(grids[figure][at, worst]), float(peers[figure][at][0][worst])
-        sign, bound, _, _ = BOUNDS[figure]
-        if figure != figures[0] and not sign * (value - middle) > bound / 2:
+        of = grids[figure]
+        numbers = (of.values, of.peers, of.past)
+        value, middle, before = (float(each[at, top.worst]) for each in numbers)
+        if figure != figures[0] and not of.sign * (value - middle) > of.bound / 2:
             continue  # unusual at another step
         if figure == "amax":
             value, middle, before = (float(np.exp2(bits)) for bits in (value, middle, before))
-        values[figure] = (value, middle, before if changed and np.isfinite(before) else None)
+        known = hits[figure].changed and np.isfinite(before)
+        values[figure] = (value, middle, before if known else None)
+    steps = grids[figures[0]].steps
     return Outlier(
         operand=operand,
-        score=score,
-        step=int(steps[min(scored[figure][1] for figure in figures)]),
-        worst_step=int(steps[worst]),
-        lasting=lasting,
-        changed=all(scored[figure][3] for figure in figures),
+        score=top.score,
+        step=int(steps[min(hit.first for hit in hits.values())]),
+        worst_step=int(steps[top.worst]),
+        lasting=any(hit.lasting for hit in hits.values()),
+        changed=all(hit.changed for hit in hits.values()),
         values=values,
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.result import NAME, ForecastResult
+from fp8stack.formats import FORMATS
 from fp8stack.presets import read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
@@ -27,6 +28,7 @@ FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinit
 GRADIENT_FIGURES = ("norm", "ratio", "zeros")  # the figures of a gradient
 
 LONGEST_LINE = 2**24  # characters: a longer line of JSON is no row of a run
+LARGEST = FORMATS["fp32"].max
 LARGEST_BYTES = 2**24  # larger files are not read whole
 
 Figures = NDArray[np.float64]
@@ -98,14 +100,14 @@ class Run:
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN if it is no finite number."""
+    """A JSON value as a float; NaN if it is no number within the range of float32."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
         result = float(value)
     except OverflowError:
         return math.nan
-    return result if math.isfinite(result) else math.nan
+    return result if abs(result) <= LARGEST else math.nan
 
 
 def table(value: Any) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     notes: list[str] = []
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
-    plan = path / "plan.json"
+    plan, forecast = path / "plan.json", path / NAME
     text = _tried(lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes)
     run = Run(
         path=path,
@@ -144,22 +146,15 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
         events=events,
         written=written,
         sessions=_sessions(path / "sessions.jsonl", notes),
-        forecast=_forecast(path / NAME, notes),
         has_telemetry=(path / "telemetry.jsonl").exists(),
         notes=notes,
     )
+    if forecast.exists():
+        read = ForecastResult.model_validate_json
+        run.forecast = _tried(lambda: read(forecast.read_text("utf-8")), forecast, None, notes)
     if telemetry:
         _read_telemetry(path / "telemetry.jsonl", run)
     return run
-
-
-def _forecast(path: Path, notes: list[str]) -> ForecastResult | None:
-    """The result of `fp8stack forecast`, if there is one."""
-    if not path.exists():
-        return None
-    return _tried(
-        lambda: ForecastResult.model_validate_json(path.read_text("utf-8")), path, None, notes
-    )
 
 
 def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
@@ -245,7 +240,7 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
         began=str(began.get("time", "unknown")).replace("T", " ")[:16],
         first=_step(began) or 0,
         last=_step(ended),
-        seconds=None if math.isnan(seconds) else seconds,
+        seconds=seconds if 0 <= seconds < 2**32 else None,
         how=str(ended.get("how", "killed, or still running")),
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )

@@ -122,9 +122,9 @@ def test_speed_memory_skips_and_sqnr_are_gathered_over_seeds():
 
 
 def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
-    names = ["fp32", *(f"r{n}" for n in range(7))]
+    names = ["fp32", *(f"r{n}" for n in range(6)), "$_{$"]
     runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
-    runs[-1] = run("r6", 2, None, diverged_at=1)
+    runs[-1] = run(names[-1], 2, None, diverged_at=1)
     drawn: list[Figure] = []
     saved = Figure.savefig
     monkeypatch.setattr(
@@ -181,6 +181,13 @@ def test_figures_are_read_from_a_run_folder(tmp_path):
     found = read(folder(tmp_path, rows), 3)
     assert found.curve == ((1, 1.5), (2, 2.5), (3, 1.5))
     assert (found.status, found.val_loss) == ("done", 1.5)
+
+
+def test_a_run_whose_last_step_left_its_batch_out_keeps_its_figures(tmp_path):
+    rows = [step(n, phase="compared") for n in range(1, 9)] + [{"step": 9, "val_loss": 2.5}]
+    found = read(folder(tmp_path, rows), 9)
+    assert (found.status, found.val_loss, found.tokens_per_s) == ("done", 2.5, 7000.0)
+    assert (found.precisions, found.fp8_gemms) == (("mxfp8",), 48)
 
 
 def test_how_a_run_ended(tmp_path):
@@ -526,6 +533,13 @@ OLD_RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("change", [{"asked": {"seeds": 2}}, {"runs": [5]}, {"config": None}])
+def test_a_report_with_a_wrong_value_is_refused(change, copy, refused):
+    (copy / "compare.json").write_text(json.dumps(report(copy) | change))
+    said = refused("compare", "--out", "c", *AGAIN)
+    assert "compare.json is no comparison's, or is damaged" in said
+
+
 def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
     found = report(copy)
     found["contents"]["recipes"] = OLD_RECIPES
@@ -749,9 +763,17 @@ def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refu
     assert "width is 64 here and 32" in said
 
 
-def test_the_command_that_is_told_asks_for_the_same(monkeypatch):
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
     flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
-    flags += [*SMALL, "--compile", "--baseline", "bf16", "--seeds", "4"]
+    flags += [
+        *SMALL,
+        "--compile" if compile else "--no-compile",
+        "--baseline",
+        "bf16",
+        "--seeds",
+        "4",
+    ]
     flags += ["--until", "0.1%", "--hours", "2", "--margin", "1%", "--shared", "10%"]
     seen = []
     monkeypatch.setattr(settings, "prepare", lambda *asked, **own: seen.append((asked, own)))
@@ -763,5 +785,5 @@ def test_the_command_that_is_told_asks_for_the_same(monkeypatch):
     command = settings._command(recipes, out, asked, sets)
     parse(shlex.split(command)[1:], standalone_mode=False)
     assert seen[0] == seen[1]
-    assert seen[0][0][4]["compile"] is True
+    assert seen[0][0][4]["compile"] is compile
     assert own == {"shared": "10%", "until": "0.1%", "margin": "1%", "hours": 2.0}

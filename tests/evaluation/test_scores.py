@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,8 @@ def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("eval"))
 
 
-def scores(*runs: Path, **more: Any) -> list[Score]:
-    return evaluation.scores_of(evaluation.Request(runs=[str(run) for run in runs], **more))
+def scores(*runs: Path, recipes: Sequence[str] = (), **more: Any) -> list[Score]:
+    return evaluation.evaluate(runs, *recipes, **more)
 
 
 def by_hand(run: Path, recipe: str, windows: Tensor) -> list[float]:
@@ -117,6 +119,17 @@ def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
     assert single.standard_error is None
     assert (plain.fp8_gemms, single.fp8_gemms) == (0, 4)
     assert single.plan.summary()[0].startswith("plan: mxfp8, emulated by")
+
+
+def test_a_tokenizer_that_gives_the_same_ids_is_the_runs_own(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    assert exit_code("prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "tokens")) == 0
+    own = json.loads((tmp_path / "tokens" / "tokenizer.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(own))  # other bytes
+    data, tokenizer = str(tmp_path / "tokens"), str(tmp_path / "mine.json")
+    run = trained(tmp_path, data=data, tokenizer=tokenizer, recipe="fp32")
+    (score,) = scores(run)
+    assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
@@ -261,6 +274,7 @@ def test_a_terminals_table_has_the_same_cells(run):
     from rich.console import Console
 
     found = scores(run, recipes=["fp32", "mxfp8"], windows=4)
+    found[0] = replace(found[0], run="runs/[/b][red]")  # no markup
     console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(evaluation.rich_table(found))
     drawn = console.export_text()

@@ -77,7 +77,7 @@ def test_a_revision_is_that_commit_whatever_came_after_it(hub: Hub, files):
     first = hub.add("a/b", files)
     second = hub.repositories["a/b"].commit(files | {"config.json": b"{}"}, "broken")
     assert find_source(f"hf:a/b@{first}").name == f"hf:a/b@{first}"
-    assert fetch(Repository(name="a/b")).repository.revision == second
+    assert fetch(Repository(name="a/b"))[1].revision == second
     assert second in refusal(find_source, "hf:a/b")
 
 

@@ -652,6 +652,22 @@ def test_a_damaged_account_of_the_folder_is_refused(name, corpus, out):
         assert f"{path} cannot be read" in refusal(corpus, out=out)
 
 
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"splits": []}, "splits"),
+        ({"splits": {"train": {"shards": []}}}, "splits.train.tokens"),
+        ({"dtype": "x"}, "dtype"),
+        ({"settings": 5}, "settings"),
+        ({"tokenizer": None}, "tokenizer"),
+    ],
+)
+def test_a_manifest_with_a_wrong_value_is_refused_by_its_key(change, where, corpus, out):
+    manifest = prepared(corpus, out=out)
+    path = written(out / "manifest.json", json.dumps(manifest | change).encode())
+    assert f"{path} cannot be read ({where}: " in refusal(corpus, out=out)
+
+
 def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out):
     prepared(corpus, out=out)
     for name, cut in (("train-00000.bin", True), ("val-00000.ends", False)):

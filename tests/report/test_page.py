@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fp8stack.report import page, summary
 from fp8stack.report import text as terminal
@@ -107,9 +109,17 @@ def test_a_run_of_few_files_and_rows_gets_a_page(tmp_path):
     assert headline(analyzed(tmp_path))["validation loss"] == "not evaluated"
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_whose_gradient_norm_is_never_above_zero_gets_a_page(tmp_path):
+    rows = [{"step": at, "lr": 0.1, "loss": 2.5, "grad_norm": 0.0} for at in (1, 2)]
+    html = html_of(make_run(tmp_path / "r", metrics=rows, every=0))
+    assert "No gradient norm." in html
+
+
 def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
-    odd: list[Any] = [None, "2.5", True, [], {}, 10**400]
-    rows = [{"step": at, "loss": value, "lr": value} for at, value in enumerate(odd, start=1)]
+    odd: list[Any] = [None, "2.5", True, [], {}, 10**400, 1e308, -1e308]
+    keys = ("loss", "val_loss", "lr", "grad_norm")
+    rows = [{"step": at} | dict.fromkeys(keys, value) for at, value in enumerate(odd, start=1)]
     rows += [{"step": "seven", "loss": 1.0}, {"step": -1, "loss": 1.0}, {"loss": 1.0}]
     run = make_run(tmp_path / "r", metrics=rows, telemetry=[
         {"step": 1, "layer": 5, "operand": "input", "amax": "much", "sqnr_db": None},
@@ -118,8 +128,9 @@ def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
     ])  # fmt: skip
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 9, "loss": NaN, "lr": Infinity}\n')
-    assert [row["step"] for row in read_run(run).rows] == [1, 2, 3, 4, 5, 6, 9]
+    assert [row["step"] for row in read_run(run).rows] == list(range(1, 10))
     assert "</html>" in html_of(run)
+    terminal.show([analyzed(run)], ["r"], Console(file=io.StringIO()))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -140,6 +151,8 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     html = html_of(run)
     assert "stopped by a signal, and saved" in html
     assert "killed, or still running" in html
+    write_lines(run / "sessions.jsonl", [begin, end | {"seconds": 1e300}])
+    assert headline(analyzed(run))["took"] == "not known yet"
 
 
 def test_what_is_missing_is_noted_and_telemetry_that_holds_nothing_is_not_missing(tmp_path):
@@ -363,6 +376,15 @@ def test_a_few_skipped_steps_of_fp16_are_usual_and_many_are_not(tmp_path):
     assert told(run("few", 3)) == []
     assert "3 steps were skipped" in told(run("few again", 3), "note")[0]
     assert "30 steps were skipped" in told(run("many", 30), "warning")[0]
+
+
+def test_skipped_steps_of_the_guard_and_of_fp16_are_told_apart(tmp_path):
+    rows = [row | {"skipped": row["step"] < 3} for row in metric_rows(200)]
+    rows += [{"step": 90, "event": "skip", "why": "a spike"}]
+    rows += [{"step": 95, "event": "another", "fp16": True}]
+    found = told(make_run(tmp_path / "r", metrics=rows, every=0), "warning", "note")
+    assert found[0] == "1 step was skipped (step 90): a spike."
+    assert "2 steps were skipped because the gradient overflowed" in found[1]
 
 
 # Other recipes

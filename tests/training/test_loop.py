@@ -336,7 +336,7 @@ def test_the_plot_is_a_picture_even_of_little():
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
     rows[-1]["val_loss"] = 0.2
     for some in (rows, rows[:1], [{"step": 1, "loss": None}], []):
-        assert loss_plot(some, "title").startswith(b"\x89PNG")
+        assert loss_plot(some, "a$_{$, title").startswith(b"\x89PNG")
 
 
 def test_the_allocator_is_left_alone_where_the_environment_sets_it(monkeypatch):

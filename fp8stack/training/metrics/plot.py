@@ -31,7 +31,8 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
             ha="right",
             color="C1",
         )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # a model's name with $ in it is a name
     axes.grid(alpha=0.3)
     if train or validation:
         axes.legend(frameon=False)

@@ -23,8 +23,8 @@ def find_source(init_from: str) -> Trained:
     a NoUsableCheckpoint if the checkpoint is damaged, or all of the run's are."""
     repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
     if repository is not None:
-        snapshot = hf.fetch(repository)
-        return _of_folder(snapshot.path, str(snapshot.repository))
+        path, fetched = hf.fetch(repository)
+        return _of_folder(path, str(fetched))
     if folder is not None:
         return _of_folder(folder, absolute_source(init_from))
     return trained_run(*find_checkpoint(init_from))
