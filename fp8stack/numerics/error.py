@@ -182,7 +182,8 @@ def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
 def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:
     """How many elements of a part became zero and are not finite; the sums of the squares of the
     others and of their errors, in float64. `values` times `factor` are what the cast left."""
-    exact, decoded = (t.reshape(-1).to(torch.float64) for t in (part, values))
+    part, values = part.reshape(-1), values.reshape(-1)
+    exact, decoded = part.to(torch.float64), values.to(torch.float64)
     factor = decoded.new_ones(()) if factor is None else factor
     error = torch.addcmul(exact, decoded, factor.reshape(-1) if factor.ndim else factor, value=-1)
     lost = _nonzeros(part) - _nonzeros(values)
