@@ -8,7 +8,7 @@ leaves the range. The values are those of `rounding`, which equal the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -84,7 +84,7 @@ def quantization_error(
     if quantizer.per_tensor:
         amaxes = amax(x.to(torch.float32))
     else:
-        found = [block_amax(_blocks(part, sizes)[0]) for _, part in _parts(x, height)]
+        found = [block_amax(_blocks(part, sizes)) for _, part in _parts(x, height)]
         amaxes = torch.stack(found).amax(0) if tall else torch.cat(found)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
     if scales.out is not None and quantizer.scale == "e4m3":
@@ -97,7 +97,7 @@ def quantization_error(
     clips = largest.device.type != "cpu" or float(largest) > limit
     sums = []
     for start, part in _parts(x, height):
-        blocks, restore = _blocks(part, sizes)
+        blocks = _blocks(part, sizes)
         here = slice(None)
         if amaxes.ndim and len(amaxes) > 1:
             here = slice(start // height, start // height + len(blocks))
@@ -106,7 +106,7 @@ def quantization_error(
         bits = None
         if quantizer.stochastic and generator is not None:
             drawn = replace(generator, first_row=generator.first_row + start)
-            bits, _ = _blocks(drawn.bits(*part.shape), sizes)
+            bits = _blocks(drawn.bits(*part.shape), sizes)
         rounded = round_scaled(blocks, Scales(into, into, out, None), target, bits)
         clipped = emptied = part.new_zeros(())
         if clips:  # a comparison with NaN is false
@@ -118,16 +118,17 @@ def quantization_error(
         else:
             left = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
             emptied = ((left == 0) & (amaxes[here] > 0)).sum()
-        sums.append([clipped, *_losses(part, restore(rounded), factor), emptied])
+        sums.append([clipped, *_losses(blocks, rounded, factor), emptied])
     used = (amaxes * scales.into > 0) | ~(amaxes > 0).any()
     least = torch.where(used, scales.into, torch.inf).min()
     most = torch.where(used, scales.into, 0.0).max()
     return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)
 
 
-def _blocks(part: Tensor, sizes: list[int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Some rows in blocks, see `split_into_blocks`; those of a block of all rows are one."""
-    return split_into_blocks(part, [min(sizes[0], len(part)), sizes[1]])
+def _blocks(part: Tensor, sizes: list[int]) -> Tensor:
+    """Some rows in blocks, with zeros up to whole ones, which change no figure; those of a block of
+    all rows are one."""
+    return split_into_blocks(part, [min(sizes[0], len(part)), sizes[1]])[0]
 
 
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -185,7 +186,8 @@ def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
 def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:
     """How many elements of a part became zero and are not finite; the sums of the squares of the
     others and of their errors, in float64. `values` times `factor` are what the cast left."""
-    exact, decoded = (t.reshape(-1).to(torch.float64) for t in (part, values))
+    part, values = part.reshape(-1), values.reshape(-1)
+    exact, decoded = part.to(torch.float64), values.to(torch.float64)
     factor = decoded.new_ones(()) if factor is None else factor
     error = torch.addcmul(exact, decoded, factor.reshape(-1) if factor.ndim else factor, value=-1)
     lost = _nonzeros(part) - _nonzeros(values)
