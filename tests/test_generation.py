@@ -16,7 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import fp8stack
 from fp8stack import generation as writing
@@ -48,7 +53,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé ☃ too.\n" * 8
 
 def small(recipe: str, backend: str = "auto", **shape: Any) -> GPT:
     """A model whose GEMMs every backend takes."""
-    config = GPTConfig(**{"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 2})
+    config = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=2)
     plan = plan_for(config.model_copy(update=shape), recipe, Hardware("cpu"), backend)
     return GPT(config.model_copy(update=shape), build_backend(plan)).eval()
 
@@ -56,7 +61,7 @@ def small(recipe: str, backend: str = "auto", **shape: Any) -> GPT:
 def without_cache(model: GPT, prompt: list[int], count: int) -> list[int]:
     """Greedy, the plain way: the whole window again for each token."""
     context = model.config.context
-    window, found = prompt[-context:], []
+    window, found = prompt[-context:], list[int]()
     for _ in range(count):
         if len(window) > context:
             window = window[-(context // 2) :]
@@ -122,7 +127,7 @@ def test_an_emptied_cache_forgets_and_more_tokens_than_fit_are_refused():
 
 def warped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """What transformers makes of the logits."""
-    warpers = [TemperatureLogitsWarper(sampling.temperature)]
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
     warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
     scores = logits_V[None]
@@ -167,7 +172,7 @@ def test_a_model_in_training_writes_without_dropout_and_no_token_of_what_is_not_
     found = list(generate(model, [1, 2], 10, GREEDY, seed=0))
     assert found == without_cache(model.eval(), [1, 2], 10)
     with torch.no_grad():
-        model.final_norm.weight.fill_(torch.nan)
+        model.get_parameter("final_norm.weight").fill_(torch.nan)
     with pytest.raises(NumericFailure, match="not finite"):
         next(generate(model, [1], 1, GREEDY, seed=0))
 

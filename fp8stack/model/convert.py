@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,16 +22,18 @@ from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
 log = logging.getLogger("fp8stack")
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def convert(
-    module: nn.Module,
+    module: Model,
     plan: Plan | Recipe | str,
     exclude: Iterable[str] = (),
     *,
     also: type[nn.Module] | tuple[type[nn.Module], ...] = (),
     scaled_loss: bool = False,
     amax_group: Group = "world",
-) -> nn.Module:
+) -> Model:
     """Convert the linears of `module` as planned: `nn.Linear`, and Conv1D of transformers.
 
     Subclasses are converted if they inherit `forward`; of others, name those whose forward is a

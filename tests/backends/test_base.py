@@ -19,8 +19,10 @@ from tests.support.backend_models import (
     RECIPES,
     WAYS,
     gpt,
+    grad,
     gradients,
     linear,
+    saved_tensors,
     tokens,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
@@ -130,7 +132,7 @@ def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
         for step in range(2):
             y = layer(x)[:rows]
             y.backward(normal(rows, 32, seed=step).to(y.dtype))
-        return [y, x.grad[:rows], *gradients(layer).values(), *fp8_state(layer).values()]
+        return [y, grad(x)[:rows], *gradients(layer).values(), *fp8_state(layer).values()]
 
     for one, other in zip(results(0), results(whole - rows), strict=True):
         assert torch.equal(one, other)
@@ -145,10 +147,7 @@ def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_me
     results, sizes, dtypes = [], [], []
     for save_fp8 in (False, True):
         layer, _ = linear(recipe, 160, 130, save_fp8=save_fp8)
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, k=kept: k.append(t) or t, lambda t: t
-        ):
+        with saved_tensors() as kept:
             results.append(run(layer, x, dy))
         sizes.append(sum(t.numel() * t.element_size() for t in kept))
         dtypes.append({t.dtype for t in kept if t.numel() > 1000})
@@ -260,7 +259,7 @@ def test_a_nan_reaches_what_depends_on_it_and_nothing_else(recipe):
     x[2, 5], dy[4, 7] = math.nan, math.nan
     y, dx, dw, db = run(layer, x, dy)
     for tensor, rows, columns in [(y, [2], []), (dx, [4], []), (dw, [7], [5]), (db, [7], [])]:
-        expected = torch.zeros_like(tensor, dtype=bool)
+        expected = torch.zeros_like(tensor, dtype=torch.bool)
         expected[rows] = True
         if columns:
             expected[:, columns] = True
@@ -331,7 +330,7 @@ def test_the_recipe_fp32_is_plain_torch_to_the_bit():
     model(tokens(), tokens(2)).backward()
     loss.backward()
     for name, parameter in ours.items():
-        assert torch.equal(parameter.grad, plain[name].grad), name
+        assert torch.equal(grad(parameter), grad(plain[name])), name
     assert model.backend.fp8_gemms() == 0
 
 

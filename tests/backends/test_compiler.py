@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from fp8stack.backends.compiler import is_compiled
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
+from fp8stack.formats import ScaleRounding
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -120,7 +122,8 @@ def test_compiled_rounding_and_amax_give_eagers_values():
 
 
 def test_compiled_mxfp8_gives_the_values_of_the_bytes():
-    rules, dims = ("rceil", "floor", "even"), (1, 0)
+    rules: tuple[ScaleRounding, ...] = ("rceil", "floor", "even")
+    dims = (1, 0)
     compiled = torch.compile(
         lambda x: [numerics.round_to_mxfp8(x, dims, "e4m3", rule) for rule in rules],
         fullgraph=True,
@@ -322,7 +325,12 @@ def test_a_gpu_is_asked_to_repeat_to_the_bit_only_by_name(hardware, compiled, as
 
 def test_a_run_on_a_cpu_is_compiled_where_that_is_asked_for_alone(tmp_path, monkeypatch):
     modes: list[str | None] = []
-    monkeypatch.setattr(torch, "compile", lambda call, **_: modes.append("compiled") or call)
+
+    def compiled(call: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        modes.append("compiled")
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(build, "require_compiler", lambda *_: None)
     monkeypatch.setattr(build, "_be_deterministic", lambda: modes.append("deterministic"))
     assert not SmallLoop(tmp_path / "eager", "fp32").run.compiled

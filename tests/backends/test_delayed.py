@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8stack import numerics
 from fp8stack.backends import fp8_state, load_fp8_state
+from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.errors import UserError
 from fp8stack.model.gpt import GPT
 from tests.support.backend_models import (
@@ -24,6 +25,7 @@ from tests.support.backend_models import (
     checkpointed,
     filled,
     gpt,
+    grad,
     gradients,
     linear,
     loss_of,
@@ -111,7 +113,7 @@ def step_through_data(layer):
     """As older optimizers write: no version counts it, the optimizer's step does."""
 
     class Old(torch.optim.Optimizer):
-        def step(self):
+        def step(self, closure=None):
             for parameter in self.param_groups[0]["params"]:
                 parameter.data.mul_(1.0)
 
@@ -207,7 +209,7 @@ def test_ten_steps_give_the_scales_of_an_independent_simulation(length, algorith
 
     for path in LINEARS:
         watch(path, model.get_submodule(path))
-    windows = {slot: [] for slot in scales(model)}
+    windows: dict[str, list[float]] = {slot: [] for slot in scales(model)}
     expected = dict.fromkeys(windows, 1.0)
     for step in range(10):
         factor = 10.0 ** (step % 3)  # gradients that rise and fall
@@ -290,7 +292,9 @@ def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
     model = gpt().to("meta")
     with torch.inference_mode():
         model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
-    history = model.blocks[0].mlp.up.delayed.history
+    up = model.get_submodule("blocks.0.mlp.up")
+    assert isinstance(up, LowPrecisionLinear)
+    history = up.delayed.history
     assert history.history.device.type == "meta"
     assert not history.history.is_inference()
 
@@ -357,7 +361,7 @@ def test_a_backward_that_fails_half_way_does_not_break_the_next_step():
     for path in LINEARS:
         assert filled(model, path) == [3, 1, 2]
         if path < "blocks.1":
-            assert torch.equal(*(m.get_submodule(path).weight.grad for m in (model, twin)))
+            assert torch.equal(*(grad(m.get_parameter(f"{path}.weight")) for m in (model, twin)))
     reached = "blocks.1.mlp.up.grad_output"
     assert scales(model)[reached] <= scales(twin)[reached]
     assert recorded(model) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from fp8stack import numerics
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
+from fp8stack.backends.torch import ScaledLinear
 
 
 class Layer:
@@ -34,7 +36,7 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture
 def sharded(whole: torch.Tensor) -> ShardedWeight:
-    return ShardedWeight(whole.clone(), Layer(3.5))
+    return ShardedWeight(whole.clone(), cast(ScaledLinear, Layer(3.5)))
 
 
 def gathered(parts: list[ShardedWeight]) -> FullWeight:
@@ -45,6 +47,7 @@ def gathered(parts: list[ShardedWeight]) -> FullWeight:
     made = parts[0].fsdp_post_all_gather((data,), sent[0][1], torch.float32)
     assert made is not None
     assert made[1][0] is data
+    assert isinstance(made[0], FullWeight)
     return made[0]
 
 
@@ -52,7 +55,8 @@ def gathered(parts: list[ShardedWeight]) -> FullWeight:
 def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
     whole: torch.Tensor, sharded: ShardedWeight, ranks: int
 ) -> None:
-    full = gathered(list(torch.chunk(sharded, ranks)))
+    parts = torch.chunk(sharded, ranks)
+    full = gathered([part for part in parts if isinstance(part, ShardedWeight)])
     expected = numerics.cast_to_fp8(whole, torch.tensor(3.5), "e4m3")
     assert torch.equal(full.data8.view(torch.uint8), expected.view(torch.uint8))
     assert (full.shape, full.dtype, full.scale.item()) == (whole.shape, torch.float32, 3.5)

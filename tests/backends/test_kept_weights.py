@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -81,11 +83,17 @@ def blocks_only(recipe: str, hardware: Hardware) -> dict[str, Tensor]:
 def turned() -> dict[str, Tensor]:
     """The copies of weights that are stored as [in, out]."""
     model = gpt("delayed", layers=1)
-    up = model.blocks[0].mlp.up
+    up = up_of(model)
     up.transposed = True
     up.weight = torch.nn.Parameter(up.weight.detach().t().contiguous())
     loss_of(model, 0)
     return kept(model)
+
+
+def up_of(model: GPT) -> torch_backend.ScaledLinear:
+    up = model.get_submodule("blocks.0.mlp.up")
+    assert isinstance(up, torch_backend.ScaledLinear)
+    return up
 
 
 def few_differences() -> list[str]:
@@ -95,7 +103,8 @@ def few_differences() -> list[str]:
 def interpreted_differences(*names: str) -> list[str]:
     """Where layer by layer, without the kernels, and with them is not the same; of all forms, or of
     those that are named."""
-    makers = {name: lambda name=name: everything(name) for name in ("delayed", "current")}
+    makers: dict[str, Callable[[], dict[str, Tensor]]]
+    makers = {name: partial(everything, name) for name in ("delayed", "current")}
     makers |= {"block": lambda: blocks_only("block", H200), "turned": turned}
     makers["mxfp8"] = lambda: blocks_only("mxfp8", B200)
     makers = {name: makers[name] for name in names or makers}
@@ -122,9 +131,9 @@ def _count_launches() -> list[int]:
     made: list[int] = []
     real = weights.launch_weights
 
-    def launch(tiles: int, *rest: Any) -> None:
+    def launch(tiles: int, operands: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
         made.append(tiles)
-        real(tiles, *rest)
+        real(tiles, operands, constants)
 
     weights.launch_weights = launch  # type: ignore[attr-defined]
     launch_cast = fused_casts._launch
@@ -133,7 +142,7 @@ def _count_launches() -> list[int]:
         made.append(1)
         launch_cast(*given, **options)
 
-    fused_casts._launch = cast  # type: ignore[assignment]
+    fused_casts._launch = cast
     return made
 
 
@@ -172,6 +181,7 @@ def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
             for one in (along, across):
                 one.inv_scale.data.copy_(1 / scales[place])
             if amaxes is not None:
+                assert largest is not None
                 amaxes[place] = torch.maximum(amaxes[place], largest)
 
     monkeypatch.setattr(KeptWeights, "__init__", remember)
@@ -214,17 +224,18 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
 ) -> None:
     model = gpt("delayed")
     hooks(model)
-    first = model.blocks[0].mlp.up._kept
+    up = up_of(model)
+    first = up._kept
     hooks(model)
-    assert model.blocks[0].mlp.up._kept is first
+    assert up._kept is first
     other = copy.deepcopy(model)
-    assert other.blocks[0].mlp.up._kept is None
+    assert up_of(other)._kept is None
     hooks(other)
-    data = [one.blocks[0].mlp.up._kept.copies[0].data.data_ptr() for one in (model, other)]
+    data = [one._kept.copies[0].data.data_ptr() for one in (up, up_of(other))]
     assert data[0] != data[1]
-    model.blocks[0].mlp.up.weight.data = model.blocks[0].mlp.up.weight.data.clone()
+    up.weight.data = up.weight.data.clone()
     hooks(model)
-    assert model.blocks[0].mlp.up._kept is not first
+    assert up._kept is not first
 
 
 @needs_triton
@@ -240,7 +251,7 @@ def test_weights_that_change_before_the_backward_pass_are_an_error_and_an_evalua
     model.train()
     loss = loss_of(model, 0)
     with torch.no_grad():
-        model.blocks[0].mlp.up.weight.mul_(2)
+        up_of(model).weight.mul_(2)
     loss_of(model, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -255,12 +266,13 @@ def hooks(model: GPT) -> None:
 @needs_triton
 def test_all_weights_of_192_linears_are_one_launch_and_little_host_time(launches) -> None:
     model = gpt("delayed", layers=48)
-    times = []
+    backend, times = model.backend, []
+    assert isinstance(backend, torch_backend.TorchBackend)
     for _ in range(12):
-        model.backend.weights.mark()
-        model.delayed_scaling._before_forward(model, ())
+        backend.weights.mark()
+        backend.delayed._before_forward(model, ())
         before = time.process_time()
-        model.backend._keep_weights(model, ())
+        backend._keep_weights(model, ())
         times.append(time.process_time() - before)
     assert launches == [240] * 12
     assert min(times) < 4e-3  # 0.6 ms where nothing else runs; layer by layer 23 ms on a GPU

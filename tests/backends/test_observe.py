@@ -47,7 +47,7 @@ def keep(seen: Seen) -> Callable[..., None]:
 
 @pytest.mark.parametrize("outputs", [False, True])
 def test_operands_come_in_the_order_of_execution(outputs: bool) -> None:
-    model, seen = gpt("current"), []
+    model, seen = gpt("current"), Seen()
     with observing(model, keep(seen), outputs=outputs):
         loss_of(model, 0).backward()
     forward = ("input", "weight", "output") if outputs else ("input", "weight")
@@ -90,9 +90,9 @@ def test_tensors_are_those_of_each_linear_alone() -> None:
 
 
 def test_operands_have_the_dtype_that_is_cast() -> None:
-    config = GPTConfig(**TINY)
+    config = GPTConfig.model_validate(TINY)
     plan = replace(plan_for(config, "current", CPU, "emulate"), compute_dtype="bf16")
-    model, seen = GPT(config, build_backend(plan)), []
+    model, seen = GPT(config, build_backend(plan)), Seen()
     with observing(model, keep(seen), outputs=True):
         loss_of(model, 0).backward()
     dtypes = {(operand, tensor.dtype) for _, operand, tensor in seen}
@@ -108,11 +108,11 @@ def test_a_transposed_weight_is_seen_as_out_by_in() -> None:
     seen: Seen = []
     with observing(model, keep(seen)):
         model(torch.randn(4, 32))
-    assert torch.equal(seen[1][2], model[0].weight.t())
+    assert torch.equal(seen[1][2], model.get_parameter("0.weight").t())
 
 
 def test_a_linear_that_is_not_in_fp8_is_not_seen() -> None:
-    model, seen = gpt("current"), []
+    model, seen = gpt("current"), Seen()
     model.blocks[1].mlp.up.in_fp8 = False
     assert list(fp8_linears(model)) == [name for name in LINEARS if name != "blocks.1.mlp.up"]
     with observing(model, keep(seen)):
@@ -122,7 +122,7 @@ def test_a_linear_that_is_not_in_fp8_is_not_seen() -> None:
 
 
 def test_nothing_is_seen_after_the_context() -> None:
-    model, seen = gpt("current"), []
+    model, seen = gpt("current"), Seen()
     with observing(model, keep(seen)):
         loss = loss_of(model, 0)
     count = len(seen)
@@ -198,7 +198,7 @@ def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
         optimizer.step()
         found += [p.grad.clone() for p in model.parameters()]
         found += list(fp8_state(model).values())
-        found.append(torch.tensor(model.blocks[0].backend.fp8_gemms()))
+        found.append(torch.tensor(model.backend.fp8_gemms()))
     return found
 
 
@@ -290,7 +290,7 @@ def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
         return real(module, x, gemm, kind)
 
     monkeypatch.setattr(te_stand_in.Module, "quantize", noted)
-    model, seen = gpt("mxfp8", "te", {"width": 128, "context": 32}), []
+    model, seen = gpt("mxfp8", "te", {"width": 128, "context": 32}), Seen()
     sequences = 3 if "alone" in norm_by else 4  # of 32 tokens
     tokens = torch.randint(64, (sequences, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), observing(model, keep(seen)):

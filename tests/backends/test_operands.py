@@ -1,5 +1,7 @@
 """Operands of any table of quantizers, in the layers that the emulator builds."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -111,8 +113,8 @@ def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_ar
     assert {name.rpartition(".")[0] for name in fp8_state(alike)} == {
         f"layer.{name}" for name in OPERANDS
     }
-    other = {"grad_output": {"wgrad": {"format": "e4m3", "history_length": 2}}}
-    apart, _ = linear("delayed", 32, 64, **other)
+    wgrad = {"format": "e4m3", "history_length": 2}
+    apart, _ = linear("delayed", 32, 64, grad_output={"wgrad": wgrad})
     state = fp8_state(apart)
     assert state["layer.grad_output.wgrad.amax_history"].shape == (2,)
     assert state["layer.grad_output.amax_history"].shape == (1024,)
@@ -139,7 +141,7 @@ HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
 def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
     monkeypatch, recipe, changes, in_bf16, save_fp8
 ):
-    seen, matmul, product = [], torch.backends.mkldnn.matmul, emulate._product
+    seen, matmul, product = [], cast(Any, torch.backends.mkldnn).matmul, emulate._product
 
     def noted(a, b, *others):
         held = all(torch.equal(one, one.to(torch.bfloat16).to(one.dtype)) for one in (a, b))

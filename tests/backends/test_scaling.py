@@ -24,8 +24,8 @@ def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor
     model = gpt(recipe, model={"layers": 1})
     layer = model.get_submodule(LAYER)
     with torch.no_grad():
-        layer.weight.zero_()
-        layer.weight[:, :32] = torch.eye(32)
+        weight = layer.get_parameter("weight").zero_()
+        weight[:, :32] = torch.eye(32)
     given: list[torch.Tensor] = []
     # The layer alone sees what is put in its way; the model's hooks do the rest.
     layer.register_forward_pre_hook(lambda _, args: (given[-1],))

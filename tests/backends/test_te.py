@@ -43,6 +43,7 @@ from tests.support.backend_models import (
     adam,
     checkpointed,
     filled,
+    grad,
     gradients,
     loss_of,
     machine,
@@ -571,7 +572,7 @@ def test_a_nan_that_transformer_engine_would_hide_in_fp4_shows(te, monkeypatch, 
         if where == "a gradient":
             ys[0].register_hook(gradient)
         torch.autograd.backward(ys, [normal(*y.shape, seed=9).bfloat16() for y in ys])
-        found = [*ys, *(x.grad for x in xs), alone.a.weight.grad]
+        found = [*ys, *map(grad, xs), grad(alone.a.weight)]
     assert all(x.isfinite().all() for x in found) == hidden
 
 
@@ -707,6 +708,8 @@ def test_a_fused_module_gives_what_its_parts_give(te, monkeypatch, recipe, norm,
 
     class Part(nn.Module):
         """A norm and what follows it in a block."""
+
+        inner: nn.Module
 
         def __init__(self, whole_mlp):
             super().__init__()
@@ -1075,7 +1078,7 @@ def on_gpus(monkeypatch):
 def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:
     files = sorted((run / f"checkpoints/step-{step:06}").iterdir())
     assert [f.name for f in files if f.suffix != ".safetensors"] == ["checkpoint.json"]
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in files[1:]:
         found |= {f"{file.stem} {name}": value for name, value in load_file(file).items()}
     return found

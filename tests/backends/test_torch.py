@@ -11,15 +11,16 @@ import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.exc import InductorError
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import to_blocked
 
@@ -33,7 +34,16 @@ from fp8stack.ops import scaled_gemm as scaled_gemms
 from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Hardware, load_recipe, resolve
-from tests.support.backend_models import CPU, PER_TENSOR, gpt, linear, loss_of, same, train
+from tests.support.backend_models import (
+    CPU,
+    PER_TENSOR,
+    gpt,
+    linear,
+    loss_of,
+    same,
+    saved_tensors,
+    train,
+)
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 FLOATS = (torch.bfloat16, torch.float32)
@@ -235,7 +245,7 @@ STEPS = [
 @pytest.mark.parametrize(("recipe", "hardware", "mode"), STEPS)
 def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware, mode):
     torch._dynamo.reset()
-    options = {"history_length": 8} if recipe == "delayed" else {}
+    options: dict[str, Any] = {"history_length": 8} if recipe == "delayed" else {}
     ours, _ = linear(recipe, 48, 32, hardware=hardware, **options, backend="torch")
     theirs, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
     forward = compiled(ours, mode)
@@ -311,7 +321,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
 def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):
     monkeypatch.setattr(operands, "several_ranks", lambda: True)
-    monkeypatch.setattr(operands.dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch
     ours, theirs = (
         linear(recipe, 96, 64, hardware=hardware, backend=backend)[0]
         for backend in ("torch", "emulate")
@@ -377,29 +387,27 @@ def test_a_gemm_of_rows_in_bf16_adds_a_bias_as_well(monkeypatch):
 def test_which_gpus_give_float32_for_rows(monkeypatch, cuda, capability, gives):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
     assert scaled_gemms._rows_in_float32(on_gpu) is gives
 
 
 @pytest.mark.parametrize("recipe", ON_CPUS)
 def test_x_and_w_are_saved_as_fp8(recipe):
     layer, _ = linear(recipe, 64, 32, backend="torch")
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         layer(normal(16, 64).requires_grad_())
-    large = [t for t in saved if t is not None and t.numel() > 64]
+    large = [t for t in saved if t.numel() > 64]
     assert sorted(t.numel() for t in large) == [16 * 64, 64 * 32]
     assert {t.dtype for t in large} == {torch.float8_e4m3fn}
 
 
 def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm):
     layer, _ = linear("nvfp4", 128, 256, hardware=RTX, backend="torch")
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         layer(normal(256, 128).requires_grad_())
     codes = 256 * 128 // 2
     expected = [codes, codes, codes // 8, codes // 8, 4, 4]
-    assert sorted((t.nbytes for t in saved if t is not None), reverse=True) == expected
+    assert sorted((t.nbytes for t in saved), reverse=True) == expected
 
 
 # Whole models

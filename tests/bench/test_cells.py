@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,8 @@ def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsy
 
 
 def test_the_seconds_to_build_an_arm_and_call_it_once_are_kept(monkeypatch):
-    clock, seconds = iter([10.0, 13.0]), {}
-    monkeypatch.setattr(cells.time, "perf_counter", lambda: next(clock))
+    clock = iter([10.0, 13.0])
+    seconds: dict[str, float] = {}
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     cells.runnable("case", {"ours": lambda: lambda: None}, seconds)
     assert seconds == {"ours": 3.0}

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+from argparse import Namespace
 from functools import cache
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ def test_no_figure_is_larger_than_the_committed_one(case, recipe):
 
 def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
     recipes = ["bf16", "block", "mxfp8", "mxfp4"]
-    asked = SimpleNamespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])
+    asked = Namespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])
     found = [(recipe, capability) for _, recipe, capability in gpu_code._chosen(asked)]
     assert found == [("bf16", "9.0"), ("block", "9.0"), ("bf16", "10.0"), ("mxfp8", "10.0")]
     assert (

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # The command
 
 
-def exit_code(call: Callable[[], None]) -> object:
+def exit_code(call: Callable[[], object]) -> object:
     with pytest.raises(SystemExit) as exit:
         call()
     return exit.value.code

@@ -113,8 +113,8 @@ def test_what_is_drawn_is_the_data(drawn):
         assert (curve.get_ydata() > low).all()
         assert (curve.get_ydata() < high).all()
     maps = [axes.images[0].get_array() for axes in drawn["blocks"][0].axes if axes.images]
-    wanted = 100 * pictures.blocks(pictures.outlier_matrix())["MXFP8"]
-    np.testing.assert_allclose(maps[-1], np.clip(wanted, 0.1, 100))
+    shares = 100 * pictures.blocks(pictures.outlier_matrix())["MXFP8"]
+    np.testing.assert_allclose(maps[-1], np.clip(shares, 0.1, 100))
 
 
 def test_the_pictures_in_the_docs_are_those_that_the_code_draws_and_the_page_says_so(drawn):
@@ -122,7 +122,7 @@ def test_the_pictures_in_the_docs_are_those_that_the_code_draws_and_the_page_say
     units = {"percent": "%", "db": "dB", "values": "values"}
     for name, (_, facts) in drawn.items():
         with Image.open(ROOT / "docs" / "images" / f"{name}.png") as image:
-            assert json.loads(image.text["Description"]) == pytest.approx(facts, rel=0.02), name
+            assert json.loads(image.info["Description"]) == pytest.approx(facts, rel=0.02), name
         for key, value in facts.items():
             assert f"{value:g} {units[key.rsplit('_', 1)[1]]}" in text, key
 

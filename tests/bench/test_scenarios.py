@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_gigabytes_per_second_are_those_read_and_written():
 
 def test_every_cast_gives_its_format():
     x = torch.randn(128, 128)
-    found = {name: arm() for name, arm in operations.casts(x).items()}
+    found: dict[str, Any] = {name: arm() for name, arm in operations.casts(x).items()}
     assert found.keys() == operations.WRITTEN.keys()
     scale = tensor_scale(x.abs().max(), "e4m3")
     assert torch.equal(found["e4m3"].float(), cast_to_fp8(x, scale, "e4m3").float())
@@ -217,7 +218,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 def test_ways_to_a_scale_end_in_the_same_bytes_and_an_update_moves_what_was_recorded(monkeypatch):
     x = torch.randn(64, 64)
-    found = {name: arm() for name, arm in operations.scaled_casts(x).items()}
+    found: dict[str, Any] = {name: arm() for name, arm in operations.scaled_casts(x).items()}
     bare = found[operations.BARE].float()
     assert torch.equal(found["current: amax, then its scale"].float(), bare)
     # Delayed scaling casts with the scale known before, here none: 1.
@@ -249,7 +250,7 @@ def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
 
 @pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])
 def test_the_share_of_other_processes_is_that_of_all_cpus(busy, share, monkeypatch):
-    monkeypatch.setattr(cells.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     begin = cells.Clocks(wall=5.0, busy=100.0, own=50.0)
     assert cells._others_share(begin, cells.Clocks(15.0, 100.0 + busy, 66.0)) == share
     assert cells._others_share(begin, cells.Clocks(15.0, float("nan"), 66.0)) is None

@@ -19,6 +19,7 @@ from bench import runner, timing_lock
 from bench.cells import json_lines
 from bench.quality import study, study_tables
 from fp8stack.compare.intervals import always_valid_factor
+from fp8stack.errors import UserError
 from tests.support.made_runs import write_lines
 
 ROOT = Path(study.__file__).parents[2]
@@ -60,6 +61,7 @@ def test_every_cell_has_its_gap_and_the_model_that_would_be_as_good():
         assert cell.gap.mean == pytest.approx(2.0)
         assert cell.gap.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
         assert cell.multiplier == pytest.approx(1.02**-10)
+        assert cell.multiplier is not None
         assert cell.multiplier_range is not None
         low, high = cell.multiplier_range
         assert low < cell.multiplier < high
@@ -225,7 +227,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 def test_an_unknown_size_is_refused(capsys):
-    with pytest.raises(study.UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M."):
+    with pytest.raises(UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M."):
         runner.run("study", ["--sizes", "7B", "--out", "/tmp"])
 
 

@@ -105,6 +105,7 @@ def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(
     recipe, inputs, gradients, weights
 ):
     quantizers = load_recipe(recipe).quantizers
+    assert quantizers is not None
     got = [cast_bytes(quantizers, name) for name in ("input", "grad_output", "weight")]
     assert got == pytest.approx([inputs, gradients, weights])
 
@@ -191,7 +192,7 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
     # Two copies of a byte each of the inputs of qkv, output, up and down, and of the gradients of
     # what these give; what attention gave, and gave back, no other kernel reads.
     operands = (d + d + d + h) + (3 * d + d + h + d)
-    casts = 2 * operands + 2 * d + 2 * 3 * d
+    casts: float = 2 * operands + 2 * d + 2 * 3 * d
     weights = 6
     # None of these is written in bf16 besides: not by 2 layers - 1 norms and the first forward,
     # nor back, by the last and the others but the first, nor by activations.
@@ -206,7 +207,7 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
     once = 2 * 4 * 1024 * 12 * layers if recipe == "delayed" else 0
     positions = 2 * 4 * 64 * d
     norms = 3 * 4 * d * (2 * layers + 1)
-    expected = tokens * elementwise + positions + norms
+    expected: float = tokens * elementwise + positions + norms
     assert got["norms, elementwise"] == pytest.approx(expected, rel=1e-6)
     kept = layers * (d * 3 * d + d * d + 2 * d * h)
     if recipe == "block":  # output's weight is one block, whose amax is that of the whole
@@ -307,7 +308,7 @@ def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_
     for part in ("GEMMs", "attention"):
         assert after[part] == before[part]
     free = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024, free_casts=True)
-    assert free.parts_ms == before | {"casts": 0}
+    assert free.parts_ms == {**before, "casts": 0}
     assert sum(before.values()) - free.step_ms == pytest.approx(before["casts"])
 
 

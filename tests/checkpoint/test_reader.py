@@ -1,5 +1,7 @@
 """Checkpoints come back as they were written, or what is wrong with them is named."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from fp8stack.errors import UserError
 from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 
-INFO = {
+INFO: dict[str, Any] = {
     "identity": {"a": [1, "ü"]}, "config": {}, "plan": {}, "scaler": None,
     "versions": {"torch": "x"}, "guard": None, "plans": [], "phases": None,
 }  # fmt: skip

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +199,7 @@ def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
 
 def _save_all(saver: Saver, *steps: int) -> None:
     for step in steps:
-        saver.save(step, INFO, lambda step=step: _tensors(step))
+        saver.save(step, INFO, partial(_tensors, step))
     saver.wait()
 
 
@@ -245,12 +247,12 @@ def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path, mo
     saver = _saver(tmp_path, in_background=False)
     _save_all(saver, 1, 2)
     with monkeypatch.context() as cut:
-        remove = writer.shutil.rmtree
-        cut.setattr(
-            writer.shutil,
-            "rmtree",
-            lambda path, **options: "000001" not in path.name and remove(path, **options),
-        )
+
+        def remove_the_second(path: Path, remove: Any = shutil.rmtree, **options: Any) -> None:
+            if "000001" not in path.name:
+                remove(path, **options)
+
+        cut.setattr(shutil, "rmtree", remove_the_second)
         _save_all(saver, 3)
     assert _steps(tmp_path) == [3, 2]
     writer.sweep(tmp_path)

@@ -50,6 +50,7 @@ SMALL += [word for item in SETS for word in ("--set", item)]
 
 def run(recipe: str, seed: int, loss: float | None, **more: Any) -> RunFigures:
     plan = {"backend": "emulate", "fp8_layers": 16, "layers": 17, "reasons": [], "not_fp8": {}}
+    usual: dict[str, Any]
     usual = {"status": "done" if loss else "diverged", "exit": 0, "plan": plan, "val_loss": loss}
     usual |= {"precisions": (recipe,), "curve": ((1, 5.0), (2, loss or 9.0))}
     return RunFigures(recipe=recipe, seed=seed, **usual | more)
@@ -126,10 +127,13 @@ def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
     runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
     runs[-1] = run(names[-1], 2, None, diverged_at=1)
     drawn: list[Figure] = []
-    saved = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), saved(self, *a, **k))
-    )
+    save = Figure.savefig
+
+    def saved(figure: Figure, *given: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     pngs = [comparison_plot(summarize(runs, names, "fp32"), "fp32", "title") for _ in range(2)]
     assert pngs[0].startswith(b"\x89PNG")
     assert pngs[0] == pngs[1]
@@ -158,8 +162,8 @@ def step(number: int, loss: float | None = 3.0, **more: Any) -> dict:
 
 
 def read(rows: RunFolder, steps: int, exit: int | None = 0, **more: Any) -> RunFigures:
-    usual = {"recipe": "mxfp8", "seed": 0, "vocabulary": 256} | more
-    return read_run(rows, steps=steps, exit=exit, **usual)
+    usual: dict[str, Any] = {"recipe": "mxfp8", "seed": 0, "vocabulary": 256}
+    return read_run(rows, steps=steps, exit=exit, **usual | more)
 
 
 def test_figures_are_read_from_a_run_folder(tmp_path):

@@ -32,6 +32,7 @@ def test_a_mean_has_the_interval_that_the_tables_of_t_say(freedom):
     assert standard_error(samples) == pytest.approx(error)
     interval = mean_interval(samples)
     assert interval.mean == pytest.approx(np.mean(samples))
+    assert interval.half_width is not None
     assert interval.half_width == pytest.approx(TABLE[freedom] * error, rel=5e-4)
     assert interval.contains_zero == (abs(interval.mean) <= interval.half_width)
     assert mean_interval([2.0]) == Interval(mean=2.0, half_width=None, samples=1)
@@ -68,6 +69,7 @@ def martingale(samples: np.ndarray, mean: float) -> float:
 def test_an_always_valid_interval_ends_where_the_mixture_of_likelihoods_says(n):
     samples = np.random.default_rng(n).normal(3.0, 2.0, n)
     found = mean_interval(samples.tolist(), always_valid=True)
+    assert found.half_width is not None
     edge = found.mean + found.half_width
     level = 1 / (1 - CONFIDENCE)
     assert martingale(samples, edge) == pytest.approx(level, rel=0.01)

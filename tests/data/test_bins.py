@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -347,19 +348,18 @@ def test_a_parquet_file_without_a_text_is_refused(tmp_path, table, said):
 def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, monkeypatch):
     for name in ("a", "b"):
         path = write_parquet(tmp_path / f"{name}.parquet", {"text": ["x" * 1999] * 5})
-    read = []
-    documents = parquet._documents
+    read = Mock(wraps=parquet._documents)
     monkeypatch.setattr(parquet, "ROWS_AT_ONCE", 1)
-    monkeypatch.setattr(parquet, "_documents", lambda texts: read.append(1) or documents(texts))
+    monkeypatch.setattr(parquet, "_documents", read)
     for data, needed in ((path, 10_000), (tmp_path, 20_000)):  # with a byte after each text
         monkeypatch.setattr(parquet, "MOST_BYTES", needed)
         assert len(everything(load_corpora(str(data), 256))) == needed
         monkeypatch.setattr(parquet, "MOST_BYTES", needed - 1)
         assert f"`fp8stack prepare {path} --tokenizer bytes --out tokens`" in refusal(data)
-    read.clear()
+    read.reset_mock()
     monkeypatch.setattr(parquet, "MOST_BYTES", 5000)
     refusal(path)
-    assert len(read) == 3
+    assert read.call_count == 3
 
 
 def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path):

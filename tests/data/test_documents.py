@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,7 @@ def expected(start: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_window_knows_the_document_of_each_token(form, tmp_path):
-    train, val = load(form(tmp_path))  # type: ignore[operator]
+    train, val = load(form(tmp_path))
     assert len(train) + len(val) == sum(LENGTHS)
     for split, before in ((train, 0), (val, len(train))):
         assert split.has_documents
@@ -78,10 +79,9 @@ def test_every_window_knows_the_document_of_each_token(form, tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("order", ["random", "epochs"])
 def test_batches_hold_tokens_and_documents(form, order, tmp_path):
-    train, _ = load(form(tmp_path))  # type: ignore[operator]
-    usual = {"batch": 6, "context": 10, "seed": 3, "vocabulary": 60_000, "order": order}
-    plain = StepBatches(train, **usual)  # type: ignore[arg-type]
-    batches = StepBatches(train, documents=True, **usual)  # type: ignore[arg-type]
+    train, _ = load(form(tmp_path))
+    usual = partial(StepBatches, train, batch=6, context=10, seed=3, vocabulary=60_000, order=order)
+    plain, batches = usual(), usual(documents=True)
     for step in range(1, 4):
         batch = batches[step]
         assert batch.shape == (6, 2, 11)
@@ -93,7 +93,7 @@ def test_batches_hold_tokens_and_documents(form, order, tmp_path):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_corpora_reach_workers_as_paths(form, tmp_path):
-    train, val = load(form(tmp_path))  # type: ignore[operator]
+    train, val = load(form(tmp_path))
     pickled = pickle.dumps((train, val))
     assert len(pickled) < 3000
     again, held = pickle.loads(pickled)
@@ -107,10 +107,10 @@ def test_corpora_reach_workers_as_paths(form, tmp_path):
 
 def test_validation_windows_hold_documents_too(tmp_path):
     _, val = load(as_prepared(tmp_path))
-    usual = {"count": 2, "context": 6, "vocabulary": 256}
-    windows = validation_windows(val, documents=True, **usual)  # type: ignore[arg-type]
+    usual = partial(validation_windows, val, count=2, context=6, vocabulary=256)
+    windows = usual(documents=True)
     assert windows.shape == (2, 2, 7)
-    assert torch.equal(windows[:, 0], validation_windows(val, **usual))  # type: ignore[arg-type]
+    assert torch.equal(windows[:, 0], usual())
     first = sum(LENGTHS) - len(val)
     last = sum(LENGTHS) - 7
     assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]

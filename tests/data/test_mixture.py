@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,10 @@ def mixed(tmp_path, monkeypatch) -> str:
     return "0.5:1.bin,0.3:2.bin,0.2:3.bin"
 
 
-def made(data: str, **changes: object) -> StepBatches:
+def made(data: str, **changes: Any) -> StepBatches:
     corpus = load_corpora(data, 256)[0]
-    usual: dict[str, object] = {"batch": 64, "context": 8, "seed": 7, "vocabulary": 256}
-    return StepBatches(corpus, **usual | changes)  # type: ignore[arg-type]
+    usual = {"batch": 64, "context": 8, "seed": 7, "vocabulary": 256}
+    return StepBatches(corpus, **usual | changes)
 
 
 def counts_of(batches: torch.Tensor) -> list[int]:

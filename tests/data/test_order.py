@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ SHUFFLED = [24, 87, 69, 42, 11, 13]
 STARTS = [186, 642, 618, 426, 18, 434]
 
 
-def made(length: int, **changes: int) -> StepBatches:
+def made(length: int, **changes: Any) -> StepBatches:
     usual = {"batch": 5, "context": 8, "seed": 7, "vocabulary": 2**31}
     return StepBatches(in_memory(range(length), "numbers"), **usual | changes, order="epochs")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ def in_memory(tokens: object, name: str = "some tokens") -> Corpus:
     return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint32)),))
 
 
-def batches(of: Corpus, **changes: int) -> StepBatches:
-    return StepBatches(of, **{"batch": 3, "context": 8, "seed": 7, "vocabulary": GPT2, **changes})
+def batches(of: Corpus, **changes: Any) -> StepBatches:
+    return StepBatches(of, **{"batch": 3, "context": 8, "seed": 7, "vocabulary": GPT2} | changes)
 
 
 def counting(tmp_path: Path, n: int = 1000) -> Corpus:
@@ -325,8 +326,8 @@ def test_every_start_is_drawn_and_equally_often():
     assert batches(in_memory(range(9)))[3].tolist() == [list(range(9))] * 3  # the only window
 
 
-def loaded(of: StepBatches, steps: range, **options: object) -> list[torch.Tensor]:
-    found = iter(DataLoader(of, sampler=steps, batch_size=None, **options))
+def loaded(of: StepBatches, steps: range, **options: Any) -> list[torch.Tensor]:
+    found: Any = iter(DataLoader(of, sampler=steps, batch_size=None, **options))
     try:
         return list(found)
     finally:
@@ -420,10 +421,9 @@ def test_validation_windows_are_evenly_spaced_from_first_to_last_token():
     assert windows.dtype == torch.int64
     assert windows[:, 0].tolist() == [0, 24, 48, 72, 96]
     assert windows[-1].tolist() == [96, 97, 98, 99, 100]
-    sizes = {"context": 4, "vocabulary": 50}
-    windows = validation_windows(in_memory(range(50)), count=1, **sizes)
+    windows = validation_windows(in_memory(range(50)), count=1, context=4, vocabulary=50)
     assert windows.tolist() == [[0, 1, 2, 3, 4]]
-    said = refused_by(validation_windows, in_memory(range(50)), count=0, **sizes)
+    said = refused_by(validation_windows, in_memory(range(50)), count=0, context=4, vocabulary=50)
     assert "0 validation windows" in said
 
 

@@ -126,7 +126,8 @@ def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe):
     backends = ("auto", "torch", "emulate", "reference")
     machines = (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True))
     for hardware, backend, parallel in product(machines, backends, ("ddp", "fsdp")):
-        config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
+        keys = {"parallel": parallel, "compile": True, "recipe": recipe, "backend": backend}
+        config = RunConfig.model_validate(keys)
         plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
         require_possible(plan, config, 2)
         require_compilable(plan)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.patches import Rectangle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,4 +180,6 @@ def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch):
     text = compression.table(found)
     assert "| fp32 | float32 | 200 | 1.00 | 2.0000 | +0.000 % |" in text
     assert "| fp32 | bfloat16 | 100 | 0.50 | 2.0200 | +1.000 % |" in text
-    assert compression.figure(found).axes[0].patches[0].get_height() == 1.0
+    bar = compression.figure(found).axes[0].patches[0]
+    assert isinstance(bar, Rectangle)
+    assert bar.get_height() == 1.0

@@ -22,6 +22,7 @@ from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import part_of, require_divisible
 from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, join
 from fp8stack.errors import RankLost, UserError
+from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training.setup import variants
 from tests.conftest import metrics
@@ -63,9 +64,13 @@ def _agree(rank: int) -> dict[str, Any]:
             error.exit_code = 4
             raise error
 
+    def fails_before_waiting() -> None:
+        fails(1, "at once")
+        ranks.wait()
+
     found["from main"] = _raised(lambda: ranks.from_main(lambda: fails(0, "no such file")))
     found["together"] = _raised(lambda: _within(ranks, lambda: fails(1, "no room")))
-    found["within"] = _raised(lambda: _within(ranks, lambda: (fails(1, "at once"), ranks.wait())))
+    found["within"] = _raised(lambda: _within(ranks, fails_before_waiting))
     found["unequal"] = _raised(lambda: ranks.require_equal("plan", f"plan {rank}"))
     found["equal"] = _raised(lambda: ranks.require_equal("plan", "plan"))
     if rank == 1:
@@ -360,7 +365,6 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
     from tests.support.te.te_stand_in import installed
 
-    plan_for = variants.plan_for
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
     def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **left: Any):

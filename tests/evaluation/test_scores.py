@@ -33,7 +33,7 @@ SMALL = {"layers": 1, "width": 32, "heads": 2}
 
 def trained(folder: Path, **more: Any) -> Path:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    keys = {
+    keys: dict[str, Any] = {
         "recipe": "delayed", "data": str(folder / "text.txt"), "steps": 6, "batch": 4,
         "context": 32, "model_overrides": SMALL, "eval_windows": 9, "sample_tokens": 0,
         "warmup_steps": 1, "telemetry_every": 0, "out": str(folder / "run"),
@@ -169,8 +169,9 @@ def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(tmp_path, known_by_
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    library.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, **options))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator([TEXT], trainer)
     library.save(str(tmp_path / "tokenizer.json"))
     ids = library.encode(TEXT).ids
     np.array(ids, dtype="<u2").tofile(tmp_path / "tokens.bin")
@@ -188,6 +189,7 @@ def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(tmp_path, known_by_
     text = sum(len(library.decode(row[1:].tolist()).encode()) for row in windows)
     # Where a window begins or ends within a character, decoding makes U+FFFD of its bytes.
     tolerance = 0.02 if known_by_token else 1e-5
+    assert score.bits_per_byte is not None
     assert score.bits_per_byte == pytest.approx(nats / text / math.log(2), rel=tolerance)
     assert score.bits_per_byte < score.loss / math.log(2)
 

@@ -45,8 +45,9 @@ TEXT = "def f(x):\n    return 'é…'\n"
 def nano(tmp_path_factory) -> Path:
     """gpt-nano as it is, trained a few steps in delayed scaling on Python's library."""
     out = tmp_path_factory.mktemp("runs") / "nano"
-    keys = {"steps": 6, "batch": 2, "eval_windows": 2, "sample_tokens": 0}
-    return fp8stack.pretrain(recipe="delayed", out=str(out), **keys)
+    return fp8stack.pretrain(
+        recipe="delayed", out=str(out), steps=6, batch=2, eval_windows=2, sample_tokens=0
+    )
 
 
 @pytest.mark.parametrize("name", presets.names("models"))

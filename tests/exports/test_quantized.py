@@ -99,10 +99,9 @@ def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     state = theirs.state_dict()
     there = state["model.layers.1.self_attn.k_proj.weight"]
     rows = config.width, config.width + config.query_groups * config.head_width
-    assert torch.equal(there, plain.blocks[1].attention.qkv.weight[slice(*rows)])
-    assert torch.equal(
-        state["model.layers.0.mlp.up_proj.weight"], plain.blocks[0].mlp.up.weight[-384:]
-    )
+    assert torch.equal(there, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
+    up = plain.get_parameter("blocks.0.mlp.up.weight")
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
     require_same_logits(plain, theirs, atol=2e-5)
 
 
@@ -165,9 +164,9 @@ def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path):
     theirs = loaded(folder)
     logits(theirs, tokens(QWEN3.vocabulary))  # what decompresses them
     state = theirs.state_dict()
-    ours = model.blocks[0].attention.qkv.weight[:256]
+    ours = model.get_parameter("blocks.0.attention.qkv.weight")[:256]
     assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], ours)
-    assert not torch.equal(state["lm_head.weight"], model.lm_head.weight[:50])
+    assert not torch.equal(state["lm_head.weight"], model.get_parameter("lm_head.weight")[:50])
 
 
 def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path):
@@ -206,9 +205,8 @@ def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strate
     power = {"power_of_two": True} if strategy == "tensor" else {}  # as the recipe has it
     same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
     restore_weights(plain, dequantized(model, source, same, **power))
-    assert torch.equal(
-        theirs.state_dict()["model.layers.0.mlp.down_proj.weight"], plain.blocks[0].mlp.down.weight
-    )
+    down = theirs.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
     require_same_logits(plain, theirs, atol=2e-5)
 
 
@@ -239,6 +237,7 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
         if name == "lm_head":
             continue
         quantizer = plan.layer(name).quantizers.weight
+        assert quantizer is not None
         weight = source.weights[f"{name}.weight"]
         ours = made[f"{name}.weight"] = numerics.dequantize(numerics.quantize(weight, quantizer))
         for part in parts:
@@ -287,8 +286,10 @@ def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
     replace_folder(tmp_path / "x", files)
     theirs = loaded(tmp_path / "x")
     logits(theirs, tokens(LLAMA.vocabulary))  # what decompresses them
-    weight = model.blocks[1].mlp.down.weight
-    ours = numerics.dequantize(numerics.quantize(weight, load_recipe("mxfp4").quantizers.weight))
+    weight = model.get_parameter("blocks.1.mlp.down.weight")
+    quantizer = load_recipe("mxfp4").quantizers.weight
+    assert quantizer is not None
+    ours = numerics.dequantize(numerics.quantize(weight, quantizer))
     assert torch.equal(theirs.state_dict()["model.layers.1.mlp.down_proj.weight"].float(), ours)
 
 

@@ -140,9 +140,7 @@ class _Injection:
             if not output.requires_grad:
                 return
             self.forward_due, step = False, self.step
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self.reach("backward", step)
-            )
+            output.register_hook(lambda gradient: self.reach("backward", step))
             self.reach("forward", step)
 
 
@@ -163,11 +161,11 @@ def _fill(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Collectives(TorchDispatchMode):
     """Counts the collectives, those that DDP calls by itself included."""
 
     def __init__(self, injection: _Injection) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.injection = injection
 
     def __torch_dispatch__(

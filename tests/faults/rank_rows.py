@@ -130,7 +130,7 @@ def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
 
         def spoil(part: Any, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
 
         handle = self.run.model.blocks[-1].register_forward_hook(spoil)
         try:

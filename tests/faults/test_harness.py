@@ -106,9 +106,12 @@ def test_a_fault_in_a_process_that_reads_data_does_not_happen_there(batches, mon
 def test_a_delayed_fault_comes_later_and_from_another_thread(batches, monkeypatch):
     came = threading.Event()
     who: list[threading.Thread] = []
-    monkeypatch.setattr(
-        faults.os, "kill", lambda pid, n: (who.append(threading.current_thread()), came.set())
-    )
+
+    def kill(pid: int, signal: int) -> None:
+        who.append(threading.current_thread())
+        came.set()
+
+    monkeypatch.setattr(os, "kill", kill)
     with injected(parse("term@step:1+0.01")):
         batches[1]
         assert came.wait(30)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from bench import report
 from bench.quality import reliability
 from bench.runner import RESULTS
 from fp8stack.errors import UserError
@@ -122,7 +123,7 @@ def test_a_row_for_a_gpu_is_left_out_without_one_and_the_table_says_so(cases, tm
 
 
 def test_a_short_run_leaves_the_committed_table_alone(cases, capsys, monkeypatch):
-    monkeypatch.setattr(reliability.reports, "write", lambda *a: pytest.fail("it was written"))
+    monkeypatch.setattr(report, "write", lambda *a: pytest.fail("it was written"))
     _run(RESULTS, "--short")
     assert "nothing is written" in capsys.readouterr().out
 

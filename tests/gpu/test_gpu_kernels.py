@@ -121,6 +121,7 @@ def test_more_than_2_to_the_31_elements_are_cast() -> None:
     x[-16:] = torch.randn(16, columns, device=DEVICE)
     scale = torch.tensor(100.0, device=DEVICE)
     data, transposed, amax = cast_transpose(x, scale)
+    assert transposed is not None
     expected = numerics.cast_to_fp8(x[-16:].cpu(), scale.cpu()).view(torch.uint8)
     assert torch.equal(data[-16:].view(torch.uint8).cpu(), expected)
     assert torch.equal(transposed[:, -16:].view(torch.uint8).cpu(), expected.t())

@@ -37,6 +37,7 @@ def test_a_backend_runs_or_the_plan_says_why_not(backend: str, recipe: str) -> N
 def test_transformer_engine_runs_nvfp4_on_blackwell_for_data_centres_if_it_has_it() -> None:
     import transformer_engine.pytorch as te
 
+    assert HARDWARE.capability is not None
     whole = HARDWARE.capability[0] == 10  # elsewhere TE's check passes, and casts fail
     runs = resolve("nvfp4", HARDWARE).backend == "te"
     assert runs == (whole and te.is_nvfp4_available())

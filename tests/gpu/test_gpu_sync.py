@@ -25,8 +25,9 @@ def test_a_training_step_waits_for_nothing(
     backend: str, recipe: str, compiled: bool, tmp_path: Path
 ) -> None:
     require_plan(backend, recipe)
-    keys = {"backend": backend, "compile": compiled, "accumulate": 2}
-    small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
+    small = SmallLoop(
+        tmp_path / "r", recipe, width=128, backend=backend, compile=compiled, accumulate=2
+    )
     small.advance(4)
     step = small.next_step()
     torch.cuda.set_sync_debug_mode("error")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp8stack.formats import Quantizer
 from fp8stack.numerics.error import quantization_error
@@ -15,27 +16,28 @@ from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.gpu
 
-ERRORS = {
-    **{
-        f"tensor {format}": lambda x, format=format: quantization_error(
-            x, Quantizer(format=format), scale=torch.tensor(100.0, device=x.device)
-        )
-        for format in ("e4m3", "e5m2")
-    },
-    "mxfp8": lambda x: quantization_error(x, Quantizer(block=(1, 32), scale="e8m0")),
-    "block": lambda x: quantization_error(x, Quantizer(block=(1, 128), scale="power_of_two")),
+QUANTIZERS = {
+    "tensor e4m3": Quantizer(format="e4m3"),
+    "tensor e5m2": Quantizer(format="e5m2"),
+    "mxfp8": Quantizer(block=(1, 32), scale="e8m0"),
+    "block": Quantizer(block=(1, 128), scale="power_of_two"),
 }
 
 
+def error(name: str, x: Tensor) -> Tensor:
+    scale = torch.tensor(100.0, device=x.device) if name.startswith("tensor") else None
+    return quantization_error(x, QUANTIZERS[name], scale=scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_the_figures_of_an_operand_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 256, generator=generator)
     x[3, 5], x[7, 9], x[100:140] = torch.inf, torch.nan, 1e-6
     x = x.to(dtype)
-    there = ERRORS[name](x.to(CONTEXT.device)).cpu()
-    torch.testing.assert_close(there, ERRORS[name](x), rtol=1e-9, atol=0.0, equal_nan=True)
+    there = error(name, x.to(CONTEXT.device)).cpu()
+    torch.testing.assert_close(there, error(name, x), rtol=1e-9, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float
     """The losses of six steps, and the model."""
     plan = plan_for(SMALL, load_recipe(recipe), CONTEXT.hardware, backend)
     model = GPT(SMALL, build_backend(plan)).to(CONTEXT.device)
-    call = model
+    call: Callable[..., Tensor] = model
     if compiler is not None:
         torch._dynamo.reset()
         call = torch.compile(model, fullgraph=True, backend=compiler)

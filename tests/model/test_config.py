@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,11 +12,12 @@ from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planner.sizes import needed_multiple, size_notes
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
+from tests.support.backend_models import grad
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = Hardware("cpu", cpu_bf16=True)
-ODD = {"vocabulary": 61, "context": 32, "layers": 1, "width": 64, "heads": 4}
+ODD = partial(GPTConfig, vocabulary=61, context=32, layers=1, width=64, heads=4)
 RUNS = [  # with, and without, the head in FP8
     ("bf16", "auto", 8, False),
     ("fp16", "auto", 8, False),
@@ -44,22 +47,21 @@ def built(config: GPTConfig, plan: Plan, multiple: int) -> tuple[GPT, torch.Tens
 def test_a_padded_vocabulary_gives_the_loss_and_gradients_of_the_plain_one(
     recipe, backend, multiple, head, tied
 ):
-    config = GPTConfig(**ODD, tied=tied)
+    config = ODD(tied=tied)
     asked = load_recipe(recipe)
     if head:
         asked = asked.model_copy(update={"head": True})
     plan = plan_for(config, asked, CPU, backend)
     assert plan.vocabulary_multiple == multiple
     (plain, loss), (padded, same) = (built(config, plan, m) for m in (1, multiple))
-    assert (len(plain.lm_head.weight), len(padded.lm_head.weight)) == (61, 64)
+    assert [len(m.get_parameter("lm_head.weight")) for m in (plain, padded)] == [61, 64]
     step = STEP[plan.compute_dtype]
     torch.testing.assert_close(same, loss, rtol=step / 100, atol=0)
     for name, parameter in plain.named_parameters():
-        gradient = padded.get_parameter(name).grad
-        assert gradient is not None
-        largest = float(parameter.grad.abs().max())
+        gradient = grad(padded.get_parameter(name))
+        largest = float(grad(parameter).abs().max())
         assert largest > 0
-        difference = gradient[: len(parameter)] - parameter.grad
+        difference = gradient[: len(parameter)] - grad(parameter)
         assert float(difference.abs().max()) <= step * largest
         assert not gradient[len(parameter) :].any()
 
@@ -68,7 +70,7 @@ def test_sizes_are_to_be_multiples_of_16_bytes_or_of_mxfp8s_blocks():
     wanted = {("fp32", "9.0"): 1, ("tf32", "9.0"): 4, ("bf16", "9.0"): 8, ("fp16", "7.5"): 8}
     wanted |= {("delayed", "9.0"): 16, ("current", "8.9"): 16, ("mxfp8", "10.0"): 32}
     for (recipe, capability), multiple in wanted.items():
-        plan = plan_for(GPTConfig(**ODD), recipe, assumed(capability))
+        plan = plan_for(ODD(), recipe, assumed(capability))
         assert needed_multiple(plan) == multiple, recipe
 
 

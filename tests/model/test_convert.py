@@ -9,6 +9,7 @@ import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,12 +28,14 @@ from fp8stack import (
     load_recipe,
     resolve,
 )
+from fp8stack.precision import Plan
 from tests.support.backend_models import (
     CPU,
     OPERANDS,
     PER_TENSOR,
     RECIPES,
     filled,
+    grad,
     gradients,
     normal,
     same,
@@ -58,19 +61,20 @@ def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **opti
 def gpt2(layers=2, **options):
     """Conv1D linears and a head that is tied to the embedding."""
     torch.manual_seed(0)
-    config = {"bos_token_id": 0, "eos_token_id": 0, "n_head": 2, "n_embd": 32} | options
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=32, n_layer=layers, **still, **config)
-    )
+    config: dict[str, Any] = {"vocab_size": 256, "n_positions": 32, "n_layer": layers}
+    config |= {"bos_token_id": 0, "eos_token_id": 0, "n_head": 2, "n_embd": 32} | options
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**config))
 
 
 def llama(layers=2):
     torch.manual_seed(0)
-    config = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=layers, **config)
-    )
+        LlamaConfig(
+            vocab_size=256, hidden_size=32, num_hidden_layers=layers, intermediate_size=64,
+            num_attention_heads=2, num_key_value_heads=1,
+        )
+    )  # fmt: skip
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
@@ -163,6 +167,12 @@ def in_fp8(model) -> list[str]:
 def replaced(model) -> list[str]:
     """The paths of the layers that are not what they were, by their looks."""
     return [name for name, part in model.named_modules() if hasattr(part, "keeps_dtype")]
+
+
+def plan_in(model: nn.Module) -> Plan:
+    """What `convert` left in a model."""
+    assert isinstance(model.fp8_plan, Plan)
+    return model.fp8_plan
 
 
 def reason(model, name) -> str:
@@ -300,7 +310,7 @@ def test_a_first_step_equals_a_float64_oracle(kind, recipe, backend):
     weight, gradient = layer.weight.detach(), layer.weight.grad
     if kind == "conv1d":
         weight, gradient = weight.t(), gradient.t()
-    usual = SimpleNamespace(
+    usual: Any = SimpleNamespace(
         weight=weight, bias=layer.bias, in_features=inputs, out_features=outputs
     )
     db = None if layer.bias is None else layer.bias.grad
@@ -466,7 +476,7 @@ def test_autocast_rounds_the_output_and_nothing_inside(recipe, backend, dtype):
     expected.backward(dy.float())
     assert y.dtype == dtype
     assert torch.equal(y, expected.to(dtype))
-    assert torch.equal(inside.grad, outside.grad)
+    assert torch.equal(grad(inside), grad(outside))
     assert same(gradients(model), gradients(twin))
     assert same(fp8_state(model), fp8_state(twin))
 
@@ -510,8 +520,8 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
     y, expected = model(x), twin(wide)
     y.backward(dy)
     expected.backward(dy.float())
-    weights = (model[0].weight.grad, twin[0].weight.grad)
-    for got, exact in ((y, expected), (x.grad, wide.grad), weights):
+    weights = [grad(each.get_parameter("0.weight")) for each in (model, twin)]
+    for got, exact in ((y, expected), (grad(x), grad(wide)), weights):
         assert got.dtype == dtype
         assert torch.equal(got, exact.to(dtype))
     assert model[0].bias.grad.dtype == dtype
@@ -526,10 +536,10 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
 def test_compiled_code_computes_what_the_eager_model_does(whole):
     eager, model = (convert(Blocks(1), plan("delayed", "torch")) for _ in range(2))
     model.load_state_dict(eager.state_dict())
+    called: Any = model
     if whole:
         called = torch.compile(model, backend="aot_eager", fullgraph=True)
     else:
-        called = model
         model.blocks[0].compile(backend="aot_eager")
     assert fit(model, call=called) == fit(eager)
     assert same(model.state_dict(), eager.state_dict())
@@ -565,7 +575,7 @@ def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, bac
 @pytest.mark.parametrize(("recipe", "backend"), RUNS)
 def test_inputs_of_any_shape_work_by_place_and_by_name(recipe, backend):
     class Named(MLP):
-        def forward(self, *, x):
+        def forward(self, x):
             return self.down(input=F.gelu(self.up(input=x)))
 
     model = convert(Named(), plan(recipe, backend))
@@ -574,7 +584,7 @@ def test_inputs_of_any_shape_work_by_place_and_by_name(recipe, backend):
         y = model(x=x)
         y.sum().backward()
         assert y.shape == x.grad.shape == shape
-        assert torch.isfinite(model.up.weight.grad).all()
+        assert torch.isfinite(grad(model.up.weight)).all()
 
 
 # What is left as it is, and why
@@ -803,11 +813,16 @@ def test_a_model_is_converted_once(first):
 
 def test_hooks_of_a_linear_stay_on_it():
     model, seen = MLP(), []
-    model.up.register_full_backward_hook(lambda m, dx, dy: seen.append(dy[0].shape))
+
+    def after(module, args, y):
+        seen.append("after")
+        return 2 * y
+
+    model.up.register_full_backward_hook(lambda m, dx, dy: seen.append(cast(Any, dy)[0].shape))
     hook = model.up.register_forward_hook
     handles = [
         model.up.register_forward_pre_hook(lambda m, args: seen.append("before")),
-        hook(lambda m, args, y: seen.append("after") or 2 * y),
+        hook(after),
         hook(lambda m, args, kwargs, y: seen.append("with kwargs"), with_kwargs=True),
         model.up.register_state_dict_post_hook(lambda m, s, p, d: seen.append("state")),
     ]
@@ -824,13 +839,13 @@ def test_hooks_of_a_linear_stay_on_it():
     assert seen == [(8, 64)]
 
 
-def test_what_a_user_changed_in_a_linear_is_not_lost():
+def test_what_a_user_changed_in_a_linear_is_not_lost(monkeypatch):
     model = MLP()
     model.up.register_buffer("mask", torch.ones(2))
     model.up.register_parameter("gain", nn.Parameter(torch.ones(1)))
     model.up.eval()
     inner = model.down.forward
-    model.down.forward = lambda x: 0 * inner(x)
+    monkeypatch.setattr(model.down, "forward", lambda x: 0 * inner(x))
     names = list(model.state_dict())
     assert list(convert(model, plan()).state_dict()) == names
     assert (model.up.training, model.down.training) == (False, True)
@@ -855,7 +870,7 @@ def test_the_report_says_what_was_converted_and_what_not(caplog):
     model = nn.ModuleDict({"body": MLP(), "odd": nn.Linear(20, 32), "lm_head": nn.Linear(32, 64)})
     with caplog.at_level(logging.INFO, logger="fp8stack"):
         convert(model, plan("delayed", "torch"), exclude=["body.down"])
-    summary = model.fp8_plan.summary()
+    summary = plan_in(model).summary()
     assert summary[0] == "plan: delayed, FP8 GEMMs by torch's scaled_mm, on cpu"
     left = [
         "body.down: unchanged, excluded by the pattern 'body.down'",
@@ -876,10 +891,10 @@ def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
             self.experts = nn.Parameter(torch.zeros(count, 4, 8))
             self.table = nn.Embedding(1000, 32)
 
-    few, many = (convert(Experts(count), plan()) for count in (1, 64))
-    assert "in no linear layer" not in " ".join(few.fp8_plan.reasons)
-    assert many.fp8_plan.reasons[-1] == (
+    few, many = (plan_in(convert(Experts(count), plan())) for count in (1, 64))
+    assert "in no linear layer" not in " ".join(few.reasons)
+    assert many.reasons[-1] == (
         "weights in no linear layer stay as they are: 2,048 elements beside 4,096 in linears, "
         "the most of them in experts"
     )
-    assert many.fp8_plan.reasons[-1] in " ".join(many.fp8_plan.summary())
+    assert many.reasons[-1] in " ".join(many.summary())

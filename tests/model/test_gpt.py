@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,14 +30,15 @@ from fp8stack.hf.tensors import from_hf
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
 from fp8stack.model.gpt import GPT, rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
-from tests.support.backend_models import gradients
+from tests.support.backend_models import grad, gradients
 
 CPU = Hardware("cpu")
 FP8_RECIPES = ["delayed", "current", "block", "mxfp8"]
 RECIPES = ["fp32", "bf16", "fp16", *FP8_RECIPES]
 TINY = {"vocabulary": 61, "context": 16, "layers": 2, "width": 32, "heads": 4}
-MODERN = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False}
-
+MODERN: dict[str, Any] = {
+    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
+}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,7 +50,7 @@ def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:
 
 
 def build(recipe: str = "fp32", seed: int = 0, **shape: object) -> GPT:
-    config = GPTConfig(**(TINY | shape))
+    config = GPTConfig.model_validate(TINY | shape)
     return GPT(config, backend_for(config, recipe), seed=seed)
 
 
@@ -128,7 +130,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
     loss.backward()
     expected.backward()
     for name, gradient in from_theirs(ours.config, gradients(theirs)).items():
-        assert_close(ours.get_parameter(name).grad, gradient, 2e-5)
+        assert_close(grad(ours.get_parameter(name)), gradient, 2e-5)
 
 
 # Presets and sizes
@@ -193,7 +195,7 @@ def test_initial_weights_have_the_stated_deviations():
 def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, tied):
     torch.manual_seed(3)
     plain = dict(build(tied=tied).named_parameters())
-    assert not torch.equal(build(seed=1).lm_head.weight, plain["embedding.weight"])
+    assert not torch.equal(build(seed=1).get_parameter("lm_head.weight"), plain["embedding.weight"])
     torch.manual_seed(4)  # which the initial weights do not depend on
     other = dict(build(recipe, tied=tied).named_parameters())
     assert list(plain) == list(other)
@@ -221,10 +223,11 @@ def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "swiglu"])
 def test_the_mlp_computes_its_activation_exactly(activation):
-    mlp = build(activation=activation).blocks[0].mlp.double()
+    mlp = build(activation=activation).get_submodule("blocks.0.mlp").double()
+    p = dict(mlp.named_parameters())
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 32, generator=generator, dtype=torch.float64) * 50
-    h = x @ mlp.up.weight.T + mlp.up.bias
+    h = x @ p["up.weight"].T + p["up.bias"]
     cubic = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
     half = h.shape[1] // 2
     expected = {
@@ -233,13 +236,14 @@ def test_the_mlp_computes_its_activation_exactly(activation):
         "relu2": lambda: torch.where(h > 0, h * h, 0.0),
         "swiglu": lambda: h[:, :half] / (1 + torch.exp(-h[:, :half])) * h[:, half:],
     }[activation]()
-    assert_close(mlp(x), expected @ mlp.down.weight.T + mlp.down.bias, 1e-12)
+    assert_close(mlp(x), expected @ p["down.weight"].T + p["down.bias"], 1e-12)
 
 
 def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
     model = build(**MODERN, rope_theta=50.0)
     angles = [[t / 50.0 ** (2 * i / 8) for i in range(4)] for t in range(16)]
-    for table, of in zip(rope_tables(model.config, "cpu"), (math.cos, math.sin), strict=True):
+    tables = rope_tables(model.config, torch.device("cpu"))
+    for table, of in zip(tables, (math.cos, math.sin), strict=True):
         assert (table.dtype, table.shape) == (torch.float32, (16, 8))
         half = torch.tensor([[of(a) for a in row] for row in angles])
         expected = torch.cat([-half if of is math.sin else half, half], dim=-1)
@@ -250,7 +254,8 @@ def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
 
 
 def test_dropout_is_active_in_training_alone(monkeypatch):
-    attend, rates, seen = nn.functional.scaled_dot_product_attention, [], Counter()
+    attend: Any = nn.functional.scaled_dot_product_attention
+    rates, seen = list[float](), Counter[str]()
 
     def spy(*args, dropout_p, **kwargs):
         rates.append(dropout_p)
@@ -276,7 +281,8 @@ def test_dropout_is_active_in_training_alone(monkeypatch):
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed"])
 def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
     """Against NumPy's sums, rounded by ml_dtypes."""
-    model = GPT(config := GPTConfig(**TINY), backend_for(config, recipe, residual="bf16"))
+    config = GPTConfig.model_validate(TINY)
+    model = GPT(config, backend_for(config, recipe, residual="bf16"))
     into: dict[str, torch.Tensor] = {}
     gave: dict[str, torch.Tensor] = {}
 

@@ -22,7 +22,8 @@ from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
 from fp8stack.model.loss import chunk_rows, head_loss
 from fp8stack.precision import Hardware, load_recipe, resolve
-from tests.support.backend_models import B200, CPU, H100, gradients, same
+from fp8stack.precision.recipe import ComputeDtype
+from tests.support.backend_models import B200, CPU, H100, grad, gradients, same
 from tests.support.te.te_stand_in import installed
 
 TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
@@ -49,7 +50,7 @@ def chunked(monkeypatch) -> None:
 
 
 def backend_for(
-    recipe: str, backend: str, dtype: str, shapes: Any, hardware: Hardware = CPU
+    recipe: str, backend: str, dtype: ComputeDtype, shapes: Any, hardware: Hardware = CPU
 ) -> Backend:
     loaded = load_recipe(recipe)
     if loaded.is_fp8:
@@ -60,8 +61,10 @@ def backend_for(
     return build_backend(plan.for_layers(shapes))
 
 
-def gpt(recipe: str = "fp32", backend: str = "auto", dtype: str = "fp32", **shape: object) -> GPT:
-    config = GPTConfig(**(TINY | shape))
+def gpt(
+    recipe: str = "fp32", backend: str = "auto", dtype: ComputeDtype = "fp32", **shape: object
+) -> GPT:
+    config = GPTConfig.model_validate(TINY | shape)
     return GPT(config, backend_for(recipe, backend, dtype, config))
 
 
@@ -72,11 +75,12 @@ def batch(seed: int = 1, ignored: int = 70) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def head_of(recipe: str, backend: str, dtype: str, outputs: int = 64) -> nn.Linear:
+def head_of(recipe: str, backend: str, dtype: ComputeDtype, *, outputs: int = 64) -> nn.Linear:
     made = backend_for(recipe, backend, dtype, {"lm_head": (32, outputs)})
     torch.manual_seed(0)
     layer = made.linear("lm_head", 32, outputs, False)
     made.attach(layer)
+    assert isinstance(layer, nn.Linear)
     return layer
 
 
@@ -119,12 +123,12 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
     whole, chunked = models
     if "current" in kind:
         for name, gradient in gradients(whole).items():
-            assert error(chunked.get_parameter(name).grad, gradient) < 0.1, name
+            assert error(grad(chunked.get_parameter(name)), gradient) < 0.1, name
         return
     assert same(fp8_state(whole), fp8_state(chunked))
     once_more = factor < 1 and kind[0] in ("fp32", "bf16")
     for name, gradient in gradients(whole).items():
-        found = chunked.get_parameter(name).grad
+        found = grad(chunked.get_parameter(name))
         if once_more or name in ("lm_head.weight", "embedding.weight"):
             rounding = {"fp32": 2e-6}.get(kind[2], 2**-6)
             assert error(found, gradient) < rounding, name
@@ -157,7 +161,7 @@ def test_an_update_of_the_scales_ends_a_pass_whose_head_alone_is_in_fp8(monkeypa
 def test_transformer_engine_computes_a_head_once_over_all_rows(monkeypatch):
     machines = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
     for recipe, machine in machines.items():
-        config, found = GPTConfig(**TINY), []
+        config, found = GPTConfig.model_validate(TINY), []
         for size in (2**40, 1):
             monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
             with installed():
@@ -203,10 +207,10 @@ def test_a_target_in_the_padding_is_refused_and_a_graph_that_is_kept_gives_the_g
     head, (x, targets) = head_of(*kind), head_inputs()
     loss = head_loss(head, x, targets, 61)
     loss.backward(retain_graph=True)
-    once = x.grad.clone(), head.weight.grad.clone()
+    once = grad(x).clone(), grad(head.weight).clone()
     loss.backward()
-    assert torch.equal(x.grad, 2 * once[0])
-    assert torch.equal(head.weight.grad, 2 * once[1])
+    assert torch.equal(grad(x), 2 * once[0])
+    assert torch.equal(grad(head.weight), 2 * once[1])
     targets[0, 300] = 61
     with pytest.raises(IndexError, match="out of bounds"):  # as torch refuses it
         head_loss(head, x, targets, 61)
@@ -236,9 +240,10 @@ def test_frozen_parts_get_no_gradient(kind):
 @pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
 def test_hooks_run(kind):
     """A hook of the head sees all rows, a hook of a parameter its whole gradient, once."""
-    model, rows, seen = gpt(*kind, tied=False), [], []
+    model, rows, seen = gpt(*kind, tied=False), list[int](), list[Tensor]()
     model.lm_head.register_forward_hook(lambda *args: rows.append(args[2][..., 0].numel()))
-    model.lm_head.weight.register_hook(seen.append)
+    weight = model.get_parameter("lm_head.weight")
+    weight.register_hook(seen.append)
     model(*batch()).backward()
     by_chunks = [128, 128, 128, 96]
     if kind in PLAIN:
@@ -248,7 +253,7 @@ def test_hooks_run(kind):
     else:
         assert rows == [ROWS]
     assert len(seen) == 1 or kind[1] == "emulate" or kind[2] == "fp32"
-    assert torch.equal(seen[-1], model.lm_head.weight.grad)
+    assert torch.equal(seen[-1], grad(weight))
 
 
 @pytest.mark.usefixtures("chunked")
@@ -274,7 +279,7 @@ def test_a_plain_head_keeps_its_precision_under_autocast():
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss = head_loss(head, x, targets, 61)
         (1024 * loss).backward()
-        found.append(x.grad)
+        found.append(grad(x))
     assert error(found[1], found[0]) < 2**-9
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fp8stack.conform.oracles import Slot
 from fp8stack.errors import UserError
+from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory, amax
 from tests.support.oracles import (
     FLOAT_DTYPES,
@@ -198,7 +199,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(UserError, match="length 0"):
         AmaxHistory(length=0)
     with pytest.raises(UserError, match="No amax algorithm 'mean'"):
-        AmaxHistory(algorithm="mean")
+        AmaxHistory(algorithm="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
         history.extend({"w": "e8m0"})
     with pytest.raises(UserError, match="a slot 'x' already"):
@@ -264,7 +265,7 @@ def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, mar
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_amaxes_that_are_not_finite_are_cleared_and_the_others_give_the_scale(
-    value: float, algorithm: str
+    value: float, algorithm: AmaxAlgorithm
 ) -> None:
     history = AmaxHistory({"a": "e4m3", "b": "e5m2"}, length=5, algorithm=algorithm)
     for largest in (8.0, 2.0):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8stack.formats import ScaleRounding
 from fp8stack.numerics import (
     Quantizer,
     dequantize_mxfp8,
@@ -36,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mx_code(amax: float, name: str, rounding: str) -> int:
+def mx_code(amax: float, name: str, rounding: ScaleRounding) -> int:
     _, scales = quantize_mxfp8(torch.tensor([0.0, -amax]), format=name, scale_rounding=rounding)
     return codes(scales).item()
 
@@ -149,7 +150,7 @@ def test_an_unknown_format_or_rounding_is_refused():
     with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
         quantize_mxfp8(torch.ones(32), format="e8m0")
     with pytest.raises(ValueError, match=r"No scale rounding 'ceil'.*rceil, floor, even"):
-        quantize_mxfp8(torch.ones(32), scale_rounding="ceil")
+        quantize_mxfp8(torch.ones(32), scale_rounding="ceil")  # type: ignore[arg-type]
 
 
 # 1x128 and 128x128 blocks

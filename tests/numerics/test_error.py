@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8stack.conform import oracles
 from fp8stack.conform.inputs import EVERY, uneven
+from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
 from fp8stack.numerics.hadamard import hadamard
@@ -28,21 +29,23 @@ from tests.support.oracles import (
 )
 from tests.support.quantizers import RULES
 
-FORMATS = ["e4m3", "e5m2"]
+FORMATS: list[FormatName] = ["e4m3", "e5m2"]
 LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step
 
 
-def tensor_error(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
+def tensor_error(x: Tensor, scale: Tensor, format: FormatName = "e4m3") -> Tensor:
     return error.quantization_error(x, Quantizer(format=format, amax="delayed"), scale=scale)
 
 
-def mxfp8_error(x: Tensor, format: str = "e4m3", scale_rounding: str = "rceil") -> Tensor:
+def mxfp8_error(
+    x: Tensor, format: FormatName = "e4m3", scale_rounding: ScaleRounding = "rceil"
+) -> Tensor:
     quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0", scale_rounding=scale_rounding)
     return error.quantization_error(x, quantizer)
 
 
 def block_error(x: Tensor, block=(1, 128), format="e4m3", power_of_two: bool = True) -> Tensor:
-    scale = "power_of_two" if power_of_two else "float32"
+    scale: ScaleFormat = "power_of_two" if power_of_two else "float32"
     return error.quantization_error(x, Quantizer(format=format, block=block, scale=scale))
 
 
@@ -117,7 +120,7 @@ def check(found: Tensor, wanted: dict[str, float]) -> None:
         assert values[name] == pytest.approx(value, rel=1e-6, abs=0), name
 
 
-def cells() -> Iterator[tuple[Tensor, np.ndarray, str]]:
+def cells() -> Iterator[tuple[Tensor, np.ndarray, FormatName]]:
     """Each tensor in each dtype, as numpy has it, with each format to cast to."""
     for x, dtype, format in itertools.product(TENSORS.values(), FLOAT_DTYPES, FORMATS):
         yield x.to(dtype), to_numpy(x.to(dtype)), format
@@ -129,7 +132,7 @@ def test_one_scale(stale: float) -> None:
     for x, numbers, format in cells():
         largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
         with np.errstate(all="ignore"):
-            scale = np.float32(min(scale_of(largest, format) * np.float32(stale), FLT_MAX))
+            scale = np.float32(min(float(scale_of(largest, format) * np.float32(stale)), FLT_MAX))
             scaled = (numbers * scale).astype(np.float64)
             decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
         found = tensor_error(x, torch.tensor(scale), format)
@@ -164,7 +167,7 @@ def test_a_cast_without_scale(to: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_rounds_down_to_the_maximum_is_not_saturated(format: str) -> None:
+def test_what_rounds_down_to_the_maximum_is_not_saturated(format: FormatName) -> None:
     limit = LIMIT[format]
     above = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
     x = torch.tensor([[limit, -limit, FP8_MAX[format], 1.0]])
@@ -199,6 +202,7 @@ def test_the_ratio_does_not_depend_on_the_magnitude(power: int) -> None:
     wanted = mxfp8_error(x)
     found = mxfp8_error(x * 2.0 ** (3 * power))
     db = [sqnr_db(float(f[4]), float(f[5])) for f in (found, wanted)]
+    assert db[0] is not None
     assert db[0] == pytest.approx(db[1], abs=1e-9)
     assert 25 < db[0] < 35
 
@@ -245,7 +249,7 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     numbers = to_numpy(source)
     drawn = None if bits is None else bits.bits(*source.shape).numpy()
     plain = replace(quantizer, hadamard=0)
-    made = oracles.quantize(numbers, plain, dim, bits=None if bits is None else lambda *_: drawn)
+    made = oracles.quantize(numbers, plain, dim, bits=None if drawn is None else lambda *_: drawn)
     values = dequantize(quantize(x, quantizer, dim, bits)).double().numpy()
     into = made.into
     if quantizer.scale == "e4m3":  # a block whose scale is zero is lost, and not clipped

@@ -158,6 +158,7 @@ def test_the_functions_for_one_recipe_give_the_same_bytes_and_values(name, dtype
             data, scales = quantize_mxfp8(x, dim, quantizer.format, quantizer.scale_rounding)
             back = dequantize_mxfp8(data, scales, dim)
         else:
+            assert quantizer.blocks is not None
             block = quantizer.blocks if dim else quantizer.blocks[::-1]
             power_of_two = quantizer.scale == "power_of_two"
             data, scales = quantize_blocks(x, block, quantizer.format, power_of_two)
@@ -260,9 +261,8 @@ def test_an_inf_shows_in_the_values():
 def test_a_scale_may_be_given(stochastic):
     x = uneven(40, 70)
     scale = torch.tensor(448 / 3)
-    rounding = "stochastic" if stochastic else "nearest"
     for amax_ in ("current", "delayed"):
-        quantizer = Quantizer(amax=amax_, rounding=rounding)
+        quantizer = Quantizer(amax=amax_, rounding="stochastic" if stochastic else "nearest")
         made = quantize(x, quantizer, 1, DRAWN if stochastic else None, scale=scale)
         scaled = to_numpy(x) * np.float32(448 / 3)
         bits = DRAWN.bits(40, 70).numpy()

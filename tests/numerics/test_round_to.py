@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,14 +67,17 @@ COMPILED = [
 ]
 
 
-def wanted(x: Tensor, quantizer: Quantizer, dim: int, **options) -> tuple[np.ndarray, object]:
+Expected = tuple[np.ndarray, Tensor | None]
+
+
+def wanted(x: Tensor, quantizer: Quantizer, dim: int, **options) -> Expected:
     """Values and factor from the bytes."""
     made = quantize(x, quantizer, dim, generator_of(quantizer), **options)
     one = made._replace(scales=torch.ones_like(made.scales))
     if quantizer.blocks is None:
         values, factor = dequantize(one), made.scales.reshape(-1 if made.scales.ndim else ())
     elif quantizer.scale == "e4m3":
-        values, factor = dequantize(two_levels(made)), made.amax * np.float32(1 / 2688)
+        values, factor = dequantize(two_levels(made)), made.amax * float(np.float32(1 / 2688))
     else:
         values, factor = dequantize(made), None
     source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
@@ -86,7 +90,7 @@ def two_levels(made: Quantized) -> Quantized:
     return made._replace(scales=made.scales.float(), quantizer=quantizer)
 
 
-def assert_same(ours: Rounded, theirs: tuple[np.ndarray, object]) -> None:
+def assert_same(ours: Rounded, theirs: Expected) -> None:
     """Equal values, NaN equal to NaN, and no telling +0 from -0."""
     assert ours.values.dtype == torch.float32
     assert ours.values.is_contiguous()
@@ -175,18 +179,17 @@ def test_alike_quantizers_share_their_passes_and_turned_ones_their_values(monkey
     x = uneven(64, 128)
     one, other = round_both(x, replace(NVFP4, block=(16, 16)), replace(NVFP4, block=(16, 16)))
     assert one is other
-    calls = []
-    real = fused.round
-    monkeypatch.setattr(fused, "round", lambda *a, **k: calls.append(a) or real(*a, **k))
+    called = Mock(wraps=fused.round)
+    monkeypatch.setattr(fused, "round", called)
     for along, across in (
         (MXFP8, MXFP8),
         (NVFP4, NVFP4),
         (MXFP4, MXFP4),
         (NVFP4, replace(NVFP4, block=(16, 16))),
     ):
-        calls.clear()
+        called.reset_mock()
         round_both(x, along, across)
-        assert len(calls) == 1
+        called.assert_called_once()
 
 
 # What is given
@@ -312,6 +315,7 @@ def by_functions(x: Tensor, quantizer: Quantizer) -> list[tuple[int, Tensor]]:
             for dims in ((1, 0), (0,), (-1,))
             for dim, values in zip(dims, round_to_mxfp8(x, dims, *rule), strict=True)
         ]
+    assert quantizer.blocks is not None
     blocks, power_of_two = quantizer.blocks, quantizer.scale == "power_of_two"
     found = round_to_blocks(x, [blocks, blocks[::-1]] * 2, quantizer.format, power_of_two)
     return list(zip((1, 0, 1, 0), found, strict=True))
@@ -326,7 +330,7 @@ def test_an_unknown_format_or_rounding_is_refused():
     with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
         round_to_blocks(x, [(1, 128)], "fp8")
     with pytest.raises(ValueError, match="No scale rounding 'ceil'"):
-        round_to_mxfp8(x, [1], "e4m3", "ceil")
+        round_to_mxfp8(x, [1], "e4m3", "ceil")  # type: ignore[arg-type]
 
 
 # Compiled

@@ -20,6 +20,7 @@ from fp8stack.ops import attention
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training.run import Switch
 from tests.model.test_gpt import MODERN, TINY, assert_close, backend_for, build, tokens
+from tests.support.backend_models import grad
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +72,7 @@ def test_the_gradients_are_the_sum_of_those_of_the_documents():
             loss = F.cross_entropy(model(part[None])[0], labels, reduction="sum")
             (loss / rows.numel()).backward()
     for name, parameter in model.named_parameters():
-        assert_close(found[name], parameter.grad, 2e-5)
+        assert_close(found[name], grad(parameter), 2e-5)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "float32 attention", "delayed", "mxfp8"])
@@ -217,7 +218,7 @@ def test_blocks_of_scores_and_compiled_code_give_the_dense_masks_losses_and_grad
         expected.backward()
         found.backward()
         for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
-            assert_close(one.grad, other.grad, 1e-4)
+            assert_close(grad(one), grad(other), 1e-4)
     # A block, for all of them, and the loss: other documents compile nothing anew.
     assert len(graphs) == (2 if compiled else 0)
 
@@ -272,7 +273,7 @@ def test_the_switch_between_variants_passes_documents_on():
 
 
 def test_the_torch_backend_masks_as_the_emulator_does():
-    config = GPTConfig(**{"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4})
+    config = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4)
     found = []
     for name in ("emulate", "torch"):
         plan = resolve(load_recipe("delayed"), Hardware("cpu"), name)

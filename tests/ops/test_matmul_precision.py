@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,8 +67,8 @@ class Seen(defaultdict[str, list[str]]):
 def gpt(recipe: str, seen: Seen) -> GPT:
     plan = plan_for(CONFIG, recipe, AMPERE)
     model = GPT(CONFIG, build_backend(plan))
-    for part in (model.blocks[0].mlp.up, model.blocks[1].attention.output, model.lm_head):
-        seen.around(part, "ours")
+    for path in ("blocks.0.mlp.up", "blocks.1.attention.output", "lm_head"):
+        seen.around(model.get_submodule(path), "ours")
     return model
 
 
@@ -120,7 +120,9 @@ def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute):
 def test_passes_that_end_early_or_fail_give_the_precision_back():
     seen = Seen()
     model = gpt("tf32", seen)
-    torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])  # ends within the model
+    torch.autograd.grad(
+        model(TOKENS, TOKENS), [model.get_parameter("lm_head.weight")]
+    )  # ends within the model
     assert torch.get_float32_matmul_precision() == "highest"
     with torch.no_grad():
         model(TOKENS)
@@ -158,7 +160,7 @@ def test_what_a_user_set_by_torchs_newer_switch_stays(recipe):
 @pytest.mark.parametrize("ambient", ["highest", "high", "medium"])
 def test_exact_and_bf16_products_give_back_what_a_user_set(ambient):
     """Where oneDNN rounds to bfloat16 for "medium", exact products must not."""
-    mkldnn = torch.backends.mkldnn.matmul
+    mkldnn = cast(Any, torch.backends.mkldnn).matmul
     torch.set_float32_matmul_precision(ambient)
     before = mkldnn.fp32_precision
     with exact_matmul():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fp8stack.config import RunConfig
 from fp8stack.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
 from fp8stack.precision import Hardware
 from tests.conftest import TINY, metrics, refusal
+from tests.support.backend_models import grad
 from tests.support.small_loop import SmallLoop, host_reads
 
 INF = math.inf
@@ -23,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Loop:
     """A parameter in anyone's loop; a step overflows if that is asked for."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, fused: bool = True) -> None:
+    def __init__(self, scaler: LossScaler, fused: bool = True) -> None:
         self.scaler = scaler
         self.weight = nn.Parameter(torch.full((3,), 2.0))
         self.optimizer = torch.optim.AdamW([self.weight], lr=0.1, fused=fused)
 
-    def step(self, overflows: bool = False) -> float:
+    def step(self, overflows: int = False) -> float:
         """One step; the scale after it."""
         loss = self.weight.sum() * (INF if overflows else 1.0)
         self.scaler.scale(loss).backward()
@@ -99,11 +102,11 @@ def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raise
 
 
 def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
-    keys = {
-        "first_loss_scale": 2.0**20, "loss_scale_interval": 2, "loss_scale_growth": 4.0,
-        "loss_scale_backoff": 0.125, "min_loss_scale": 2.0**12, "max_loss_scale": 2.0**23,
-    }  # fmt: skip
-    loop = Loop(build_scaler(RunConfig(**keys), torch.device("cpu")))
+    config = RunConfig(
+        first_loss_scale=2.0**20, loss_scale_interval=2, loss_scale_growth=4.0,
+        loss_scale_backoff=0.125, min_loss_scale=2.0**12, max_loss_scale=2.0**23,
+    )  # fmt: skip
+    loop = Loop(build_scaler(config, torch.device("cpu")))
     scales = [math.log2(loop.step(overflows)) for overflows in (0, 0, 0, 0, 1, 1, 1, 1, 1)]
     assert scales == [20, 22, 22, 23, 20, 17, 14, 12, 12]
     assert loop.scaler.can_fall(loop.weight.sum()).item() is False
@@ -169,7 +172,7 @@ def test_counting_and_bounding_read_nothing_on_the_host():
 def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_taken():
     loop = Loop(LossScaler("cpu", interval=5))
     for overflows in (0, 1, 0, 0):
-        loop.step(bool(overflows))
+        loop.step(overflows)
     other = Loop(LossScaler("cpu", interval=5))
     other.scaler.load_state_dict(loop.scaler.state_dict())
     assert other.scaler.statistics() == loop.scaler.statistics()
@@ -184,7 +187,7 @@ def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_take
 def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
     tmp_path,
 ):
-    keys = {"first_loss_scale": 1024.0, "loss_scale_interval": 3, "steps": 8}
+    keys: dict[str, Any] = {"first_loss_scale": 1024.0, "loss_scale_interval": 3, "steps": 8}
     small = SmallLoop(tmp_path / "r", "fp16", save_every=4, **keys)
     small.spoil("final_norm.weight", {3}, INF)
     small.advance(4)
@@ -243,8 +246,9 @@ def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> 
     run.model.register_forward_hook(
         lambda *_: scales.append(run.scaler.get_scale() if run.scaler else 1.0)
     )
-    run.optimizer.step = lambda: found.extend(one.grad.clone() for one in run.model.parameters())
-    small.advance(1)
+    take = lambda: found.extend(grad(one).clone() for one in run.model.parameters())  # noqa: E731
+    with patch.object(run.optimizer, "step", take):
+        small.advance(1)
     run.folder.release()
     assert scales == [65536.0 if recipe == "fp16" else 1.0] * accumulate
     return found
@@ -266,15 +270,16 @@ def test_micro_batches_give_the_gradients_of_the_full_batch_and_in_fp16_share_a_
 
 def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", batch=8, accumulate=4, first_loss_scale=1024.0)
-    model, passes, scales = small.run.model, [0], []
+    model, passes, scales = small.run.model, [0], list[float]()
 
     def count(*_: object) -> None:
         passes[0] += 1
-        scales.append(small.run.scaler.get_scale())  # type: ignore[union-attr]
+        scales.append(small.run.scaler.get_scale())
 
     model.register_forward_pre_hook(count)
     # The second of the four micro-batches of the second step.
-    model.final_norm.weight.register_hook(lambda g: g * (INF if passes[0] == 6 else 1.0))
+    weight = model.get_parameter("final_norm.weight")
+    weight.register_hook(lambda g: g * (INF if passes[0] == 6 else 1.0))
     small.advance(1)
     before = small.state()
     small.advance(1)

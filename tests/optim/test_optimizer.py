@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.conftest import metrics, refusal
 from tests.support.small_loop import SmallLoop, host_reads
 
 INF = math.inf
-OTHERS = ["muon", "adamw8bit", "adamwfp8"]
+OTHERS: list[Literal["muon", "adamw8bit", "adamwfp8"]] = ["muon", "adamw8bit", "adamwfp8"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -95,7 +95,7 @@ def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws():
     model = GPT(GPTConfig(vocabulary=64, context=16, layers=1, width=128, heads=2))
     config = RunConfig(optimizer="muon", lr=0.01, weight_decay=0.0)
     optimizer = build_optimizer(model, config)
-    weight = model.blocks[0].mlp.up.weight
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
     before = weight.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -117,16 +117,17 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
 ):
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
     small.advance(1)
-    weight = small.run.model.blocks[0].mlp.up.weight
+    weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
     kept = plain(small.run.optimizer.state[weight])
     kept = {key: v for key, v in kept.items() if key != "step" and not key.endswith("qmap")}
     counted = sum(value.numel() * value.element_size() for value in kept.values())
     if expected == 2:
         expected += 2 * 4 / 256  # the scales
     assert counted / weight.numel() == expected
-    embedding = small.run.optimizer.state[small.run.model.embedding.weight]
-    counted = sum(value.numel() * value.element_size() for value in embedding.values()) - 4
-    assert counted / small.run.model.embedding.weight.numel() == 8
+    embedding = small.run.model.get_parameter("embedding.weight")
+    kept = small.run.optimizer.state[embedding]
+    counted = sum(value.numel() * value.element_size() for value in kept.values()) - 4
+    assert counted / embedding.numel() == 8
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     """A run of 20 steps with each optimizer, uncompiled."""
     folder, found = tmp_path_factory.mktemp("trained"), {}
     for name in ("adamw", "sgd", *OTHERS):
-        keys = {"lr": 0.1} if name == "sgd" else {}
+        keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
         found[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
         with torch.compiler.set_stance("force_eager"):
             found[name].advance(20)
@@ -355,7 +356,8 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
     small.advance(1)
     assert largest_of_state(small.run.optimizer).isfinite()
-    kept = small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight]
+    weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
+    kept = small.run.optimizer.state[weight]
     kept["exp_avg"].copy_(torch.full_like(kept["exp_avg"].dequantize(), INF))
     assert not largest_of_state(small.run.optimizer).isfinite()
 

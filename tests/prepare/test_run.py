@@ -152,7 +152,7 @@ def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(tmp
     paths = [written(tmp_path / f"{n}.txt.gz", packed) for n in range(3)]
     total = 3 * len(packed)
     seen = []
-    monkeypatch.setattr(run.Display, "update", lambda _, done, line="": seen.append(done))
+    monkeypatch.setattr(Display, "update", lambda _, done, line="": seen.append(done))
     prepared(*paths, out=tmp_path / "out", train_bpe=300)
     assert seen == sorted(seen)
     assert (seen[-1], len(set(seen))) == (total, 3)

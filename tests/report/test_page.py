@@ -644,6 +644,7 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
     make_run(tmp_path / "a", change=change, what_if=["mxfp8", "current", "block"])
     make_run(tmp_path / ("b" * 80), metrics=[*metric_rows(200), *events()])
     html = html_of(tmp_path / "a", tmp_path / ("b" * 80))
+    assert CHROMIUM is not None
     (tmp_path / "page.html").write_text(html)
     (tmp_path / "frame.html").write_text(FRAME.format(page="page.html", width=width))
     done = subprocess.run(

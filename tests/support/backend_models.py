@@ -1,7 +1,7 @@
 """Small layers and models of every backend, and what tests look at in them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -144,11 +144,30 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
 
 
+def grad(x: Tensor) -> Tensor:
+    """The gradient of a tensor, which has one."""
+    assert x.grad is not None
+    return x.grad
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that are saved within for the backward pass."""
+    saved: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield saved
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def same(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 

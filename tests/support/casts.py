@@ -27,8 +27,7 @@ def cast_by(way: str) -> Iterator[None]:
     else:
         fused._plan.cache_clear()
         torch.set_num_threads(3)
-        smallest = {"_ALONE": 0, "_TILE": 1, "_TALL_TILE": 1}
-        with mock.patch.multiple(fused, **smallest):
+        with mock.patch.multiple(fused, _ALONE=0, _TILE=1, _TALL_TILE=1):
             yield
         torch.set_num_threads(threads)
         fused._plan.cache_clear()

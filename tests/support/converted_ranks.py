@@ -44,7 +44,7 @@ def fsdp(rank: int, keep: bool | None, backend: str, nested: bool) -> list[float
     if keep is None:
         for part in (*model, model):
             fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
-        wrapped = model
+        wrapped: nn.Module = model
     else:
         policy = ModuleWrapPolicy({Block}) if nested else None
         cpu = torch.device("cpu")
@@ -60,6 +60,7 @@ def fsdp(rank: int, keep: bool | None, backend: str, nested: bool) -> list[float
                 loss.backward()
                 losses.append(loss.item())
             for p in twin.parameters() if each is twin else ():
+                assert p.grad is not None
                 dist.all_reduce(p.grad)
                 p.grad /= 2
             optimizer.step()
@@ -81,9 +82,10 @@ def stage(rank: int, group: Any) -> str:
 
 def tensor_parallel(rank: int) -> str:
     """What is said of a weight that ranks share out."""
-    model = converted(Block())
-    rows = distribute_tensor(model[0].up.weight.detach(), dist.init_device_mesh("cpu", (2,)))
-    model[0].up.weight = nn.Parameter(rows)
+    block = Block()
+    model = converted(block)
+    rows = distribute_tensor(block.up.weight.detach(), dist.init_device_mesh("cpu", (2,)))
+    block.up.weight = nn.Parameter(rows)
     try:
         model(x())
     except UserError as error:

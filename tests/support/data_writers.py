@@ -5,6 +5,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -69,7 +70,7 @@ def write_prepared(
     (folder / "tokenizer.json").write_text(text)
     splits = {}
     for name, shards in (("train", train), ("val", val)):
-        entries = []
+        entries: list[dict[str, Any]] = []
         for number, documents in enumerate(shards):
             file = f"{name}-{number:05d}.bin"
             tokens = [token for document in documents for token in document]

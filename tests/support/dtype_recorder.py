@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
     def _attention(self) -> Any:
         real = F.scaled_dot_product_attention
 
-        def attention(*args: Tensor, **options: Any) -> Tensor:
+        def attention(*args: Any, **options: Any) -> Tensor:
             first = torch.autograd._get_sequence_nr()
             self._inside += 1
             y = real(*args, **options)

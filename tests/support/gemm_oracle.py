@@ -1,12 +1,13 @@
 """What a quantized linear must compute: float64 GEMMs on what `conform`'s oracle quantizes."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.conform import oracles
-from fp8stack.formats import Quantizer
+from fp8stack.formats import Operand, Quantizer, ScaleFormat
 from fp8stack.precision import load_recipe
 
 
@@ -25,25 +26,31 @@ def run(layer, x, dy, forward=None):
     return y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
 
 
-def quantized(recipe: str, x: Tensor, name: str, reduced: int, draws=None, **options) -> Tensor:
+def quantized(
+    recipe: str, x: Tensor, name: Operand, reduced: int, draws: Any = None, **options: Any
+) -> Tensor:
     """What a GEMM that reduces `x` [rows, columns] over dimension `reduced` multiplies."""
     gradient = name == "grad_output"
     direction = "backward" if gradient else "forward"
+    power: ScaleFormat = "float32"
+    if options.get("power_of_two", recipe == "block"):
+        power = "power_of_two"
     if recipe in ("delayed", "current"):  # delayed: before the first update
         format = options.get(f"{direction}_format", "e5m2" if gradient else "e4m3")
-        power = "power_of_two" if options.get("power_of_two") else "float32"
         quantizer = Quantizer(format=format, scale=power, eps=options.get("eps", 0.0))
     elif recipe == "mxfp8":
         rounding = options.get("scale_rounding", "rceil")
         quantizer = Quantizer(block=(1, 32), scale="e8m0", scale_rounding=rounding)
     elif recipe == "block":
-        power = "power_of_two" if options.get("power_of_two", True) else "float32"
         quantizer = Quantizer(block=(128 if name == "weight" else 1, 128), scale=power)
     elif recipe == "rowwise":
         quantizer = Quantizer(block="row", scale="power_of_two")
     else:  # both Hadamard transforms of dw cancel, so the order of sums is not seen
         table = load_recipe(recipe).quantizers
-        quantizer = table.along(name) if reduced else table.across(name)
+        assert table is not None
+        found = table.along(name) if reduced else table.across(name)
+        assert isinstance(found, Quantizer)
+        quantizer = found
     bits = None
     if quantizer.stochastic:
         drawn = draws.bits(name, not reduced, len(x))
@@ -64,7 +71,7 @@ def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor, **options) -> l
     w, rows = layer.weight.detach(), x.reshape(-1, layer.in_features)
     dy_rows = dy.reshape(-1, layer.out_features)
 
-    def q(tensor: Tensor, name: str, reduced: int) -> Tensor:
+    def q(tensor: Tensor, name: Operand, reduced: int) -> Tensor:
         return quantized(recipe, tensor, name, reduced, **options)
 
     y = q(rows, "input", 1) @ q(w, "weight", 1).T

@@ -56,6 +56,8 @@ class Chain(nn.Module):
     """What a TE module is in one piece: a norm if it has one, then one or two linears."""
 
     activation = "gelu_tanh"
+    gemm1: nn.Module
+    gemm2: nn.Module
 
     def __init__(self, kind: str, weights: Tensors, backend: Backend) -> None:
         super().__init__()
@@ -66,14 +68,13 @@ class Chain(nn.Module):
             backend.linear(f"gemm{place}", inputs, outputs, True)
             for place, (outputs, inputs) in enumerate(shapes, start=1)
         ]
-        self.names = {}
+        self.names: dict[str, nn.Parameter] = {}
         for place, (name, linear) in enumerate(zip(names, made, strict=True), start=1):
             setattr(self, f"gemm{place}", linear)
-            self.names |= {f"{name}weight": linear.weight, f"{name}bias": linear.bias}
+            self.names |= {f"{name}{part}": p for part, p in linear.named_parameters()}
         if kind != "Linear":
             self.norm = backend.norm("layernorm", shapes[0][1], 1e-5, True)
-            norm = {"layer_norm_weight": self.norm.weight, "layer_norm_bias": self.norm.bias}
-            self.names |= norm
+            self.names |= {f"layer_norm_{part}": p for part, p in self.norm.named_parameters()}
         with torch.no_grad():
             for name, parameter in self.names.items():
                 parameter.copy_(weights[name])

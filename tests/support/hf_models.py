@@ -87,9 +87,10 @@ def tokens(vocabulary: int, count: int = 64, seed: int = 1) -> Tensor:
 
 def loaded(folder: Path, **options: Any) -> Any:
     """What transformers makes of a folder; a tensor that is missing or left over fails."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, **options
     )
+    model, told = found
     if "quantization_config" in options:  # weights alone are read
         told["unexpected_keys"] = {
             name for name in told["unexpected_keys"] if not name.endswith(".input_scale")

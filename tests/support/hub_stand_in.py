@@ -46,9 +46,9 @@ class Hub:
     requests: list[tuple[str, str, bytes]] = field(default_factory=list)
     forbidden: set[str] = field(default_factory=set)  # owners whom the token may not write for
 
-    def add(self, name: str, files: dict[str, bytes], **more: bool) -> str:
+    def add(self, name: str, files: dict[str, bytes], gated: bool = False) -> str:
         """Store a repository with one commit; its id."""
-        self.repositories[name] = Stored(**more)
+        self.repositories[name] = Stored(gated=gated)
         return self.repositories[name].commit(files, "first")
 
     def asked(self, method: str, part: str = "") -> list[str]:
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["preupload"]:
             self._require_token(name)
             mode = {True: "lfs", False: "regular"}
-            files = [
+            modes = [
                 {
                     "path": file["path"],
                     "uploadMode": mode[file["path"].endswith(".safetensors")],
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 for file in json.loads(body)["files"]
             ]
-            return self._json({"files": files})
+            return self._json({"files": modes})
         if rest[:1] == ["commit"]:
             self._require_token(name)
             return self._commit(name, stored, [json.loads(line) for line in body.splitlines()])

@@ -56,7 +56,7 @@ def operand_rows(
             amax = 2.0 ** (base + own + random.normal(0, 0.25))
             held = largest.get((layer, kind))
             largest[layer, kind] = max(amax, held or 0.0)
-            scale = 1.0 if held is None else TOP[format] / largest[layer, kind]
+            scale: float | None = 1.0 if held is None else TOP[format] / largest[layer, kind]
             if recipe in ("block", "mxfp8"):
                 scale = None
             elif recipe == "current":
@@ -81,7 +81,7 @@ def metric_rows(steps: int, every_eval: int = 100, start: float = 5.5) -> list[d
     random = np.random.default_rng(1)
     rows = []
     for step in range(1, steps + 1):
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "loss": 1.4 + (start - 1.4) * math.exp(-step / (0.15 * steps)) + random.normal(0, 0.04),
             "lr": 3e-3 * min(1.0, step / 50) * (0.1 + 0.9 * (1 - step / steps)),
@@ -141,8 +141,9 @@ def make_run(
         for name in what_if:
             tried = operand_rows(blocks, sampled, name, seed=2)
             rows += [row | {"what_if": True} for row in tried if "operand" in row]
-        for row in rows if change else ():
-            change(row)
+        if change is not None:
+            for row in rows:
+                change(row)
         write_lines(path / "telemetry.jsonl", [{"event": "plan", "plan": made}, *rows])
     return path
 

@@ -1,6 +1,7 @@
 """Small tokenizers, made by the libraries themselves."""
 
 import json
+from typing import Any
 
 import tiktoken
 import tokenizers
@@ -14,7 +15,7 @@ CORPUS = [
 ] * 3
 
 
-def trained(size: int = 420, **options: object) -> tokenizers.Tokenizer:
+def trained(size: int = 420, **options: Any) -> tokenizers.Tokenizer:
     """A byte-level BPE as the library trains it."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -23,7 +24,7 @@ def trained(size: int = 420, **options: object) -> tokenizers.Tokenizer:
         vocab_size=size,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        **{"special_tokens": ["<|endoftext|>"], **options},
+        **{"special_tokens": ["<|endoftext|>"]} | options,
     )
     library.train_from_iterator(CORPUS, trainer)
     return library

@@ -33,6 +33,8 @@ POWERS_OF_TWO = [Fraction(2) ** (code - 127) for code in range(255)]  # E8M0's v
 FLT_MAX = float(np.finfo(np.float32).max)
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
+Number = float | np.float32
+
 # The same examples on every run, however slow the machine.
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
@@ -70,7 +72,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def fp8_codes(x: np.ndarray, scale: np.ndarray | float, name: str) -> np.ndarray:
+def fp8_codes(x: np.ndarray, scale: np.ndarray | Number, name: str) -> np.ndarray:
     """The bytes of the saturated product of two float32 arrays; NaN is 0x7F."""
     assert x.dtype == np.float32
     with np.errstate(all="ignore"):
@@ -80,7 +82,7 @@ def fp8_codes(x: np.ndarray, scale: np.ndarray | float, name: str) -> np.ndarray
     return np.where(np.isnan(scaled), np.uint8(0x7F), bits)
 
 
-def rceil_code(amax: float, name: str) -> int:
+def rceil_code(amax: Number, name: str) -> int:
     """The E8M0 code of the smallest power of two that is not below `amax / fp8_max`."""
     with np.errstate(all="ignore"):
         ratio = np.float32(amax) * np.float32(1 / FP8_MAX[name])
@@ -109,7 +111,7 @@ def mxfp8(x: np.ndarray, dim: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scale_of(
-    amax: float, name: str, power_of_two: bool = False, overflow: float = FLT_MAX
+    amax: Number, name: str, power_of_two: bool = False, overflow: float = FLT_MAX
 ) -> np.float32:
     """`fp8_max / amax` in float32, 1 for an amax of 0 or inf."""
     if amax == 0 or not np.isfinite(amax):

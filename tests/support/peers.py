@@ -23,7 +23,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from bench.gpu.references import installed, nvfp4_reference
 from fp8stack.conform.inputs import MXFP4, MXFP8, NVFP4
-from fp8stack.formats import Quantizer
+from fp8stack.formats import Quantizer, ScaleRounding
 from fp8stack.numerics import RandomBits, dequantize, quantize
 from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import MAX, ML_DTYPES, codes, nearest_codes
@@ -35,8 +35,8 @@ GFLOAT = {
     "e2m3": gfloat.formats.format_info_ocp_e2m3,
     "e3m2": gfloat.formats.format_info_ocp_e3m2,
 }
-TORCHAO = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
-TORCHAO |= {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2"}
+TORCHAO: dict[str, torch.dtype | str] = {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2"}
+TORCHAO |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
 DRAWN = RandomBits(2, 3, torch.tensor(2**33 + 1))
 
 
@@ -201,7 +201,7 @@ def _bytes(data: Tensor) -> np.ndarray:
 
 _MX = {"mxfp8": MXFP8, "mxfp8 e5m2": replace(MXFP8, format="e5m2"), "mxfp4": MXFP4}
 _MX |= {f"mxfp6 {name}": replace(MXFP8, format=name) for name in ("e2m3", "e3m2")}
-_RULES = ("rceil", "floor", "even")
+_RULES: tuple[ScaleRounding, ...] = ("rceil", "floor", "even")
 _FLOOR = {f"{name} floor": replace(q, scale_rounding="floor") for name, q in _MX.items()}
 _EVERY_MX = {
     f"{name} {rule}": replace(q, scale_rounding=rule) for name, q in _MX.items() for rule in _RULES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ SETS = [
     "warmup_steps=2",
 ]  # fmt: skip
 
-WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
-WAITS += ("aten::equal",)
+WAITS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
+WAITS |= {"aten::equal"}
 
 # Tests on a GPU are of eager code, whose numbers repeat, unless they say otherwise.
 ON_GPU = {"compile": False, "deterministic": True} if torch.cuda.is_available() else {}
@@ -95,7 +95,7 @@ class SmallLoop:
             return x * (factor if self.run.step + 1 in steps else 1.0)
 
         if where.endswith(".weight"):
-            self.run.model.get_parameter(where).register_hook(spoilt)  # type: ignore[no-untyped-call]
+            self.run.model.get_parameter(where).register_hook(spoilt)
         else:
             self.run.model.get_submodule(where).register_forward_hook(
                 lambda part, _, y: (
@@ -112,7 +112,7 @@ class SmallLoop:
         return [(row["step"], row["event"]) for row in self.events()]
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that are not the same to the bit."""
     assert before.keys() == after.keys()
     return [name for name in before if not torch.equal(before[name], after[name])]

@@ -6,9 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fp8stack.ops import fused_casts
 
 _WORK = """
 import json, sys, torch
@@ -21,6 +27,16 @@ def work(name):
 with get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # none changes a module for another
     print(json.dumps(dict(zip(sys.argv[1:], pool.map(work, sys.argv[1:], 1)))))
 """
+
+
+@contextmanager
+def launched_on_a_cpu() -> Iterator[None]:
+    """Within, casts of matrices on a CPU launch their kernel too, which is interpreted there."""
+    with (
+        patch.object(fused_casts, "has_kernel", lambda device: True),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+    ):
+        yield
 
 
 def interpreted(*functions: str) -> Any:

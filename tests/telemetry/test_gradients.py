@@ -22,6 +22,7 @@ from fp8stack.report.read import Gradient, read_run
 from fp8stack.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
+from tests.support.backend_models import grad
 from tests.support.small_loop import SmallLoop, host_reads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,9 +96,10 @@ def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
     flow = gradients.look(model)
     assert flow is not None
     found = {one["part"]: one for one in gradients.figures(flow, flow.sums.tolist())}
-    up, block = model.blocks[0].mlp.up, model.blocks[0]
-    assert found["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.weight.grad.norm()))
-    whole = math.sqrt(sum(float(p.grad.square().sum()) for p in block.parameters()))
+    up = grad(model.get_parameter("blocks.0.mlp.up.weight"))
+    assert found["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
+    block = model.get_submodule("blocks.0")
+    whole = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
     assert found["blocks.0"]["norm"] == pytest.approx(whole)
 
 
@@ -162,7 +164,8 @@ def _detach(model: GPT) -> None:
 
 def _scaled(times: float) -> Callable[[GPT], None]:
     def change(model: GPT) -> None:
-        model.blocks[1].mlp.up.weight.register_hook(lambda gradient: times * gradient)
+        weight = model.get_parameter("blocks.1.mlp.up.weight")
+        weight.register_hook(lambda gradient: times * gradient)
 
     return change
 
@@ -241,7 +244,7 @@ def test_two_samples_are_no_fault_and_a_hundredfold_is_none() -> None:
 
 def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
     small = loop(tmp_path, "fp32", 1, model_overrides=FOUR)
-    weight = small.run.model.blocks[1].mlp.up.weight
+    weight = small.run.model.get_parameter("blocks.1.mlp.up.weight")
     handle = weight.register_hook(torch.zeros_like)
     small.advance(4)
     handle.remove()

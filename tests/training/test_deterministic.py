@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from tests.support.small_loop import SmallLoop
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings = cast(Any, torch.utils.deterministic)
+    fill = settings.fill_uninitialized_memory
     build._be_deterministic()
     yield
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    settings.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(False)
 
 

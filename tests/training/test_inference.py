@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> Non
 def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend):
     expected = trained(gpt(recipe, backend), lambda model: None)
     for mode in MODES:
-        found = trained(gpt(recipe, backend), lambda model, mode=mode: evaluate(model, mode))
+        found = trained(gpt(recipe, backend), partial(evaluate, mode=mode))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

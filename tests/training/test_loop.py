@@ -121,11 +121,12 @@ def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context():
     assert max(cold) < 61
 
 
-def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same():
+def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same(monkeypatch):
     model = _model("fp32")
     expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
     compiler = CompileCounterWithBackend("eager")
-    model.forward = torch.compile(model.forward, backend=compiler, dynamic=False)
+    compiled = torch.compile(model.forward, backend=compiler, dynamic=False)
+    monkeypatch.setattr(model, "forward", compiled)
     assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
     assert not compiler.graphs
     tokens = torch.randint(61, (4, 17))

@@ -77,8 +77,9 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     # Else every optimizer's step tells the models of other tests, too; and below, until Python
     # collects it, the one that was traced for the estimate of memory.
     monkeypatch.setattr(backend_weights, "_WATCHES", WeakSet())
-    keys = {"backend": "torch", "log_every": 100, "steps": 100}
-    small = small_loop.SmallLoop(tmp_path / "r", "delayed", **keys)
+    small = small_loop.SmallLoop(
+        tmp_path / "r", "delayed", backend="torch", log_every=100, steps=100
+    )
     gc.collect()
     small.run.backend.delayed._compiled = True
     small.advance(2)

@@ -3,7 +3,10 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +17,6 @@ from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
 from fp8stack.training.metrics.console import describe_run
-from fp8stack.training.run import Variant
 from fp8stack.training.setup.variants import plan_of
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
@@ -113,7 +115,8 @@ def test_steps_of_the_first_phase_are_those_of_a_run_in_its_recipe_alone(tmp_pat
     phased = SmallLoop(tmp_path / "p", "current", phases=three("bf16"), steps=9)
     alone = SmallLoop(tmp_path / "a", "bf16", steps=9)
     # Padded to another multiple, the logits' GEMM may sum in another order.
-    phased.advance(3), alone.advance(3)
+    for each in (phased, alone):
+        each.advance(3)
     first, second = ([row["loss"] for row in metrics(tmp_path / n)[-3:]] for n in "pa")
     assert first == pytest.approx(second, rel=1e-6)
     assert phased.run.plan.precision == "bf16"
@@ -168,7 +171,7 @@ def test_calibration_in_fp16_takes_the_loss_scale_out_of_the_gradients(tmp_path)
 
 def test_validation_in_delayed_scaling_is_calibrated_where_no_phase_trains_in_it(tmp_path):
     phases = ({"name": "evaluation", "recipe": "delayed"},)
-    keys = {"eval_every": 4, "steps": 5, "calibration_steps": 2}
+    keys: dict[str, Any] = {"eval_every": 4, "steps": 5, "calibration_steps": 2}
     small = SmallLoop(tmp_path / "r", "fp32", phases=phases, **keys)
     assert [step for step in range(1, 6) if small.loop.phases.calibrates(step)] == [3, 4, 5]
     small.advance(4)
@@ -197,12 +200,11 @@ def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
 
 def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     """fp32 losses of an FP8 run: those of the same weights in a run in fp32."""
-    keys = {"eval_every": 2, "steps": 2}
-    own = SmallLoop(
-        tmp_path / "own", "current", phases=({"name": "evaluation", "recipe": "fp32"},), **keys
-    )
-    plain = SmallLoop(tmp_path / "plain", "current", **keys)
-    own.advance(2), plain.advance(2)
+    made = partial(SmallLoop, recipe="current", eval_every=2, steps=2)
+    own = made(tmp_path / "own", phases=({"name": "evaluation", "recipe": "fp32"},))
+    plain = made(tmp_path / "plain")
+    for each in (own, plain):
+        each.advance(2)
     found, other = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
     assert found != other  # the weights are the same, the GEMMs are not
     reference = next(v for v in own.run.variants if v.plan.recipe.name == "fp32")
@@ -219,9 +221,10 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
         fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
         fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
 
-    keys = {"eval_every": 2, "save_every": 2, "steps": 8}
-    given = {"phases": three("bf16", {"until": 7}), "calibration_steps": 0, **keys}
-    small = SmallLoop(tmp_path / "r", "current", **given)
+    small = SmallLoop(
+        tmp_path / "r", "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
+        eval_every=2, save_every=2, steps=8,
+    )  # fmt: skip
     spoilt(small)
     small.advance(8)
     rows = metrics(tmp_path / "r")
@@ -239,12 +242,13 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
 
 
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path):
-    keys = {"eval_every": 2, "steps": 6, "calibration_steps": 0}
-    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), **keys)
+    small = SmallLoop(
+        tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6, calibration_steps=0
+    )
     small.advance(3)
     asked = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
-    small.loop.stops = lambda: next(asked)  # type: ignore[method-assign]
-    small.advance(1)
+    with patch.object(small.loop, "stops", lambda: next(asked)):
+        small.advance(1)
     assert (small.loop.phases.judged_at, metrics(tmp_path / "r")[-1]["step"]) == (2, 4)
     assert "val_loss" in metrics(tmp_path / "r")[-1]
     small.loop.save()
@@ -270,13 +274,11 @@ def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
 
 def test_a_recipe_that_does_none_stays(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
-    compared: list[Variant | None] = []
-    loss_in = small.loop.loss_in
-    small.loop.loss_in = lambda v: (compared.append(v), loss_in(v))[1]  # type: ignore[method-assign]
-    small.advance(6)
+    with patch.object(small.loop, "loss_in", wraps=small.loop.loss_in) as compared:
+        small.advance(6)
     assert [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"] == []
     # At steps 2, 4 and 6 for the row, and twice each for the comparison.
-    assert len(compared) == 9
+    assert compared.call_count == 9
 
 
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):
@@ -334,19 +336,21 @@ def test_what_cannot_be_is_refused_at_the_start(recipe, keys, said, tmp_path, mo
 
 
 def test_a_phase_without_steps_is_told(tmp_path):
-    keys = {"phases": "default", "steps": 4, "decay_fraction": 1.0}
-    run = SmallLoop(tmp_path / "r", "delayed", **keys).run
+    made = partial(SmallLoop, recipe="delayed", phases="default", steps=4, decay_fraction=1.0)
+    run = made(tmp_path / "r").run
     assert any("stable has no steps" in line for line in describe_run(run))
     why = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
     assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", why)
     assert why in describe_run(run)
     with pytest.raises(UserError, match=f"--strict: {why}. Give more --steps"):
-        SmallLoop(tmp_path / "s", "delayed", **keys, strict=True, backend="emulate")
+        made(tmp_path / "s", strict=True, backend="emulate")
 
 
 def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
-    keys = {"phases": "default", "steps": 30, "warmup_steps": 50, "decay_fraction": 0.2}
-    run = SmallLoop(tmp_path / "r", "delayed", **keys, strict=True, backend="emulate").run
+    run = SmallLoop(
+        tmp_path / "r", "delayed", phases="default", steps=30, warmup_steps=50, decay_fraction=0.2,
+        strict=True, backend="emulate",
+    ).run  # fmt: skip
     assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
         ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
     ]  # fmt: skip
@@ -377,8 +381,9 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
 
 
 def test_keys_that_change_nothing_are_told(tmp_path):
-    keys = {"loss_scale": 8.0, "clip_window": 50, "calibration_steps": 3, "parallel": "fsdp"}
-    notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
+    notes = SmallLoop(
+        tmp_path / "r", "fp32", loss_scale=8.0, clip_window=50, calibration_steps=3, parallel="fsdp"
+    ).run.notes
     assert [note.partition(" ")[0] for note in notes] == [
         "loss_scale", "calibration_steps", "clip_window", "parallel",
     ]  # fmt: skip
@@ -404,8 +409,10 @@ def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path):
 
 
 def test_more_steps_that_move_the_phases_are_announced(tmp_path):
-    keys = {"save_every": 6, "warmup_steps": 1, "decay_fraction": 0.5}
-    small = SmallLoop(tmp_path / "r", "current", phases="default", steps=6, **keys)
+    small = SmallLoop(
+        tmp_path / "r", "current", phases="default", steps=6, save_every=6, warmup_steps=1,
+        decay_fraction=0.5,
+    )  # fmt: skip
     small.advance(6)
     assert [event[:2] for event in events(tmp_path / "r")] == [
         (1, "warmup"), (2, "stable"), (4, "decay"),

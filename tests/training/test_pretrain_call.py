@@ -4,6 +4,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from fp8stack.errors import UserError
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import TINY, losses
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "steps": 12, "batch": 4, "context": 32, "eval_every": 6, "save_every": 4,
     "eval_windows": 4, "sample_tokens": 2, "warmup_steps": 2,
     "model_overrides": {"layers": 1, "width": 32, "heads": 2},

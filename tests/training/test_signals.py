@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from fp8stack import data
 from fp8stack.training import finalize, loop
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import build, datasets
+from fp8stack.training.setup import build
 from fp8stack.training.signals import Preempted, stop_requests
 from tests.conftest import losses
 from tests.training.conftest import AUTO, saved
@@ -26,7 +27,7 @@ def _terminal() -> Iterator[None]:
 
 
 @pytest.fixture
-def at_step_7(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def at_step_7(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The signals that step 7 begins with, until the test ends or they are none."""
     signals: list[int] = []
     advance = loop._Loop.advance
@@ -74,7 +75,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
         after.append("went on")
 
     places: dict[str, tuple[Any, str]] = {
-        "reading data": (datasets.data, "load_corpora"),
+        "reading data": (data, "load_corpora"),
         "claimed": (RunFolder, "write_plan"),
         "timing": (loop, "peak_rate"),
         "compiling": (loop._Loop, "advance"),

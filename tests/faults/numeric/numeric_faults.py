@@ -128,9 +128,7 @@ class Fault:
     def _follow(self, run: Run, x: Tensor, accumulates: bool = False) -> None:
         """Have the gradient of `x` be spoilt; that of a parameter comes in every pass."""
         if x.requires_grad and (accumulates or self._due(run)):
-            x.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._spoilt(gradient) if self._happens(run) else None
-            )
+            x.register_hook(lambda gradient: self._spoilt(gradient) if self._happens(run) else None)
 
     def _weight(self, run: Run) -> Tensor:
         return run.model.get_parameter(f"{self.layer}.weight")

@@ -11,6 +11,7 @@ import pytest
 from fp8stack.config import FREE_ON_RESUME, RunConfig
 from tests.faults.numeric import numeric_rows, other_runs
 from tests.faults.numeric.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
+from tests.faults.numeric.small_runs import small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +67,5 @@ def test_a_resumption_that_is_not_refused_is_told(saved):
 def test_the_row_of_the_matrix_counts_what_it_tried(tmp_path, monkeypatch):
     outcome = numeric_rows.other_runs(tmp_path, 3)
     assert (outcome.injected, outcome.survived, outcome.lost) == (3, 3, ())
-    monkeypatch.setattr(
-        other_runs, "set_up", lambda *_: other_runs.small_run(tmp_path, "n", "fp32")
-    )
+    monkeypatch.setattr(other_runs, "set_up", lambda *_: small_run(tmp_path, "n", "fp32"))
     assert numeric_rows.other_runs(tmp_path, 2).survived == 0

@@ -115,7 +115,7 @@ class NVFP4Quantizer(Quantizer):
         tile = (16, 16) if self.given["with_2d_quantization"] else (1, 16)
         format = reference.reference_utils.Fp4Formats.E2M1
         found = reference.NVFP4QuantizerRef(format, quant_tile_shape=tile).quantize(x)
-        made = {}
+        made: dict[str, Tensor] = {}
         for name, data, scales in (
             ("rowwise", found.data, found.scale),
             ("columnwise", found.data_t, found.scale_t),
@@ -168,11 +168,11 @@ def te_with_quantizers() -> Iterator[StandIn]:
             *(Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer),
         )
         vars(pytorch).update({quantizer.__name__: quantizer for quantizer in quantizers})
-        asks = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available")
-        asks += ("is_nvfp4_available",)
+        asks = {"is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"}
+        asks |= {"is_nvfp4_available"}
         vars(pytorch).update(dict.fromkeys(asks, available), DType=DType)
-        quantization = sys.modules["transformer_engine.pytorch.quantization"]
-        manager: Any = quantization.FP8GlobalStateManager
+        quantization: Any = sys.modules["transformer_engine.pytorch.quantization"]
+        manager = quantization.FP8GlobalStateManager
         quantization.FP8GlobalStateManager = type(
             "FP8GlobalStateManager",
             (manager,),

@@ -76,6 +76,7 @@ class Source:
         if where not in self._signatures:
             a, kind = self.node(where).args, inspect.Parameter
             plain = [*[None] * (len(a.args) - len(a.defaults)), *a.defaults]
+            found: list[tuple[ast.arg, ast.expr | None, Any]]
             found = [(n, d, kind.POSITIONAL_OR_KEYWORD) for n, d in zip(a.args, plain, strict=True)]
             found += [(a.vararg, None, kind.VAR_POSITIONAL)] if a.vararg else []
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
@@ -113,7 +114,7 @@ def _default(node: ast.expr | None) -> Any:
 class Call(NamedTuple):
     """A forward pass of a TE module."""
 
-    module: Module
+    module: nn.Module
     is_first_microbatch: bool | None
     recipe: Any
     dtype: torch.dtype  # of the input
@@ -521,8 +522,8 @@ class DotProductAttention(nn.Module):
             raise NotImplementedError("TE would find out how they lie, or copy them")
         q, k = (_in_mxfp8(part, -1) for part in (q, k))
         v = _in_mxfp8(v, 1)
-        operands = [part.float().transpose(1, 2) for part in (q, k, v)]
-        y = F.scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True)
+        q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2).to(given["query_layer"].dtype)
 
 
@@ -539,6 +540,7 @@ class _Norm(nn.Module):
 
     REAL: ClassVar[str]
     OPERATION: ClassVar[str]  # the class that takes the rest of the constructor's arguments
+    weight: nn.Parameter
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """A bad step changes nothing; robust statistics find what is bad; nobody waits for the verdict."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from fp8stack.config import GuardConfig
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import NumericFailure
-from fp8stack.training import loop as loop_module
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
 from fp8stack.training.step import Step
 from tests.conftest import metrics
@@ -23,7 +23,7 @@ from tests.support.small_loop import SmallLoop, changed, host_reads
 from tests.training.conftest import saved
 
 NAN, INF = math.nan, math.inf
-OFF = {"guard": {"enabled": False}}
+OFF: dict[str, Any] = {"guard": {"enabled": False}}
 
 
 class Watched:
@@ -280,15 +280,16 @@ def test_an_inf_that_fp8_hides_is_seen_in_the_amax_and_named(backend, tmp_path):
 
 def test_an_amax_that_spikes_is_skipped_once_the_window_knows_better(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", steps=30, guard={"warmup": 8})
-    output = small.run.model.blocks[0].attention.output
+    output = small.run.model.get_submodule("blocks.0.attention.output")
+    weight = output.get_parameter("weight")
     output.register_forward_pre_hook(
         lambda _, args: (args[0] * 1e4,) if small.run.step + 1 in (5, 20) else None
     )
     small.advance(19)
     assert small.events() == []
-    before = output.weight.clone()
+    before = weight.clone()
     small.advance()
-    assert torch.equal(output.weight, before)
+    assert torch.equal(weight, before)
     (event,) = small.events()
     assert event["event"] == "skip"
     assert "the amax of blocks.0.attention.output." in event["why"]
@@ -347,7 +348,7 @@ def test_what_reads_on_the_host_is_counted(read):
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which tests set."""
     now = [0.0]
-    monkeypatch.setattr(loop_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -369,7 +370,8 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
 
     slow = lambda self, step, tokens: taking(step, train_step)(self, step, tokens)  # noqa: E731
     monkeypatch.setattr(Step, "__call__", slow)
-    loop.evaluate, loop.save = taking(1000, evaluate), taking(5000, save)
+    monkeypatch.setattr(loop, "evaluate", taking(1000, evaluate))
+    monkeypatch.setattr(loop, "save", taking(5000, save))
     small.advance(11)
     # Rows at 4 and 8, at 5 and 10 with an evaluation, at the last; saved after 6 and the last.
     assert [(row["step"], row["step_ms"]) for row in metrics(tmp_path / "r")] == [
@@ -380,7 +382,7 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
 def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
     small = SmallLoop(tmp_path / "r", "fp32", steps=20)
     shown: list[float | None] = []
-    small.loop.display.step = lambda step, line, left: shown.append(left)
+    monkeypatch.setattr(small.loop.display, "step", lambda step, line, left: shown.append(left))
     train_step = Step.__call__
 
     def slow_at_first(self: Step, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,10 @@ from fp8stack.backends import base
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
 from fp8stack.ops import replay
+from fp8stack.ops.attention import attend
 from fp8stack.precision.recipe import RecipeFile
 from fp8stack.training.guard import monitor, policy
+from fp8stack.training.guard.policy import Outcome
 from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -52,7 +54,7 @@ def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path
     small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
     small.spoil("blocks.0.mlp.up", range(6, 99))
     small.advance(5)
-    before, outcomes = small.everything(), []
+    before, outcomes = small.everything(), list[Outcome]()
     small.loop.carry_out = outcomes.append  # type: ignore[assignment]
     small.advance(6)
     acted = [one for one in outcomes if one.back_to is not None or one.leave_fp8]
@@ -308,9 +310,12 @@ def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_b
     looked: list[int] = []
     monkeypatch.setattr(policy, "CHECK_WEIGHTS_EVERY", 6)
     monkeypatch.setattr(replay, "records", lambda device: False)
-    monkeypatch.setattr(
-        monitor, "largest_of_state", lambda *_: looked.append(small.run.step) or torch.ones(())
-    )
+
+    def largest(*_: object) -> Tensor:
+        looked.append(small.run.step)
+        return torch.ones(())
+
+    monkeypatch.setattr(monitor, "largest_of_state", largest)
     small = SmallLoop(tmp_path / "r", "fp32", steps=40, log_every=2)
     small.advance(4)
     assert looked == [2, 4]  # a CPU
@@ -328,14 +333,14 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     keys: dict[str, Any] = {"data": str(tmp_path / "tokens.bin"), "tokenizer": "bytes"}
     keys |= {"document_mask": True, "telemetry_every": 1, "guard": {"overflows": 5}}
     small = SmallLoop(tmp_path / "r", "fp16", steps=9, **keys)
-    run, attend, seen = small.run, base.attend, []
+    run, seen = small.run, []
 
     def spied(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, dropout: float) -> Tensor:
         seen.append((run.step, q.dtype, mask.dtype))
         return attend(q, k, v, mask=mask, dropout=dropout)
 
     monkeypatch.setattr(base, "attend", spied)
-    run.model.final_norm.weight.register_hook(
+    run.model.get_parameter("final_norm.weight").register_hook(
         lambda gradient: gradient * (INF if run.scaler is not None and run.step + 1 >= 3 else 1.0)
     )
     fp16 = run.active

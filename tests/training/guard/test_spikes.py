@@ -1,6 +1,7 @@
 """Losses that spike are caught; clean steps are left alone; what is as good as infinite is one."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,10 +49,11 @@ def test_clean_steps_that_are_skipped_are_told(tmp_path, monkeypatch):
 
 
 def test_spikes_are_spread_over_the_recipes(tmp_path, monkeypatch):
-    asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda _, r, n: asked.append((r, n)) or 0)
+    skipped = Mock(return_value=0)
+    monkeypatch.setattr(numeric_rows, "falsely_skipped", skipped)
     monkeypatch.setattr(numeric_rows, "spiked", lambda _, r, n: Outcome(injected=n, survived=n))
     assert spikes(tmp_path, 20).injected == 20
+    asked = [call.args[1:] for call in skipped.call_args_list]
     assert asked == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
 
 

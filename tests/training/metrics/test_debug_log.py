@@ -13,8 +13,8 @@ from tests.support.small_loop import SmallLoop, changed, host_reads
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # The second to the fourth repeat for each micro-batch.
-ORDER = ("batch", "forward", "scale_loss", "backward", "unscale", "clip", "judge", "optimizer")
-ORDER += ("update_scale",)
+ORDER = ["batch", "forward", "scale_loss", "backward", "unscale", "clip", "judge", "optimizer"]
+ORDER += ["update_scale"]
 
 
 def rows(folder: Path) -> list[dict]:
@@ -54,7 +54,7 @@ def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch
     small = SmallLoop(tmp_path / "r", "delayed", debug_steps=1, accumulate=2)
     small.advance(2)
     found = rows(tmp_path / "r")
-    passes = list(ORDER[1:4])
+    passes = ORDER[1:4]
     assert [row["event"] for row in found] == [ORDER[0], *passes, *passes, *ORDER[4:]]
     places = [row["micro_batch"] for row in found if row["event"] in passes]
     assert places == [0, 0, 0, 1, 1, 1]
@@ -66,12 +66,13 @@ def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch
 
 
 def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scale_fell(tmp_path):
-    keys = {"debug_steps": 3, "first_loss_scale": 1024.0, "optimizer": "muon"}
-    small = SmallLoop(tmp_path / "r", "fp16", **keys)
+    small = SmallLoop(
+        tmp_path / "r", "fp16", debug_steps=3, first_loss_scale=1024.0, optimizer="muon"
+    )
     small.spoil("blocks.0.mlp.up.weight", {2}, math.inf)
     small.advance(3)
     bad = of_step(tmp_path / "r", 2)
-    assert list(bad) == list(ORDER)
+    assert list(bad) == ORDER
     assert bad["clip"]["norm"] in ("inf", "nan")
     assert bad["judge"]["skip"] == [True, False]
     assert bad["optimizer"]["skipped"] == "Muon: the step was judged bad"

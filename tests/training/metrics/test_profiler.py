@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8stack.training import loop
 from fp8stack.training.metrics import profiler
 from tests.conftest import TINY, losses, metrics
 from tests.support.small_loop import SmallLoop
@@ -76,6 +76,8 @@ def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all():
 class Event:
     """What torch's profiler says of an operator, or of a kernel."""
 
+    time_range: SimpleNamespace
+
     def __init__(self, device: str, key: str, count: int, cpu_us: float, gpu_us: float) -> None:
         self.device_type = getattr(torch.autograd.DeviceType, device)
         self.key, self.count, self.is_user_annotation = key, count, False
@@ -101,7 +103,7 @@ def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(monkeypatch
 
 def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(profiler, "TOP", 1000)  # which are the slowest is up to chance
-    keys = {"profile": True, "profile_step": 2, "profile_steps": 3}
+    keys: dict[str, Any] = {"profile": True, "profile_step": 2, "profile_steps": 3}
     plain = SmallLoop(tmp_path / "plain", "fp32", steps=6)
     plain.advance(6)
     small = SmallLoop(
@@ -178,7 +180,7 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, m
         now[0] += 100
         return write(*given)
 
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(small.loop, "train_step", slow_step)
     monkeypatch.setattr(profiler, "write", slow_write)
     small.loop.metrics.restart_clock()

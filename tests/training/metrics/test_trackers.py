@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from accelerate import Accelerator
@@ -104,7 +104,7 @@ def wandb_runs(folder: Path) -> list[Path]:
 def wandb_records(run: Path) -> Iterator[Any]:
     """What an offline run wrote, record by record: the log format of LevelDB, after 7 bytes. Each
     block of 32 KiB has pieces: 4 bytes of checksum, 2 of length, 1 that says if more comes."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
 
     (file,) = run.glob("*.wandb")
     content, at, whole = file.read_bytes(), 7, b""
@@ -117,7 +117,7 @@ def wandb_records(run: Path) -> Iterator[Any]:
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last piece
-            record = Record()
+            record = cast(Any, wandb_internal_pb2).Record()
             record.ParseFromString(whole)
             yield record
             whole = b""
@@ -228,7 +228,7 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
 def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"--{package} needs .*: pip install {package}$"):
-        trackers.build_trackers(RunConfig(**{package: True}), tmp_path)
+        trackers.build_trackers(RunConfig.model_validate({package: True}), tmp_path)
 
 
 def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch):

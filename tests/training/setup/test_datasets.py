@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack.data import load_corpora, texts
+from fp8stack.distributed.parallelize import part_of
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
@@ -122,7 +123,7 @@ def test_rank_shares_of_windows_with_documents_are_rows():
     assert inputs.tolist() == windows[:, 0, :4].tolist()
     assert targets.tolist() == windows[:, 0, 1:].tolist()
     assert documents.tolist() == windows[:, 1, :4].tolist()
-    parts = [dataloader.part_of(windows, rank, 2, 2) for rank in (0, 1)]
+    parts = [part_of(windows, rank, 2, 2) for rank in (0, 1)]
     assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
 
 
@@ -144,9 +145,10 @@ def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, ca
 
 
 def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path):
-    keys = {"data": str(tmp_path / tokens), "document_mask": True, "steps": 10}
-    keys["model_overrides"] = {"vocabulary": 300}
-    small = SmallLoop(tmp_path / "run", "delayed", **keys)
+    small = SmallLoop(
+        tmp_path / "run", "delayed", data=str(tmp_path / tokens), document_mask=True, steps=10,
+        model_overrides={"vocabulary": 300},
+    )  # fmt: skip
     small.spoil("", {5, 6, 7})
     assert small.go() == 0
     assert small.told()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]

@@ -4,6 +4,7 @@ What it may not be resumed as is in tests/faults/numeric/test_other_run.py; othe
 test_inputs.py there.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -11,12 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fp8stack
-from fp8stack import cli, io
+from fp8stack import cli
 from fp8stack.checkpoint import reader
 from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.model.config import GPTConfig, plan_for
@@ -149,7 +151,7 @@ def test_a_file_system_without_locks_can_be_trained_on(run, command, monkeypatch
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(io.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     assert command(*AUTO, "--steps", "13") == 0
 
 
@@ -295,7 +297,7 @@ def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
 
 def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
     folder = RunFolder(tmp_path)
-    rows = [
+    rows: list[dict[str, Any]] = [
         *({"step": step, "loss": 1.0} for step in range(1, 9)),
         {"step": 8, "event": "rollback", "to_step": 4},
         *({"step": step, "loss": 2.0} for step in range(5, 8)),
