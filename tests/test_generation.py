@@ -388,7 +388,7 @@ def test_characters_are_printed_whole(monkeypatch):
     monkeypatch.setattr(writing, "_put", pieces.append)
     text = "é☃😀"
     cut = "😀".encode()[:2]  # by --tokens
-    after = SimpleNamespace(prompt=[255], tokenizer=load_tokenizer("bytes"))
+    after: Any = SimpleNamespace(prompt=[255], tokenizer=load_tokenizer("bytes"))
     writing._print("", writing._Text.pieces(after, iter([*text.encode(), *cut])))
     assert [piece for piece in pieces if piece] == ["é", "☃", "😀", "\ufffd", "\n"]
 

@@ -20,6 +20,7 @@ from fp8stack.backends.torch import ScaledLinear
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import fused_casts, kernels, weights
+from fp8stack.ops.kernels import Variant
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision import Hardware
 
@@ -131,11 +132,13 @@ def _count_launches() -> list[int]:
     made: list[int] = []
     real = weights.launch_weights
 
-    def launch(tiles: int, operands: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+    def launch(
+        tiles: int, operands: tuple[Tensor, ...], how: Variant, options: dict[str, Any]
+    ) -> None:
         made.append(tiles)
-        real(tiles, operands, constants)
+        real(tiles, operands, how, options)
 
-    weights.launch_weights = launch  # type: ignore[attr-defined]
+    weights.launch_weights = launch
     launch_cast = fused_casts._launch
 
     def cast(*given: Any, **options: Any) -> None:

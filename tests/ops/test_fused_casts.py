@@ -331,9 +331,9 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
     made = Product(name, x, x if backward else None)
-    quantizer = Quantizer(
-        format=format, **({"block": (1, 32), "scale": "e8m0"} if scaled == "mx" else {})
-    )
+    quantizer = Quantizer(format=format)
+    if scaled == "mx":
+        quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0")
     record, exact = scaled == "given", capability != 89
     how = fused_casts.product_variant(made, quantizer, scaled, exact, sums=backward, record=record)
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}

@@ -3,7 +3,6 @@ against `numerics.quantize`, whose bytes are held to independent oracles in `tes
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -22,7 +21,7 @@ from fp8stack.numerics import RandomBits
 from fp8stack.ops import nvfp4
 from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import Scaled
-from tests.support.triton_code import ptx_of
+from tests.support.triton_code import launched_on_a_cpu, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -114,9 +113,8 @@ def differences(device: str = "cpu") -> list[str]:
 
 def interpreted_differences() -> list[str]:
     """`differences` of the kernels themselves, where Triton interprets them."""
-    nvfp4.has_kernel = lambda device: True
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    return differences()
+    with launched_on_a_cpu():
+        return differences()
 
 
 def test_both_copies_are_those_of_quantize_to_the_bit():

@@ -111,7 +111,9 @@ def test_a_run_of_few_files_and_rows_gets_a_page(tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_whose_gradient_norm_is_never_above_zero_gets_a_page(tmp_path):
-    rows = [{"step": at, "lr": 0.1, "loss": 2.5, "grad_norm": 0.0} for at in (1, 2)]
+    rows: list[dict[str, Any]] = [
+        {"step": at, "lr": 0.1, "loss": 2.5, "grad_norm": 0.0} for at in (1, 2)
+    ]
     html = html_of(make_run(tmp_path / "r", metrics=rows, every=0))
     assert "No gradient norm." in html
 
@@ -119,7 +121,9 @@ def test_a_run_whose_gradient_norm_is_never_above_zero_gets_a_page(tmp_path):
 def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
     odd: list[Any] = [None, "2.5", True, [], {}, 10**400, 1e308, -1e308]
     keys = ("loss", "val_loss", "lr", "grad_norm")
-    rows = [{"step": at} | dict.fromkeys(keys, value) for at, value in enumerate(odd, start=1)]
+    rows: list[dict[str, Any]] = [
+        {"step": at} | dict.fromkeys(keys, value) for at, value in enumerate(odd, start=1)
+    ]
     rows += [{"step": "seven", "loss": 1.0}, {"step": -1, "loss": 1.0}, {"loss": 1.0}]
     run = make_run(tmp_path / "r", metrics=rows, telemetry=[
         {"step": 1, "layer": 5, "operand": "input", "amax": "much", "sqnr_db": None},

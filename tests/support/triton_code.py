@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from fp8stack.ops import fused_casts
+from fp8stack.ops import fused_casts, nvfp4
 
 _WORK = """
 import json, sys, torch
@@ -34,6 +34,7 @@ def launched_on_a_cpu() -> Iterator[None]:
     """Within, casts of matrices on a CPU launch their kernel too, which is interpreted there."""
     with (
         patch.object(fused_casts, "has_kernel", lambda device: True),
+        patch.object(nvfp4, "has_kernel", lambda device: True),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
     ):
         yield

@@ -260,7 +260,7 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
 
 @pytest.mark.parametrize("first", ["delayed", "mxfp8"])
 def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
-    keys = {"phases": three(first), "steps": 7, "width": 128}
+    keys: dict[str, Any] = {"phases": three(first), "steps": 7, "width": 128}
     whole = SmallLoop(tmp_path / "a", "nvfp4", **keys)
     whole.advance(7)
     small = SmallLoop(tmp_path / "b", "nvfp4", **keys)

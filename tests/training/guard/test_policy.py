@@ -258,7 +258,7 @@ def test_what_happened_just_before_a_left_out_step_is_told(tmp_path):
 
 
 def test_a_resumed_run_gives_up_with_the_same_words(tmp_path):
-    keys = {"steps": 12, "log_every": 1, "save_every": 50}
+    keys: dict[str, Any] = {"steps": 12, "log_every": 1, "save_every": 50}
     told = []
     for name, stops in (("a", False), ("b", True)):
         small = SmallLoop(tmp_path / name, "fp32", **keys)

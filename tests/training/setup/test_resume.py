@@ -313,7 +313,9 @@ def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
 
 def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(tmp_path):
     folder = RunFolder(tmp_path)
-    bad = {"step": 8, "event": "skip", "loss": 9.0, "why": "the loss is above its limit"}
+    bad: dict[str, Any] = {
+        "step": 8, "event": "skip", "loss": 9.0, "why": "the loss is above its limit",
+    }  # fmt: skip
     rows = [{"step": 8, "loss": 1.0}, bad]
     for row in rows:
         folder.append_metrics(row)
