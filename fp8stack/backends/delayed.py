@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (
     GroupName,
     _get_default_store,
     _resolve_process_group,

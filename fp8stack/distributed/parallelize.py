@@ -132,7 +132,7 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
                     parameter.__dict__.pop("_unsharded_param", None)
 
 
-def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's hook: the sum over ranks, where it has their mean by itself.
 
     Each gradient by itself: with three ranks or more, the order in which a value is summed depends
@@ -145,10 +145,7 @@ def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ign
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(
-    state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Future[Tensor]:
+def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What
