@@ -145,10 +145,7 @@ def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(
-    state: object,
-    bucket: dist.GradBucket,
-) -> Future[Tensor]:
+def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What
