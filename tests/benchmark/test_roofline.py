@@ -95,10 +95,10 @@ def test_work_takes_as_long_as_its_operations_or_its_bytes():
         ("mxfp8", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),
         ("mxfp4", 3 + 2 / 32, 3 + 2 / 32, 5 + 2 / 32),  # half a byte each
         ("mxfp6_e2m3", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),  # a byte each
-        # Two copies of their own, each with an amax of all before; the weight's serves both.
-        ("nvfp4", 9 + 2 / 16, 9 + 2 / 16, 9),
+        # One pass for two copies of their own, and one before for the amax of all.
+        ("nvfp4", 5 + 2 / 16, 5 + 2 / 16, 9),
         ("rowwise_wgrad_hp", 3, 3, 5 + 9),
-        ("nvfp4_forward_high", 4.5 + 1 / 16, 9 + 2 / 16, 8.5 + 6),
+        ("nvfp4_forward_high", 4.5 + 1 / 16, 5 + 2 / 16, 8.5 + 6),
     ],
 )
 def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(

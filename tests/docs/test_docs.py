@@ -27,7 +27,7 @@ from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 GPUS = {"9.0": ["delayed", "current", "block"], "8.9": ["delayed", "current"]}
-GPUS["10.0"] = ["delayed", "mxfp8"]
+GPUS["10.0"] = ["delayed", "mxfp8", "nvfp4"]
 WORDS = {"parallel", "resumable", "bytes", "names"}  # of the list of rooms, that name no module
 MADE_UP = {"fp8stack/backends/exact.py"}  # or another project's
 MADE_UP |= {"compressed_tensors_w8a8_fp8.py", "quantization/quant_scheme.py"}
