@@ -70,8 +70,8 @@ def casts(context: Context) -> Iterator[Check]:
             ways: dict[str, Function] = {
                 "eager": _plain_cast,
                 f"with transpose and amax, by {kernel}": cast_transpose,
-                "by TE": _te_cast,
-                "by TE, with transpose": partial(_te_cast, across=True),
+                "by TE": partial(_te_cast, context, False),
+                "by TE, with transpose": partial(_te_cast, context, True),
             }
             for way, cast in ways.items():
                 run = partial(cast_check, context, dtype, format, cast)
@@ -85,7 +85,10 @@ def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
     return (numerics.cast_to_fp8(x, scale, format),)
 
 
-def _te_cast(x: Tensor, scale: Tensor, format: str, across: bool = False) -> tuple[Any, ...]:
+def _te_cast(
+    context: Context, across: bool, x: Tensor, scale: Tensor, format: str
+) -> tuple[Any, ...]:
+    context.need_te("delayed")
     made, amax = te.cast(x, scale, format, across)
     return made.along, None if made.across is None else made.across.t(), amax, made.scales
 
@@ -95,8 +98,6 @@ def cast_check(
 ) -> Facts:
     """Check `cast(x, scale, format)`: the bytes and, if returned, their transpose, the amax and the
     inverse scale."""
-    if getattr(cast, "func", cast) is _te_cast:
-        context.need_te("delayed")
     cast = context.compiled(cast) if compiled else cast
     x, parts = values_of(dtype, context.seed), {}
     values, on_device = x.float().numpy(), x.to(context.device)
@@ -112,24 +113,12 @@ def cast_check(
             for name, part, other in zip(names, found, expected, strict=False)
             if part is not None
         }
-        parts[f"scale {number:.9g}"] = _with_inputs(same_bits(pairs), x)
+        parts[f"scale {number:.9g}"] = same_bits(pairs, x=x)
     return merged(parts)
 
 
 def _tensor(array: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
-
-
-def _with_inputs(facts: Facts, x: Tensor) -> Facts:
-    """Add to the first differences the inputs of the cast, such as `x[3, 4]`."""
-    lines = []
-    for line in facts.get("first", []):
-        place, bracket, rest = line.partition("]")
-        if bracket and place.startswith("x["):
-            at = tuple(int(index) for index in place.removeprefix("x[").split(","))
-            line = f"x = {float(x[at]):.9g}{rest}"
-        lines.append(line)
-    return facts | ({"first": lines} if lines else {})
 
 
 # Scales
@@ -201,7 +190,7 @@ def quantizers(context: Context) -> Iterator[Check]:
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
-            for way in _TE_QUANTIZERS:
+            for way in TE_QUANTIZERS:
                 if (way, kind) == ("nvfp4", "special"):
                     continue  # it hides NaN, which ours report
                 check = partial(te_check, context, way, kind, dtype)
@@ -338,7 +327,7 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
 
 # Transformer Engine's quantizers, of each scaling that it has
 
-_TE_QUANTIZERS: dict[str, list[Quantizer]] = {
+TE_QUANTIZERS: dict[str, list[Quantizer]] = {
     "current": [
         Quantizer(), Quantizer(format="e5m2", eps=1e-3), Quantizer(scale="power_of_two"),
     ],
@@ -349,12 +338,11 @@ _TE_QUANTIZERS: dict[str, list[Quantizer]] = {
     "mxfp8": [MXFP8],
     "nvfp4": [NVFP4, replace(NVFP4, block=(16, 16))],
 }  # fmt: skip
-_BY_TE: dict[str, Callable[[Tensor, Quantizer, bool], te.Quantized]] = {
-    "current": lambda x, quantizer, power: te.current(x, quantizer.format, power, quantizer.eps),
-    "block": lambda x, quantizer, power: te.blocks(x, quantizer.turns, power),
-    "mxfp8": lambda x, quantizer, power: te.mxfp8(x),
-    "nvfp4": lambda x, quantizer, power: te.nvfp4(x, quantizer.turns),
-}
+
+
+def rules(quantizer: Quantizer) -> str:
+    """What one of these quantizers is, in words."""
+    return f"{quantizer.format}, {quantizer.block}, {quantizer.scale}, eps {quantizer.eps:g}"
 
 
 def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
@@ -363,11 +351,11 @@ def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
     x = matrix(kind, dtype, context.seed)
     values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    for q in _TE_QUANTIZERS[scaling]:
-        made = _BY_TE[scaling](x.to(context.device), q, q.scale == "power_of_two")
+    for q in TE_QUANTIZERS[scaling]:
+        made = te.quantize(x.to(context.device), q)
         ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
         for dim, data, stored in ways:
-            what = f"{q.format}, {q.block}, {q.scale}, eps {q.eps:g}: %s, dim {dim}"
+            what = f"{rules(q)}: %s, dim {dim}"
             known = oracles.quantize(values, q, dim, overflow=overflow)
             # Both copies have one scale, and TE may omit a copy.
             assert q.per_tensor or not (data is None or stored is None), what % "nothing"
@@ -398,7 +386,6 @@ def bits_check(context: Context, compiled: bool) -> Facts:
     first, *known = KNOWN_BITS
     for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):
         found = draw(seed, stream, torch.tensor(counter, device=context.device), row)
-        rows = [oracles.philox(seed, stream, counter, 1, 14, row + at) for at in range(9)]
         name = f"seed {seed:#x}, stream {stream:#x}, pass {counter:#x}, from row {row:#x}"
-        pairs[name] = found, _tensor(np.concatenate(rows))
+        pairs[name] = found, _tensor(oracles.philox(seed, stream, counter, 9, 14, row))
     return same_bits(pairs)

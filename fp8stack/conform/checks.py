@@ -110,22 +110,25 @@ def brief(row: Facts) -> str:
     return f"does not hold: {facts}"[:400]
 
 
-def same_bits(pairs: Pairs) -> Facts:
-    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`."""
-    return _compared(pairs, _bits)
+def same_bits(pairs: Pairs, **inputs: Tensor) -> Facts:
+    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`. A difference
+    is told with its element of the `inputs`, if one has that name, else with its place."""
+    return _compared(pairs, _bits, inputs)
 
 
 def same_values(pairs: Pairs) -> Facts:
     """Like `same_bits`, but for numbers: zeros are equal whatever their signs, and so are all
     NaN."""
-    return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0))
+    return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0), {})
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(_INTEGERS[x.element_size()])
 
 
-def _compared(pairs: Pairs, bits: Callable[[Tensor], Tensor]) -> Facts:
+def _compared(
+    pairs: Pairs, bits: Callable[[Tensor], Tensor], inputs: Mapping[str, Tensor]
+) -> Facts:
     checked = differing = 0
     first: list[str] = []
     for name, (found, expected) in pairs.items():
@@ -138,7 +141,8 @@ def _compared(pairs: Pairs, bits: Callable[[Tensor], Tensor]) -> Facts:
             differing += len(odd)
             for index in odd[: max(0, _SHOWN - len(first))]:
                 at = tuple(index.tolist())
-                first.append(f"{name}{list(at)}: {_shown(found[at])}, not {_shown(expected[at])}")
+                place = f" = {float(inputs[name][at]):.9g}" if name in inputs else list(at)
+                first.append(f"{name}{place}: {_shown(found[at])}, not {_shown(expected[at])}")
         checked += expected.numel()
     facts: Facts = {"holds": differing == 0, "checked": checked, "differing": differing}
     return facts | ({"first": first[:_SHOWN]} if first else {})

@@ -136,31 +136,38 @@ def _same(found: State, slots: dict[str, oracles.Slot]) -> Facts:
 def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
     """TE's scales and amax histories after each step."""
     context.need_te("delayed")
+    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
+    steps = spiky_steps(STEPS, ROWS, 64, 32, context.seed)
+    states = te_states(context.device, steps, length, algorithm, margin)
+    parts = {}
+    for step, (operands, state) in enumerate(zip(steps, states, strict=True)):
+        feed(slots, operands)
+        parts[f"step {step}"] = _same(state, slots)
+    return merged(parts)
+
+
+def te_states(
+    device: str, steps: list[Operands], length: int, algorithm: AmaxAlgorithm, margin: int
+) -> Iterator[State]:
+    """The state of a TE linear after each step, whose operands it is given, as `fp8_state` has that
+    of a layer of ours."""
     te.forget()
     recipe = te.recipe(
         "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
     )
-    layer = te.module("Linear", (64, 32), torch.bfloat16, context.device, bias=False)
-    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
-    parts = {}
-    for step, operands in enumerate(spiky_steps(STEPS, ROWS, 64, 32, context.seed)):
-        te_step(layer, recipe, operands, context.device)
-        feed(slots, operands)
+    outputs, inputs = steps[0].w.shape
+    layer = te.module("Linear", (inputs, outputs), torch.bfloat16, device, bias=False)
+    for operands in steps:
+        x, w, dy = (operand.to(device) for operand in operands)
+        with torch.no_grad():
+            layer.get_parameter("weight").copy_(w)
+        te.run(layer, recipe, x, dy)
         state: State = {}
         for name, (scale, window) in te.scales_and_histories(layer).items():
             operand = name.removeprefix("gemm1.")
             state |= {f"{operand}.scale": scale, f"{operand}.amax_history": window}
-        parts[f"step {step}"] = _same(state, slots)
+        yield state
     te.forget()
-    return merged(parts)
-
-
-def te_step(layer: nn.Module, recipe: Any, operands: Operands, device: str) -> dict[str, Tensor]:
-    """One pass of a TE linear, with the weight set to the step's."""
-    x, w, dy = (operand.to(device) for operand in operands)
-    with torch.no_grad():
-        layer.get_parameter("weight").copy_(w)
-    return te.run(layer, recipe, x, dy)
 
 
 def feed(slots: dict[str, oracles.Slot], operands: Operands) -> None:
