@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import numerics
@@ -30,11 +32,13 @@ from fp8stack.conform.inputs import (
     values_of,
     with_specials,
 )
+from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits, fused
 from fp8stack.numerics.rounding import rounding
 from fp8stack.ops.fused_casts import cast_transpose
 from fp8stack.ops.kernels import has_kernel
+from fp8stack.ops.nvfp4 import cast_nvfp4
 
 # Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
@@ -64,12 +68,11 @@ COMPILED: dict[tuple[str, ...], Matrix] = {
 def casts(context: Context) -> Iterator[Check]:
     """Check every bfloat16, and float32 ties, limits and special values, with scales of all
     magnitudes."""
-    kernel = "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
     for dtype in DTYPES:
         for format in FORMAT_NAMES:
             ways: dict[str, Function] = {
                 "eager": _plain_cast,
-                f"with transpose and amax, by {kernel}": cast_transpose,
+                f"with transpose and amax, by {kernel_of(context)}": cast_transpose,
                 "by TE": partial(_te_cast, context, False),
                 "by TE, with transpose": partial(_te_cast, context, True),
             }
@@ -79,6 +82,11 @@ def casts(context: Context) -> Iterator[Check]:
             if not context.quick:
                 run = partial(cast_check, context, dtype, format, _plain_cast, compiled=True)
                 yield Check(f"{dtype} to {format}, compiled", run)
+
+
+def kernel_of(context: Context) -> str:
+    """What computes the torch backend's fused casts here."""
+    return "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
 
 
 def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
@@ -188,6 +196,8 @@ def quantizers(context: Context) -> Iterator[Check]:
             for way, function in (("bytes", as_bytes), ("values", as_values)):
                 run = partial(compiled_family, context, chosen, function, matrix)
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
+    run = partial(copies_check, context)
+    yield Check(f"nvfp4, both copies in one pass, by {kernel_of(context)}", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
             for way in TE_QUANTIZERS:
@@ -205,6 +215,16 @@ def _in_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def matrices_of(context: Context) -> list[Matrix]:
+    """The matrices that quantizers are checked with."""
+    return MATRICES[:3] if context.quick else MATRICES
+
+
+def drawn_bits(context: Context) -> RandomBits:
+    """The random bits of `DRAWN`."""
+    return RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
 
 
 def _all(function: Function, family: Family, x: Tensor, drawn: RandomBits) -> Any:
@@ -250,12 +270,14 @@ def made_of(kind: Matrix, seed: int) -> Tensor:
 @lru_cache(maxsize=256)
 def expected_of(kind: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
     """The expected result of quantizing a matrix, for GEMMs over the columns, and over the rows."""
-    x = made_of(kind, seed)
-    drawn = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
-    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
-    return [
-        oracles.quantize(values, quantizer, dim, overflow=overflow, bits=drawn) for dim in (1, 0)
-    ]
+    return [known_of(made_of(kind, seed), quantizer, dim) for dim in (1, 0)]
+
+
+def known_of(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.Quantized:
+    """What the reference makes of a matrix, with the random bits of `DRAWN`."""
+    bits = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
+    overflow = torch.finfo(x.dtype).max
+    return oracles.quantize(x.float().numpy(), quantizer, dim, overflow=overflow, bits=bits)
 
 
 def family_check(
@@ -269,9 +291,8 @@ def family_check(
     `as_values`, numba's kernels in this number of `threads`."""
     if threads and (why_not := fused.why_not()):
         raise Skipped(why_not)
-    parts = {}
-    drawn = RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
-    for each in given or (MATRICES[:3] if context.quick else MATRICES):
+    parts, drawn = {}, drawn_bits(context)
+    for each in given or matrices_of(context):
         x = made_of(each, context.seed).to(context.device)
         # Only of ties are a transform's sums exact in any order.
         chosen = {n: q for n, q in family.items() if each[0] == "ties" or not q.hadamard}
@@ -325,6 +346,39 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
     return np.moveaxis(rows[:, ::2] + 16 * rows[:, 1::2], -1, dim)
 
 
+def copies_check(context: Context) -> Facts:
+    """Check both NVFP4 copies of a matrix, as the torch backend makes them in one pass: codes,
+    scales in tiles, and the upper scale."""
+    pairs, drawn = {}, drawn_bits(context)
+    for each, (name, across) in product(matrices_of(context), families()["nvfp4"].items()):
+        if across.hadamard and each[0] != "ties":  # see `family_check`
+            continue
+        x = made_of(each, context.seed)
+        x = F.pad(x, (0, -x.shape[1] % 16, 0, -x.shape[0] % 16))
+        along, bits = (
+            replace(across, hadamard=0),
+            (drawn, drawn) if across.stochastic else (None, None),
+        )
+        made = cast_nvfp4(x.to(context.device), along, across, bits)
+        for copy, quantizer, dim in zip(made, (along, across), (1, 0), strict=True):
+            assert copy is not None
+            assert copy.whole is not None
+            known = known_of(x, quantizer, dim)
+            codes, scales = (
+                packed(known.codes, quantizer, dim),
+                oracles.encode(known.stored, "e4m3"),
+            )
+            if dim == 0:
+                codes, scales = codes.T, scales.T
+            scales = scales.repeat(len(codes) // len(scales), 0)  # of squares one for each row
+            upper = np.where(np.isnan(known.values).any(), np.nan, known.factor).astype(np.float32)
+            what = f"{name} of {' '.join(each)}: %s, dim {dim}"
+            pairs[what % "codes"] = copy.data, _tensor(codes)
+            pairs[what % "scales"] = copy.inv_scale.flatten(), tiles(_tensor(scales))
+            pairs[what % "upper scale"] = copy.whole, _tensor(upper.reshape(()))
+    return same_values(pairs)
+
+
 # Transformer Engine's quantizers, of each scaling that it has
 
 TE_QUANTIZERS: dict[str, list[Quantizer]] = {
@@ -349,14 +403,13 @@ def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
     """Check the bytes and scales of TE's quantizers."""
     context.need_te(scaling)
     x = matrix(kind, dtype, context.seed)
-    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for q in TE_QUANTIZERS[scaling]:
         made = te.quantize(x.to(context.device), q)
         ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
         for dim, data, stored in ways:
             what = f"{rules(q)}: %s, dim {dim}"
-            known = oracles.quantize(values, q, dim, overflow=overflow)
+            known = known_of(x, q, dim)
             # Both copies have one scale, and TE may omit a copy.
             assert q.per_tensor or not (data is None or stored is None), what % "nothing"
             if stored is not None:

@@ -19,7 +19,7 @@ from fp8stack.precision import Hardware, Plan, Recipe, resolve
 Facts = dict[str, Any]
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
-EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has no infinity
+EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has neither infinity nor NaN
 _SHOWN = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -178,13 +178,16 @@ def merged(parts: Mapping[str, Facts]) -> Facts:
 
 
 def sqnr_db(found: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio of `found` to `expected` in dB; NaN if one is not finite."""
+    """The signal-to-noise ratio of `found` to `expected` in dB, within `EXACT_DB` of 0; the lowest
+    if one is not finite."""
     reference = expected.double()
     error = float((found.double() - reference).square().sum())
     power = float(reference.square().sum())
+    if error == 0:
+        return EXACT_DB
     if not math.isfinite(error) or not math.isfinite(power) or power == 0:
-        return EXACT_DB if error == 0 else math.nan
-    return min(EXACT_DB, round(10 * math.log10(power / error), 2)) if error else EXACT_DB
+        return -EXACT_DB
+    return max(-EXACT_DB, min(EXACT_DB, round(10 * math.log10(power / error), 2)))
 
 
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
