@@ -197,7 +197,7 @@ def quantizers(context: Context) -> Iterator[Check]:
                 run = partial(compiled_family, context, chosen, function, matrix)
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
     run = partial(copies_check, context)
-    yield Check(f"nvfp4, both copies in one pass, by {kernel_of(context)}", run)
+    yield Check(f"nvfp4, both copies at once, by {kernel_of(context)}", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
             for way in TE_QUANTIZERS:
@@ -347,8 +347,8 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
 
 
 def copies_check(context: Context) -> Facts:
-    """Check both NVFP4 copies of a matrix, as the torch backend makes them in one pass: codes,
-    scales in tiles, and the upper scale."""
+    """Check both NVFP4 copies of a matrix, as the torch backend makes them: codes, scales in
+    tiles, and the upper scale."""
     pairs, drawn = {}, drawn_bits(context)
     for each, (name, across) in product(matrices_of(context), families()["nvfp4"].items()):
         if across.hadamard and each[0] != "ties":  # see `family_check`
