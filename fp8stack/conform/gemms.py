@@ -9,7 +9,6 @@ products with fewer bits: see `_ACCUMULATION`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -109,7 +108,7 @@ def gemms(context: Context) -> Iterator[Check]:
             check = partial(linear, context, recipe, backend, SHAPES[0], compiled=True)
             yield Check(f"{recipe} by {backend}, compiled, {SHAPES[0]}", check)
         for backend in ("te", "torch", "emulate"):
-            check = partial(fused, context, recipe, backend, FUSED, 256)
+            check = partial(fused, context, recipe, backend)
             yield Check(f"norms and MLP in {recipe} by {backend}", check)
 
 
@@ -299,13 +298,20 @@ def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: An
         chosen, dim = table.along(name), 1
     if not isinstance(chosen, Quantizer):
         return x.double()
-    values, bits = x.float().numpy(), None
-    if chosen.stochastic:
-        drawn = draws.bits(name, across, len(x))
+    return multiplied(x, chosen, name, dim, draws)
+
+
+def multiplied(
+    x: Tensor, quantizer: Quantizer, name: Operand, dim: int, draws: Any, scale: float | None = None
+) -> Tensor:
+    """What a GEMM that reduces the operand `name` over `dim` multiplies, in float64. `draws` are
+    the layer's, in its first pass; `scale` is that of delayed scaling."""
+    bits = None
+    if quantizer.stochastic:
+        drawn = draws.bits(name, dim == 0, len(x))
         bits = partial(oracles.philox, drawn.seed, int(drawn.stream), 0)
-    if chosen.delayed:  # once the amaxes are known
-        chosen = replace(chosen, amax="current")
-    made = oracles.quantize(values, chosen, dim, overflow=torch.finfo(x.dtype).max, bits=bits)
+    values, largest = x.float().numpy(), torch.finfo(x.dtype).max
+    made = oracles.quantize(values, quantizer, dim, overflow=largest, bits=bits, scale=scale)
     return torch.from_numpy(made.exact)  # Hadamard transforms of both operands cancel
 
 
@@ -332,9 +338,9 @@ class Norms(nn.Module):
         return qkv, self.backend.norm_mlp(x, self.second, self.mlp)
 
 
-def fused(context: Context, recipe: str, backend: str, config: GPTConfig, rows: int) -> Facts:
+def fused(context: Context, recipe: str, backend: str) -> Facts:
     """Check outputs and gradients of the fused modules against unquantized float64."""
-    chosen = load_recipe(recipe)
+    chosen, config, rows = load_recipe(recipe), FUSED, 256
     plan = plan_of(chosen, context, backend)
     shapes = {k: v for k, v in config.linear_shapes().items() if "qkv" in k or "mlp" in k}
     backend_for(plan, shapes)  # skips if a layer would not be in FP8
