@@ -34,7 +34,7 @@ from fp8stack.conform.inputs import (
 )
 from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
-from fp8stack.numerics import RandomBits, fused
+from fp8stack.numerics import RandomBits, Rounded, fused
 from fp8stack.numerics.rounding import rounding
 from fp8stack.ops.fused_casts import cast_transpose
 from fp8stack.ops.kernels import has_kernel
@@ -156,16 +156,7 @@ def scales_of(largest: Tensor) -> list[Tensor]:
 def scale_check(context: Context, compiled: bool) -> Facts:
     """Check scales of amaxes, including 0, inf and NaN, against IEEE float32 quotients."""
     largest = amaxes(context.seed)
-    known = [
-        oracles.scale_of(
-            largest.numpy(),
-            rule["format"],
-            rule.get("power_of_two", False),
-            rule.get("eps", 0.0),
-            rule.get("overflow", oracles.FLT_MAX),
-        )
-        for rule in _RULES
-    ]
+    known = [oracles.scale_of(largest.numpy(), **rule) for rule in _RULES]
     expected = [*known, *(np.float32(1) / scale for scale in known)]
     function = context.compiled(scales_of) if compiled else scales_of
     found = function(largest.to(context.device))
@@ -184,8 +175,8 @@ def quantizers(context: Context) -> Iterator[Check]:
         "values, by torch's operators": (as_values, 0),
     }
     if context.device == "cpu":
-        ways["values, by numba in 1 thread"] = as_fused_values, 1
-        ways[f"values, by numba in {THREADS} threads"] = as_fused_values, THREADS
+        for threads, told in ((1, "1 thread"), (THREADS, f"{THREADS} threads")):
+            ways[f"values, by numba in {told}"] = partial(as_values, sweep=True), threads
     for kind, family in families().items():
         for way, (function, threads) in ways.items():
             run = partial(family_check, context, family, partial(_all, function), threads=threads)
@@ -241,20 +232,17 @@ def as_bytes(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[
     return [part for each in made for part in (each.data, each.scales)]
 
 
-def as_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both directions, by torch's operators."""
-    made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
-    return [part for each in made for part in (each.values, _one(each.factor, x))]
-
-
-def as_fused_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both directions, in one sweep where that is possible."""
-    made = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
-    return [part for each in made for part in (each.values, _one(each.factor, x))]
-
-
-def _one(factor: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ones((), device=x.device) if factor is None else factor
+def as_values(
+    x: Tensor, quantizer: Quantizer, drawn: RandomBits | None, sweep: bool = False
+) -> list[Tensor]:
+    """Values and factors for both directions, by torch's operators, or in one `sweep` where that is
+    possible."""
+    if sweep:
+        made: Sequence[Rounded] = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
+    else:
+        made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
+    one = torch.ones((), device=x.device)
+    return [p for r in made for p in (r.values, one if r.factor is None else r.factor)]
 
 
 @lru_cache(maxsize=8)
