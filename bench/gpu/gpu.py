@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.cells import append_line, json_lines
-from bench.gpu import gpu_report, losses, visit
+from bench.gpu import golden, gpu_report, losses, visit
 from bench.gpu.gpu_report import TIME_IS_UP, Report
 from fp8stack.conform.checks import Check, Context, Facts, run_check
 from fp8stack.conform.suite import GROUPS
@@ -38,12 +38,6 @@ GRACE = 15.0  # after its budget a section starts no other case; after this it i
 Section = Callable[[Context, Path, float], Iterator[Check]]
 
 
-def _capture(context: Context, folder: Path) -> Facts:
-    from bench.gpu import golden  # it needs safetensors, which the other sections do not
-
-    return golden.captured(context, folder)
-
-
 def _conform(name: str, context: Context, folder: Path, deadline: float) -> Iterator[Check]:
     return itertools.chain.from_iterable(GROUPS[group](context) for group in CONFORM[name])
 
@@ -52,7 +46,7 @@ SECTIONS: dict[str, Section] = {
     "casts": partial(_conform, "casts"),
     "histories": partial(_conform, "histories"),
     "golden": lambda context, folder, deadline: iter(
-        [Check("capture", partial(_capture, context, folder))]
+        [Check("capture", partial(golden.captured, context, folder))]
     ),
     "layers": partial(_conform, "layers"),
     "losses": lambda context, folder, deadline: losses.cases(context, deadline),
