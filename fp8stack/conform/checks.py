@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,13 +206,6 @@ def backend_for(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Backend:
     if unserved:
         raise Skipped("; ".join(unserved))
     return build_backend(plan)
-
-
-def gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The gradient of each parameter that has one, by name."""
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            yield name, parameter.grad
 
 
 def mark_weights_changed(module: nn.Module) -> None:
