@@ -157,10 +157,9 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
         parsed("--sections", "casts,nonsense")
     assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
     assert (visit.WHOLE < 540, visit.PARTS.keys()) == (True, {1, 2, 3, 4, 5})  # nine minutes each
-    assert gpu.BUDGETS.keys() == gpu.SECTIONS.keys()
     assert sorted(sum(gpu.CONFORM.values(), ())) == sorted(suite.GROUPS)
     whole = gpu.WHOLE + gpu.GRACE
-    assert sum(gpu.BUDGETS[name] for name in gpu.SECTIONS if name != "losses") < whole < 480
+    assert sum(gpu.BUDGETS[name] for name in gpu.BUDGETS if name != "losses") < whole < 480
 
 
 # Losses
@@ -268,7 +267,7 @@ def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
 def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
     made = report()
-    gpu.add_section(made, "casts", CPU, tmp_path, budget=0.001)
+    gpu.add_section(made, gpu.Section("casts", CPU, tmp_path, budget=0.001))
     section = made["sections"]["casts"]
     assert section["problem"] == ""
     groups = gpu.CONFORM["casts"]
@@ -278,9 +277,9 @@ def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, mon
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, capsys):
-    def add(made: gpu_report.Report, name: str, *rest: object) -> None:
-        row = {"check": "c", "seconds": 0.0, "holds": holds or name != "layers"}
-        made["sections"][name] = {"seconds": 0.0, "problem": "", "cases": [row]}
+    def add(made: gpu_report.Report, section: gpu.Section) -> None:
+        row = {"check": "c", "seconds": 0.0, "holds": holds or section.name != "layers"}
+        made["sections"][section.name] = {"seconds": 0.0, "problem": "", "cases": [row]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "probe", lambda device: CPU.hardware)
@@ -292,7 +291,7 @@ def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, ca
         assert exit_code(lambda: gpu.run(arguments)) == 1
         assert "1 problems:\n  layers: c: does not hold" in capsys.readouterr().out
     data = json.loads((tmp_path / "a-cpu" / "gpu.json").read_text())
-    assert list(data["sections"]) == list(gpu.SECTIONS)
+    assert list(data["sections"]) == list(gpu.BUDGETS)
     assert bool(data["problems"]) == (not holds)
 
 
