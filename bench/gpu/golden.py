@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.gpu import gpu_report, references
 from fp8stack.conform import histories
 from fp8stack.conform import te as te_raw
-from fp8stack.conform.casts import SCALES
+from fp8stack.conform.casts import SCALES, TE_QUANTIZERS, rules
 from fp8stack.conform.checks import Context, Facts, Skipped
 from fp8stack.conform.golden import FOLDER
 from fp8stack.conform.inputs import (
@@ -33,7 +33,7 @@ from fp8stack.conform.inputs import (
     spiky_steps,
     values_of,
 )
-from fp8stack.formats import AmaxAlgorithm
+from fp8stack.formats import AmaxAlgorithm, Quantizer
 from fp8stack.precision import probe
 
 STEPS = 50
@@ -44,7 +44,6 @@ MODULE_HISTORY = 4
 ROWS = 32
 SIZES = {"Linear": (64, 32), "LayerNormLinear": (64, 32), "LayerNormMLP": (32, 64)}
 MATRICES = (("ordinary", "bf16"), ("special", "bf16"), ("ordinary", "fp32"))
-CURRENT = (("e4m3", False, 0.0), ("e5m2", False, 1e-3), ("e4m3", True, 0.0))
 
 Tensors = dict[str, Tensor]
 # The parameters of a case, among them its "kind", and its tensors.
@@ -133,14 +132,10 @@ def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
                 name = f"history {length} {algorithm} margin {margin}"
                 yield name, partial(_history, device, length, algorithm, margin)
     for kind, dtype in MATRICES:
-        for format, power_of_two, eps in CURRENT:
-            name = f"current {kind} {dtype} {format} {power_of_two} {eps:g}"
-            yield name, partial(_current, device, kind, dtype, format, power_of_two, eps)
-        for square in (False, True):
-            for power_of_two in (True, False) if dtype == "bf16" else (True,):
-                name = f"block {kind} {dtype} {'128x128' if square else '1x128'} {power_of_two}"
-                yield name, partial(_block, context, kind, dtype, square, power_of_two)
-        yield f"mxfp8 {kind} {dtype}", partial(_mxfp8, context, kind, dtype)
+        for scaling in ("current", "block", "mxfp8"):
+            for quantizer in TE_QUANTIZERS[scaling]:
+                name = f"{scaling} {kind} {dtype}: {rules(quantizer)}"
+                yield name, partial(_quantizer, context, scaling, f"{kind} {dtype}", quantizer)
     for module in te_raw.MODULES:
         for dtype in DTYPES:
             for scaling in ("delayed", "current", "block", "mxfp8"):
@@ -214,49 +209,23 @@ def _cast(device: str, dtype: str, format: str) -> Captured:
 
 
 def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) -> Captured:
-    te_raw.forget()
-    recipe = te_raw.recipe(
-        "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
-    )
-    sizes = (HISTORY_SIZES[1], HISTORY_SIZES[2])
-    layer = te_raw.module("Linear", sizes, torch.bfloat16, device, bias=False)
-    scales = []
-    for operands in spiky_steps(STEPS, *HISTORY_SIZES):
-        histories.te_step(layer, recipe, operands, device)
-        now = te_raw.scales_and_histories(layer)
-        scales.append(torch.stack([now[f"gemm1.{slot}"][0] for slot in histories.FORMATS]))
-    te_raw.forget()
-    saved = [now[f"gemm1.{slot}"][1] for slot in histories.FORMATS]
+    steps, scales = spiky_steps(STEPS, *HISTORY_SIZES), []
+    for state in histories.te_states(device, steps, length, algorithm, margin):
+        scales.append(torch.stack([state[f"{slot}.scale"] for slot in histories.FORMATS]))
+    saved = [state[f"{slot}.amax_history"] for slot in histories.FORMATS]
     facts = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
     return facts, {"scales": torch.stack(scales), "histories": torch.stack(saved, dim=1)}
 
 
-def _current(
-    device: str, kind: str, dtype: str, format: str, power_of_two: bool, eps: float
-) -> Captured:
-    made = te_raw.current(small_matrix(kind, dtype).to(device), format, power_of_two, eps)
-    scale = "power_of_two" if power_of_two else "float32"
-    facts = _quantizer(kind, dtype, format=format, scale=scale, eps=eps)
-    return facts, _both_ways(made._replace(across=None))
-
-
-def _quantizer(kind: str, dtype: str, **fields: Any) -> dict[str, Any]:
-    return {"kind": "quantizer", "input": f"inputs/matrix {kind} {dtype}", "quantizer": fields}
-
-
-def _block(context: Context, kind: str, dtype: str, square: bool, power_of_two: bool) -> Captured:
-    context.need_te("block")
-    made = te_raw.blocks(small_matrix(kind, dtype).to(context.device), square, power_of_two)
-    scale, block = "power_of_two" if power_of_two else "float32", (128 if square else 1, 128)
-    # A square block's other copy is the same bytes, transposed: `fp8stack conform` compares it.
-    facts = _quantizer(kind, dtype, scale=scale, block=block)
-    return facts, _both_ways(made._replace(across=None) if square else made)
-
-
-def _mxfp8(context: Context, kind: str, dtype: str) -> Captured:
-    context.need_te("mxfp8")
-    made = te_raw.mxfp8(small_matrix(kind, dtype).to(context.device))
-    return _quantizer(kind, dtype, scale="e8m0", block=(1, 32)), _both_ways(made)
+def _quantizer(context: Context, scaling: str, x: str, quantizer: Quantizer) -> Captured:
+    context.need_te(scaling)
+    made = te_raw.quantize(small_matrix(*x.split()).to(context.device), quantizer)
+    tensors = {"bytes along": made.along, "scales along": made.scales}
+    # The other copy of a tensor or of squares is the same bytes, transposed: `fp8stack conform`
+    # compares it.
+    if not quantizer.turns and made.across is not None and made.scales_across is not None:
+        tensors |= {"bytes across": made.across, "scales across": made.scales_across}
+    return references.quantizer_case(quantizer, f"matrix {x}"), tensors
 
 
 def _weight_bytes(layer: Any) -> dict[str, Tensor]:
@@ -267,13 +236,6 @@ def _weight_bytes(layer: Any) -> dict[str, Tensor]:
     found = {} if data is None else {"weight bytes": data}
     inverse = getattr(kept, "_scale_inv", None)
     return found if inverse is None else found | {"weight inverse": inverse.reshape(())}
-
-
-def _both_ways(made: te_raw.Quantized) -> Tensors:
-    tensors = {"bytes along": made.along, "scales along": made.scales}
-    if made.across is not None and made.scales_across is not None:
-        tensors |= {"bytes across": made.across, "scales across": made.scales_across}
-    return tensors
 
 
 def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:

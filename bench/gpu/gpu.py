@@ -12,13 +12,14 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.cells import append_line, json_lines
-from bench.gpu import gpu_report, losses, visit
+from bench.gpu import golden, gpu_report, losses, visit
 from bench.gpu.gpu_report import TIME_IS_UP, Report
 from fp8stack.conform.checks import Check, Context, Facts, run_check
 from fp8stack.conform.suite import GROUPS
@@ -35,37 +36,43 @@ CONFORM = {
 }
 GRACE = 15.0  # after its budget a section starts no other case; after this it is stopped
 
-Section = Callable[[Context, Path, float], Iterator[Check]]
 
+@dataclass(frozen=True)
+class Section:
+    """Cases that share a process and `budget` seconds; `count` are the most that are run, None:
+    all. What they leave beside rows goes into the folder."""
 
-def _capture(context: Context, folder: Path) -> Facts:
-    from bench.gpu import golden  # it needs safetensors, which the other sections do not
+    name: str
+    context: Context
+    folder: Path
+    budget: float
+    count: int | None = None
 
-    return golden.captured(context, folder)
+    def cases(self, deadline: float) -> Iterator[Check]:
+        if self.name == "losses":
+            return losses.cases(self.context, deadline)
+        if self.name == "golden":
+            return iter([Check("capture", partial(golden.captured, self.context, self.folder))])
+        groups = CONFORM[self.name]
+        return itertools.chain.from_iterable(GROUPS[group](self.context) for group in groups)
 
-
-def _conform(name: str, context: Context, folder: Path, deadline: float) -> Iterator[Check]:
-    return itertools.chain.from_iterable(GROUPS[group](context) for group in CONFORM[name])
-
-
-SECTIONS: dict[str, Section] = {
-    "casts": partial(_conform, "casts"),
-    "histories": partial(_conform, "histories"),
-    "golden": lambda context, folder, deadline: iter(
-        [Check("capture", partial(_capture, context, folder))]
-    ),
-    "layers": partial(_conform, "layers"),
-    "losses": lambda context, folder, deadline: losses.cases(context, deadline),
-}
+    def work(self, path: Path) -> None:
+        """Run the cases here, each row written as soon as it is known."""
+        deadline = time.monotonic() + self.budget
+        for case in itertools.islice(self.cases(deadline), self.count):
+            append_line(path, {"starting": case.name})
+            late = time.monotonic() > deadline
+            row = {"check": case.name, "skipped": TIME_IS_UP} if late else run_check(case)
+            append_line(path, row)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sections",
         type=_sections,
-        default=list(SECTIONS),
+        default=list(BUDGETS),
         metavar="A,B",
-        help=f"some of {','.join(SECTIONS)} (default: all)",
+        help=f"some of {','.join(BUDGETS)} (default: all)",
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="20 steps instead of 200, one shape of layers")
@@ -82,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sections(text: str) -> list[str]:
     chosen = text.split(",")
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {','.join(SECTIONS)}")
-    return [name for name in SECTIONS if name in chosen]
+    if unknown := [name for name in chosen if name not in BUDGETS]:
+        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {','.join(BUDGETS)}")
+    return [name for name in BUDGETS if name in chosen]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -107,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.sections:
         left = WHOLE - (time.monotonic() - start)
         budget = min(BUDGETS[name], left)
-        add_section(report, name, context, folder, budget, arguments.cases)
+        add_section(report, Section(name, context, folder, budget, arguments.cases))
         gpu_report.write(report, folder)
     print(f"written: {folder}/gpu.json and gpu.md, after {time.monotonic() - start:.0f} s")
     if found := gpu_report.problems(report):
@@ -115,33 +122,22 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def add_section(
-    report: Report,
-    name: str,
-    context: Context,
-    folder: Path,
-    budget: float,
-    cases: int | None = None,
-) -> None:
-    """Run one section, or so many of its cases, in a process of its own, and add its rows to the
-    report."""
+def add_section(report: Report, section: Section) -> None:
+    """Run one section in a process of its own, and add its rows to the report."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
-        problem = in_a_process(
-            partial(work, name, context, folder, budget, path, cases), budget + GRACE
-        )
+        problem = in_a_process(partial(section.work, path), section.budget + GRACE)
         rows, unfinished = read_rows(path)
     if problem and unfinished:
         problem = f"{problem} in the case '{unfinished}'"
-    seconds = round(time.monotonic() - start, 1)
-    report["sections"][name] = {
-        "seconds": seconds,
-        "budget_s": round(budget, 1),
+    found = report["sections"][section.name] = {
+        "seconds": round(time.monotonic() - start, 1),
+        "budget_s": round(section.budget, 1),
         "problem": problem,
         "cases": rows,
     }
-    print(f"{name}: {gpu_report.summary(report['sections'][name])}", flush=True)
+    print(f"{section.name}: {gpu_report.summary(found)}", flush=True)
 
 
 def in_a_process(target: Callable[[], None], seconds: float) -> str:
@@ -154,20 +150,6 @@ def in_a_process(target: Callable[[], None], seconds: float) -> str:
         process.join()
         return f"stopped after {seconds:.0f} s"
     return f"died with exit code {process.exitcode}" if process.exitcode else ""
-
-
-def work(
-    name: str, context: Context, folder: Path, budget: float, path: Path, cases: int | None
-) -> None:
-    """Run a section's cases here, each row written as soon as it is known."""
-    deadline = time.monotonic() + budget
-    for case in itertools.islice(SECTIONS[name](context, folder, deadline), cases):
-        append_line(path, {"starting": case.name})
-        if time.monotonic() > deadline:
-            row: Facts = {"check": case.name, "skipped": TIME_IS_UP}
-        else:
-            row = run_check(case)
-        append_line(path, row)
 
 
 def read_rows(path: Path) -> tuple[list[Facts], str]:

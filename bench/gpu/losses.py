@@ -54,34 +54,27 @@ class Training:
 
 
 def cases(
-    context: Context, deadline: float = math.inf, training: Training | None = None
+    context: Context, deadline: float = math.inf, given: Training | None = None
 ) -> Iterator[Check]:
     """The trainings of all arms, each compared with bf16's, which is the first; `deadline` is on
     `time.monotonic`'s clock."""
-    training = training or Training(steps=20 if context.quick else 200)
+    training = given or Training(steps=20 if context.quick else 200)
     found: dict[tuple[str, str], Facts] = {}
+
+    def compared(arm: tuple[str, str]) -> Facts:
+        """The arm's training; it holds if the losses are finite and near bf16's."""
+        facts = found[arm] = train(context, training, *arm, deadline=deadline)
+        facts["holds"] = all(map(math.isfinite, facts["losses"]))
+        reference = found.get(BF16, {}).get("mean_of_last")
+        if arm != BF16 and reference and facts["mean_of_last"]:
+            gap = 100 * (facts["mean_of_last"] / reference - 1)
+            facts["gap_to_bf16_percent"] = round(gap, 3)
+            if training.steps >= COMPARED_FROM:
+                facts["holds"] = facts["holds"] and abs(gap) <= MOST_APART_PERCENT
+        return facts
+
     for arm in ARMS:
-        check = partial(_compared, context, training, arm, found, deadline)
-        yield Check(f"{arm[1]} by {arm[0]}, {training}", check)
-
-
-def _compared(
-    context: Context,
-    training: Training,
-    arm: tuple[str, str],
-    found: dict[tuple[str, str], Facts],
-    deadline: float,
-) -> Facts:
-    """The arm's training; it holds if the losses are finite and near bf16's."""
-    facts = found[arm] = train(context, training, *arm, deadline=deadline)
-    facts["holds"] = all(map(math.isfinite, facts["losses"]))
-    reference = found.get(BF16, {}).get("mean_of_last")
-    if arm != BF16 and reference and facts["mean_of_last"]:
-        gap = 100 * (facts["mean_of_last"] / reference - 1)
-        facts["gap_to_bf16_percent"] = round(gap, 3)
-        if training.steps >= COMPARED_FROM:
-            facts["holds"] = facts["holds"] and abs(gap) <= MOST_APART_PERCENT
-    return facts
+        yield Check(f"{arm[1]} by {arm[0]}, {training}", partial(compared, arm))
 
 
 def train(

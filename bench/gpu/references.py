@@ -28,7 +28,7 @@ from fp8stack.conform.inputs import NVFP4, amaxes, matrix, ties
 from fp8stack.formats import Quantizer
 
 Tensors = dict[str, Tensor]
-Captured = tuple[dict[str, Any], Tensors]
+Made = Iterator[tuple[str, dict[str, Any], Tensors]]
 _WIDE = {dtype: matrix("ordinary", dtype)[:136, :144].clone() for dtype in ("bf16", "fp32")}
 INPUTS = {
     **{f"ordinary {dtype}": x[:64, :96].clone() for dtype, x in _WIDE.items()},
@@ -116,9 +116,11 @@ def captured(tests: Path, commit: str) -> tuple[dict[str, Any], Tensors]:
     tensors = {f"inputs/{name}": x for name, x in INPUTS.items()}
     tensors["inputs/amaxes"] = _amaxes()
     cases = []
-    makers = (_delayed(package), _current(package), _nvfp4(package))
     told = f"transformer-engine {version}, transformer_engine/pytorch"
-    for source, maker in [*((told, each) for each in makers), *_of_tests(tests, commit)]:
+    makers = [(told, maker(package)) for maker in (_delayed, _current, _nvfp4)]
+    told = f"TransformerEngine {commit}, tests/pytorch"
+    makers += [(told, maker(tests)) for maker in (_blocks, _mxfp8, _swizzle)]
+    for source, maker in makers:
         for name, case, made in maker:
             cases.append({"name": name, "source": source, **case})
             tensors |= {f"{name}/{key}": value for key, value in made.items()}
@@ -130,14 +132,6 @@ def captured(tests: Path, commit: str) -> tuple[dict[str, Any], Tensors]:
         "cases": cases,
     }
     return description, tensors
-
-
-Made = Iterator[tuple[str, dict[str, Any], Tensors]]
-
-
-def _of_tests(tests: Path, commit: str) -> list[tuple[str, Made]]:
-    told = f"TransformerEngine {commit}, tests/pytorch"
-    return [(told, maker(tests)) for maker in (_blocks, _mxfp8, _swizzle)]
 
 
 def _amaxes() -> Tensor:
@@ -185,7 +179,8 @@ def _delayed(package: Path) -> Made:
         yield name, {**case, "input": "inputs/amaxes"}, made
 
 
-def _quantizer(quantizer: Quantizer, x: str) -> dict[str, Any]:
+def quantizer_case(quantizer: Quantizer, x: str) -> dict[str, Any]:
+    """How a case of this quantizer and input is described."""
     plain = Quantizer()
     fields = {k: v for k, v in dataclasses.asdict(quantizer).items() if v != getattr(plain, k)}
     return {"kind": "quantizer", "input": f"inputs/{x}", "quantizer": fields}
@@ -205,7 +200,7 @@ def _current(package: Path) -> Made:
                 quantizer = Quantizer(format=format, scale=scale, eps=eps)  # type: ignore[arg-type]
                 made = {"bytes along": (values * into).to(dtype), "scales along": out}
                 name = f"current: {format}, {scale}, eps {eps:g}, {x}"
-                yield name, _quantizer(quantizer, x), _as_bytes(made)
+                yield name, quantizer_case(quantizer, x), _as_bytes(made)
 
 
 def _as_bytes(made: Tensors) -> Tensors:
@@ -233,7 +228,7 @@ def _nvfp4(package: Path) -> Made:
                     turned = [t if way == "along" else t.t() for t in (found.data, scales)]
                     fields |= {f"bytes {way}": turned[0], f"scales {way}": turned[1]}
                 name = f"nvfp4: {tile[0]}x{tile[1]}{', hadamard' if hadamard else ''}, {x}"
-                yield name, _quantizer(quantizer, x), _as_bytes(fields)
+                yield name, quantizer_case(quantizer, x), _as_bytes(fields)
 
 
 def _blocks(tests: Path) -> Made:
@@ -257,7 +252,7 @@ def _blocks(tests: Path) -> Made:
                     del fields["bytes across"], fields["scales across"]
                 quantizer = Quantizer(block=block, scale=kind)
                 name = f"block: {block[0]}x{block[1]}, {kind}, {x}"
-                yield name, _quantizer(quantizer, x), _as_bytes(fields)
+                yield name, quantizer_case(quantizer, x), _as_bytes(fields)
 
 
 def _mxfp8(tests: Path) -> Made:
@@ -277,11 +272,11 @@ def _mxfp8(tests: Path) -> Made:
             made = codes.view(torch.uint8)[::32], scales[::32]
             turned = [t if way == "along" else t.t() for t in made]
             fields |= {f"bytes {way}": turned[0], f"scales {way}": turned[1]}
-        yield f"mxfp8: 1x32, {x}", _quantizer(Quantizer(block=(1, 32), scale="e8m0"), x), fields
+        yield f"mxfp8: 1x32, {x}", quantizer_case(Quantizer(block=(1, 32), scale="e8m0"), x), fields
         codes, scales, _ = quantize(INPUTS[x])
         fields = {"bytes along": codes.view(torch.uint8), "scales along": scales[::32]}
         square = Quantizer(block=(32, 32), scale="e8m0")
-        yield f"mxfp8: 32x32, {x}", _quantizer(square, x), fields
+        yield f"mxfp8: 32x32, {x}", quantizer_case(square, x), fields
 
 
 def _swizzle(tests: Path) -> Made:

@@ -61,8 +61,8 @@ def _applies(marker: str) -> bool:
     other = re.search(r"""(platform_system|sys_platform|os_name)\s*==\s*["'](\w+)""", marker)
     if other and other[2].lower() not in ("linux", "posix"):
         return False
-    old = re.search(r"""python_version\s*<=?\s*["']3\.(\d+)""", marker)
-    return old is None or sys.version_info < (3, int(old[1]))
+    old = re.search(r"""python_version\s*<(=?)\s*["']3\.(\d+)""", marker)
+    return old is None or sys.version_info < (3, int(old[2]) + (old[1] == "="))
 
 
 def download(folder: Path, names: Iterable[str], python: str) -> list[str]:

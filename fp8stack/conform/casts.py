@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import numerics
@@ -30,11 +32,13 @@ from fp8stack.conform.inputs import (
     values_of,
     with_specials,
 )
+from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
-from fp8stack.numerics import RandomBits, fused
+from fp8stack.numerics import RandomBits, Rounded, fused
 from fp8stack.numerics.rounding import rounding
 from fp8stack.ops.fused_casts import cast_transpose
 from fp8stack.ops.kernels import has_kernel
+from fp8stack.ops.nvfp4 import cast_nvfp4
 
 # Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
@@ -64,14 +68,13 @@ COMPILED: dict[tuple[str, ...], Matrix] = {
 def casts(context: Context) -> Iterator[Check]:
     """Check every bfloat16, and float32 ties, limits and special values, with scales of all
     magnitudes."""
-    kernel = "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
     for dtype in DTYPES:
         for format in FORMAT_NAMES:
             ways: dict[str, Function] = {
                 "eager": _plain_cast,
-                f"with transpose and amax, by {kernel}": cast_transpose,
-                "by TE": _te_cast,
-                "by TE, with transpose": partial(_te_cast, across=True),
+                f"with transpose and amax, by {kernel_of(context)}": cast_transpose,
+                "by TE": partial(_te_cast, context, False),
+                "by TE, with transpose": partial(_te_cast, context, True),
             }
             for way, cast in ways.items():
                 run = partial(cast_check, context, dtype, format, cast)
@@ -81,11 +84,19 @@ def casts(context: Context) -> Iterator[Check]:
                 yield Check(f"{dtype} to {format}, compiled", run)
 
 
+def kernel_of(context: Context) -> str:
+    """What computes the torch backend's fused casts here."""
+    return "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
+
+
 def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
     return (numerics.cast_to_fp8(x, scale, format),)
 
 
-def _te_cast(x: Tensor, scale: Tensor, format: str, across: bool = False) -> tuple[Any, ...]:
+def _te_cast(
+    context: Context, across: bool, x: Tensor, scale: Tensor, format: str
+) -> tuple[Any, ...]:
+    context.need_te("delayed")
     made, amax = te.cast(x, scale, format, across)
     return made.along, None if made.across is None else made.across.t(), amax, made.scales
 
@@ -95,8 +106,6 @@ def cast_check(
 ) -> Facts:
     """Check `cast(x, scale, format)`: the bytes and, if returned, their transpose, the amax and the
     inverse scale."""
-    if getattr(cast, "func", cast) is _te_cast:
-        context.need_te("delayed")
     cast = context.compiled(cast) if compiled else cast
     x, parts = values_of(dtype, context.seed), {}
     values, on_device = x.float().numpy(), x.to(context.device)
@@ -112,24 +121,12 @@ def cast_check(
             for name, part, other in zip(names, found, expected, strict=False)
             if part is not None
         }
-        parts[f"scale {number:.9g}"] = _with_inputs(same_bits(pairs), x)
+        parts[f"scale {number:.9g}"] = same_bits(pairs, x=x)
     return merged(parts)
 
 
 def _tensor(array: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
-
-
-def _with_inputs(facts: Facts, x: Tensor) -> Facts:
-    """Add to the first differences the inputs of the cast, such as `x[3, 4]`."""
-    lines = []
-    for line in facts.get("first", []):
-        place, bracket, rest = line.partition("]")
-        if bracket and place.startswith("x["):
-            at = tuple(int(index) for index in place.removeprefix("x[").split(","))
-            line = f"x = {float(x[at]):.9g}{rest}"
-        lines.append(line)
-    return facts | ({"first": lines} if lines else {})
 
 
 # Scales
@@ -159,16 +156,7 @@ def scales_of(largest: Tensor) -> list[Tensor]:
 def scale_check(context: Context, compiled: bool) -> Facts:
     """Check scales of amaxes, including 0, inf and NaN, against IEEE float32 quotients."""
     largest = amaxes(context.seed)
-    known = [
-        oracles.scale_of(
-            largest.numpy(),
-            rule["format"],
-            rule.get("power_of_two", False),
-            rule.get("eps", 0.0),
-            rule.get("overflow", oracles.FLT_MAX),
-        )
-        for rule in _RULES
-    ]
+    known = [oracles.scale_of(largest.numpy(), **rule) for rule in _RULES]
     expected = [*known, *(np.float32(1) / scale for scale in known)]
     function = context.compiled(scales_of) if compiled else scales_of
     found = function(largest.to(context.device))
@@ -187,8 +175,8 @@ def quantizers(context: Context) -> Iterator[Check]:
         "values, by torch's operators": (as_values, 0),
     }
     if context.device == "cpu":
-        ways["values, by numba in 1 thread"] = as_fused_values, 1
-        ways[f"values, by numba in {THREADS} threads"] = as_fused_values, THREADS
+        for threads, told in ((1, "1 thread"), (THREADS, f"{THREADS} threads")):
+            ways[f"values, by numba in {told}"] = partial(as_values, sweep=True), threads
     for kind, family in families().items():
         for way, (function, threads) in ways.items():
             run = partial(family_check, context, family, partial(_all, function), threads=threads)
@@ -199,9 +187,11 @@ def quantizers(context: Context) -> Iterator[Check]:
             for way, function in (("bytes", as_bytes), ("values", as_values)):
                 run = partial(compiled_family, context, chosen, function, matrix)
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
+    run = partial(copies_check, context)
+    yield Check(f"nvfp4, both copies at once, by {kernel_of(context)}", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
-            for way in _TE_QUANTIZERS:
+            for way in TE_QUANTIZERS:
                 if (way, kind) == ("nvfp4", "special"):
                     continue  # it hides NaN, which ours report
                 check = partial(te_check, context, way, kind, dtype)
@@ -218,6 +208,16 @@ def _in_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def matrices_of(context: Context) -> list[Matrix]:
+    """The matrices that quantizers are checked with."""
+    return MATRICES[:3] if context.quick else MATRICES
+
+
+def drawn_bits(context: Context) -> RandomBits:
+    """The random bits of `DRAWN`."""
+    return RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
+
+
 def _all(function: Function, family: Family, x: Tensor, drawn: RandomBits) -> Any:
     """The results of a function for `x` and each quantizer of a family."""
     return {
@@ -232,20 +232,17 @@ def as_bytes(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[
     return [part for each in made for part in (each.data, each.scales)]
 
 
-def as_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both directions, by torch's operators."""
-    made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
-    return [part for each in made for part in (each.values, _one(each.factor, x))]
-
-
-def as_fused_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both directions, in one sweep where that is possible."""
-    made = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
-    return [part for each in made for part in (each.values, _one(each.factor, x))]
-
-
-def _one(factor: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ones((), device=x.device) if factor is None else factor
+def as_values(
+    x: Tensor, quantizer: Quantizer, drawn: RandomBits | None, sweep: bool = False
+) -> list[Tensor]:
+    """Values and factors for both directions, by torch's operators, or in one `sweep` where that is
+    possible."""
+    if sweep:
+        made: Sequence[Rounded] = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
+    else:
+        made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
+    one = torch.ones((), device=x.device)
+    return [p for r in made for p in (r.values, one if r.factor is None else r.factor)]
 
 
 @lru_cache(maxsize=8)
@@ -261,12 +258,14 @@ def made_of(kind: Matrix, seed: int) -> Tensor:
 @lru_cache(maxsize=256)
 def expected_of(kind: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
     """The expected result of quantizing a matrix, for GEMMs over the columns, and over the rows."""
-    x = made_of(kind, seed)
-    drawn = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
-    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
-    return [
-        oracles.quantize(values, quantizer, dim, overflow=overflow, bits=drawn) for dim in (1, 0)
-    ]
+    return [known_of(made_of(kind, seed), quantizer, dim) for dim in (1, 0)]
+
+
+def known_of(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.Quantized:
+    """What the reference makes of a matrix, with the random bits of `DRAWN`."""
+    bits = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
+    overflow = torch.finfo(x.dtype).max
+    return oracles.quantize(x.float().numpy(), quantizer, dim, overflow=overflow, bits=bits)
 
 
 def family_check(
@@ -280,9 +279,8 @@ def family_check(
     `as_values`, numba's kernels in this number of `threads`."""
     if threads and (why_not := fused.why_not()):
         raise Skipped(why_not)
-    parts = {}
-    drawn = RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
-    for each in given or (MATRICES[:3] if context.quick else MATRICES):
+    parts, drawn = {}, drawn_bits(context)
+    for each in given or matrices_of(context):
         x = made_of(each, context.seed).to(context.device)
         # Only of ties are a transform's sums exact in any order.
         chosen = {n: q for n, q in family.items() if each[0] == "ties" or not q.hadamard}
@@ -336,9 +334,42 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
     return np.moveaxis(rows[:, ::2] + 16 * rows[:, 1::2], -1, dim)
 
 
+def copies_check(context: Context) -> Facts:
+    """Check both NVFP4 copies of a matrix, as the torch backend makes them: codes, scales in
+    tiles, and the upper scale."""
+    pairs, drawn = {}, drawn_bits(context)
+    for each, (name, across) in product(matrices_of(context), families()["nvfp4"].items()):
+        if across.hadamard and each[0] != "ties":  # see `family_check`
+            continue
+        x = made_of(each, context.seed)
+        x = F.pad(x, (0, -x.shape[1] % 16, 0, -x.shape[0] % 16))
+        along, bits = (
+            replace(across, hadamard=0),
+            (drawn, drawn) if across.stochastic else (None, None),
+        )
+        made = cast_nvfp4(x.to(context.device), along, across, bits)
+        for copy, quantizer, dim in zip(made, (along, across), (1, 0), strict=True):
+            assert copy is not None
+            assert copy.whole is not None
+            known = known_of(x, quantizer, dim)
+            codes, scales = (
+                packed(known.codes, quantizer, dim),
+                oracles.encode(known.stored, "e4m3"),
+            )
+            if dim == 0:
+                codes, scales = codes.T, scales.T
+            scales = scales.repeat(len(codes) // len(scales), 0)  # of squares one for each row
+            upper = np.where(np.isnan(known.values).any(), np.nan, known.factor).astype(np.float32)
+            what = f"{name} of {' '.join(each)}: %s, dim {dim}"
+            pairs[what % "codes"] = copy.data, _tensor(codes)
+            pairs[what % "scales"] = copy.inv_scale.flatten(), tiles(_tensor(scales))
+            pairs[what % "upper scale"] = copy.whole, _tensor(upper.reshape(()))
+    return same_values(pairs)
+
+
 # Transformer Engine's quantizers, of each scaling that it has
 
-_TE_QUANTIZERS: dict[str, list[Quantizer]] = {
+TE_QUANTIZERS: dict[str, list[Quantizer]] = {
     "current": [
         Quantizer(), Quantizer(format="e5m2", eps=1e-3), Quantizer(scale="power_of_two"),
     ],
@@ -349,26 +380,24 @@ _TE_QUANTIZERS: dict[str, list[Quantizer]] = {
     "mxfp8": [MXFP8],
     "nvfp4": [NVFP4, replace(NVFP4, block=(16, 16))],
 }  # fmt: skip
-_BY_TE: dict[str, Callable[[Tensor, Quantizer, bool], te.Quantized]] = {
-    "current": lambda x, quantizer, power: te.current(x, quantizer.format, power, quantizer.eps),
-    "block": lambda x, quantizer, power: te.blocks(x, quantizer.turns, power),
-    "mxfp8": lambda x, quantizer, power: te.mxfp8(x),
-    "nvfp4": lambda x, quantizer, power: te.nvfp4(x, quantizer.turns),
-}
+
+
+def rules(quantizer: Quantizer) -> str:
+    """What one of these quantizers is, in words."""
+    return f"{quantizer.format}, {quantizer.block}, {quantizer.scale}, eps {quantizer.eps:g}"
 
 
 def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
     """Check the bytes and scales of TE's quantizers."""
     context.need_te(scaling)
     x = matrix(kind, dtype, context.seed)
-    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    for q in _TE_QUANTIZERS[scaling]:
-        made = _BY_TE[scaling](x.to(context.device), q, q.scale == "power_of_two")
+    for q in TE_QUANTIZERS[scaling]:
+        made = te.quantize(x.to(context.device), q)
         ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
         for dim, data, stored in ways:
-            what = f"{q.format}, {q.block}, {q.scale}, eps {q.eps:g}: %s, dim {dim}"
-            known = oracles.quantize(values, q, dim, overflow=overflow)
+            what = f"{rules(q)}: %s, dim {dim}"
+            known = known_of(x, q, dim)
             # Both copies have one scale, and TE may omit a copy.
             assert q.per_tensor or not (data is None or stored is None), what % "nothing"
             if stored is not None:
@@ -398,7 +427,6 @@ def bits_check(context: Context, compiled: bool) -> Facts:
     first, *known = KNOWN_BITS
     for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):
         found = draw(seed, stream, torch.tensor(counter, device=context.device), row)
-        rows = [oracles.philox(seed, stream, counter, 1, 14, row + at) for at in range(9)]
         name = f"seed {seed:#x}, stream {stream:#x}, pass {counter:#x}, from row {row:#x}"
-        pairs[name] = found, _tensor(np.concatenate(rows))
+        pairs[name] = found, _tensor(oracles.philox(seed, stream, counter, 9, 14, row))
     return same_bits(pairs)

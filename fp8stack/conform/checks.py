@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp8stack.precision import Hardware, Plan, Recipe, resolve
 Facts = dict[str, Any]
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
-EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has no infinity
+EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has neither infinity nor NaN
 _SHOWN = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -110,22 +110,25 @@ def brief(row: Facts) -> str:
     return f"does not hold: {facts}"[:400]
 
 
-def same_bits(pairs: Pairs) -> Facts:
-    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`."""
-    return _compared(pairs, _bits)
+def same_bits(pairs: Pairs, **inputs: Tensor) -> Facts:
+    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`. A difference
+    is told with its element of the `inputs`, if one has that name, else with its place."""
+    return _compared(pairs, _bits, inputs)
 
 
 def same_values(pairs: Pairs) -> Facts:
     """Like `same_bits`, but for numbers: zeros are equal whatever their signs, and so are all
     NaN."""
-    return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0))
+    return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0), {})
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(_INTEGERS[x.element_size()])
 
 
-def _compared(pairs: Pairs, bits: Callable[[Tensor], Tensor]) -> Facts:
+def _compared(
+    pairs: Pairs, bits: Callable[[Tensor], Tensor], inputs: Mapping[str, Tensor]
+) -> Facts:
     checked = differing = 0
     first: list[str] = []
     for name, (found, expected) in pairs.items():
@@ -138,7 +141,8 @@ def _compared(pairs: Pairs, bits: Callable[[Tensor], Tensor]) -> Facts:
             differing += len(odd)
             for index in odd[: max(0, _SHOWN - len(first))]:
                 at = tuple(index.tolist())
-                first.append(f"{name}{list(at)}: {_shown(found[at])}, not {_shown(expected[at])}")
+                place = f" = {float(inputs[name][at]):.9g}" if name in inputs else list(at)
+                first.append(f"{name}{place}: {_shown(found[at])}, not {_shown(expected[at])}")
         checked += expected.numel()
     facts: Facts = {"holds": differing == 0, "checked": checked, "differing": differing}
     return facts | ({"first": first[:_SHOWN]} if first else {})
@@ -174,13 +178,16 @@ def merged(parts: Mapping[str, Facts]) -> Facts:
 
 
 def sqnr_db(found: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio of `found` to `expected` in dB; NaN if one is not finite."""
+    """The signal-to-noise ratio of `found` to `expected` in dB, within `EXACT_DB` of 0; the lowest
+    if one is not finite."""
     reference = expected.double()
     error = float((found.double() - reference).square().sum())
     power = float(reference.square().sum())
+    if error == 0:
+        return EXACT_DB
     if not math.isfinite(error) or not math.isfinite(power) or power == 0:
-        return EXACT_DB if error == 0 else math.nan
-    return min(EXACT_DB, round(10 * math.log10(power / error), 2)) if error else EXACT_DB
+        return -EXACT_DB
+    return max(-EXACT_DB, min(EXACT_DB, round(10 * math.log10(power / error), 2)))
 
 
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
@@ -199,13 +206,6 @@ def backend_for(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Backend:
     if unserved:
         raise Skipped("; ".join(unserved))
     return build_backend(plan)
-
-
-def gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The gradient of each parameter that has one, by name."""
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            yield name, parameter.grad
 
 
 def mark_weights_changed(module: nn.Module) -> None:

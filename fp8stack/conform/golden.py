@@ -51,16 +51,22 @@ def golden(context: Context) -> Iterator[Check]:
 
 def compared(case: Case, tensors: Tensors, device: str = "cpu") -> Facts:
     """Compare one case, computed here, with the file: bytes, scales and histories."""
-    prefix = f"{case['name']}/"
-    fields = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
-    if not fields:
-        raise UserError(
-            f"The golden file has no tensors of {case['name']}. Install fp8stack again."
-        )
     given = {
         name: tensor.to(device) for name, tensor in tensors.items() if name.startswith("inputs/")
     }
-    return CHECKS[case["kind"]](case, fields, given)
+    return CHECKS[case["kind"]](case, fields_of(f"{case['name']}/", tensors), given)
+
+
+def fields_of(prefix: str, tensors: Tensors) -> Tensors:
+    """The tensors whose name begins with `prefix`, by the rest of it.
+
+    Raises:
+        UserError: there is none.
+    """
+    fields = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+    if not fields:
+        raise UserError(f"The golden file has no tensors of {prefix[:-1]}. Install fp8stack again.")
+    return fields
 
 
 def _cast(case: Case, fields: Tensors, given: Tensors) -> Facts:

@@ -6,7 +6,7 @@ another cast. TE's own history is that of its modules, recipe and update, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,21 +82,18 @@ def by_hand(context: Context) -> Facts:
         ours.update()
         slot.record(largest)
         slot.update()
-        state = ours.state_dict()
-        expected = torch.tensor(scale), torch.tensor(window, dtype=torch.float32)
-        found = {"ours": (state["x.scale"], state["x.amax_history"]), "reference": _state(slot)}
-        for who, values in found.items():
-            for what, one, other in zip(("scale", "window"), values, expected, strict=True):
-                pairs[f"{who}, step {step}: {what}"] = one, other
+        expected = _state(scale, window, "x")
+        found = {"ours": ours.state_dict(), "reference": _state(slot.scale, slot.window, "x")}
+        for who, state in found.items():
+            for what, value in expected.items():
+                pairs[f"{who}, step {step}: {what}"] = state[what], value
     return same_bits(pairs)
 
 
-def _state(slot: oracles.Slot) -> tuple[Tensor, Tensor]:
-    return torch.tensor(slot.scale), torch.tensor(slot.window, dtype=torch.float32)
-
-
-def _largest(x: Tensor) -> float:
-    return float(oracles.amax(x.float().numpy()).max())
+def _state(scale: float, window: Sequence[float], name: str) -> State:
+    """What `fp8_state` has of a slot."""
+    history = torch.tensor(window, dtype=torch.float32)
+    return {f"{name}.scale": torch.tensor(scale), f"{name}.amax_history": history}
 
 
 def _advance(history: AmaxHistory, recorded: Tensor) -> None:
@@ -125,48 +122,51 @@ def updates(context: Context, compiled: bool) -> Facts:
 
 def _same(found: State, slots: dict[str, oracles.Slot]) -> Facts:
     """Compare the scales and windows of `fp8_state` with those of slots."""
-    pairs = {}
-    for name, slot in slots.items():
-        scale, window = _state(slot)
-        pairs[f"{name}.scale"] = found[f"{name}.scale"], scale
-        pairs[f"{name}.amax_history"] = found[f"{name}.amax_history"], window
-    return same_bits(pairs)
+    states = [_state(slot.scale, slot.window, name) for name, slot in slots.items()]
+    return same_bits({n: (found[n], value) for state in states for n, value in state.items()})
 
 
 def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
     """TE's scales and amax histories after each step."""
     context.need_te("delayed")
+    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
+    steps = spiky_steps(STEPS, ROWS, 64, 32, context.seed)
+    states = te_states(context.device, steps, length, algorithm, margin)
+    parts = {}
+    for step, (operands, state) in enumerate(zip(steps, states, strict=True)):
+        feed(slots, operands)
+        parts[f"step {step}"] = _same(state, slots)
+    return merged(parts)
+
+
+def te_states(
+    device: str, steps: list[Operands], length: int, algorithm: AmaxAlgorithm, margin: int
+) -> Iterator[State]:
+    """The state of a TE linear after each step, whose operands it is given, as `fp8_state` has that
+    of a layer of ours."""
     te.forget()
     recipe = te.recipe(
         "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
     )
-    layer = te.module("Linear", (64, 32), torch.bfloat16, context.device, bias=False)
-    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
-    parts = {}
-    for step, operands in enumerate(spiky_steps(STEPS, ROWS, 64, 32, context.seed)):
-        te_step(layer, recipe, operands, context.device)
-        feed(slots, operands)
+    outputs, inputs = steps[0].w.shape
+    layer = te.module("Linear", (inputs, outputs), torch.bfloat16, device, bias=False)
+    for operands in steps:
+        x, w, dy = (operand.to(device) for operand in operands)
+        with torch.no_grad():
+            layer.get_parameter("weight").copy_(w)
+        te.run(layer, recipe, x, dy)
         state: State = {}
         for name, (scale, window) in te.scales_and_histories(layer).items():
             operand = name.removeprefix("gemm1.")
             state |= {f"{operand}.scale": scale, f"{operand}.amax_history": window}
-        parts[f"step {step}"] = _same(state, slots)
+        yield state
     te.forget()
-    return merged(parts)
-
-
-def te_step(layer: nn.Module, recipe: Any, operands: Operands, device: str) -> dict[str, Tensor]:
-    """One pass of a TE linear, with the weight set to the step's."""
-    x, w, dy = (operand.to(device) for operand in operands)
-    with torch.no_grad():
-        layer.get_parameter("weight").copy_(w)
-    return te.run(layer, recipe, x, dy)
 
 
 def feed(slots: dict[str, oracles.Slot], operands: Operands) -> None:
     """Give slots the amaxes of one step, and update them."""
     for slot, operand in zip(slots.values(), operands, strict=True):
-        slot.record(_largest(operand))
+        slot.record(float(oracles.amax(operand.float().numpy()).max()))
         slot.update()
 
 
@@ -191,43 +191,36 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
     model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES)).to(context.device)
     called = context.compiled(model) if compiled else model
     slots = {
-        f"{layer}.{operand}": oracles.Slot(format, WINDOW, 0, algorithm)
-        for layer in SHAPES
-        for operand, format in FORMATS.items()
+        name: {o: oracles.Slot(format, WINDOW, 0, algorithm) for o, format in FORMATS.items()}
+        for name in SHAPES
     }
+    named = {f"{name}.{o}": slot for name, each in slots.items() for o, slot in each.items()}
+    count = 26 if context.quick else STEPS  # each kind of step occurs once
+    series = [
+        spiky_steps(count, ROWS, *shape, seed=100 * context.seed + 10 * number)
+        for number, shape in enumerate(SHAPES.values())
+    ]
     parts = {}
-    steps = 26 if context.quick else STEPS  # each kind of step occurs once
-    for step, layers in enumerate(zip(*_series(steps, context.seed), strict=True)):
+    for step, layers in enumerate(zip(*series, strict=True)):
         with torch.no_grad():
             for layer, operands in zip(model.layers, layers, strict=True):
                 layer.get_parameter("weight").copy_(operands.w)
         mark_weights_changed(model)
-        _pass(called, layers, context.device)
-        for name, operands in zip(SHAPES, layers, strict=True):
-            feed({o: slots[f"{name}.{o}"] for o in FORMATS}, operands)
-        if step % 7 == 3:
-            again = [_halved(operands) for operands in layers]
-            _pass(called, again, context.device)
-            for name, (x, _, dy) in zip(SHAPES, again, strict=True):
-                nothing = torch.zeros(1)  # a weight is cast once
-                feed({o: slots[f"{name}.{o}"] for o in FORMATS}, Operands(x, nothing, dy))
+        batches = [layers]
+        if step % 7 == 3:  # other data, and the same weight, which is cast once
+            cast = torch.zeros(1)
+            batches.append(tuple(Operands(x * 3, cast, dy * 0.5) for x, _, dy in layers))
+        for batch in batches:
+            _pass(called, batch, context.device)
+            for name, operands in zip(SHAPES, batch, strict=True):
+                feed(slots[name], operands)
         if step % 10 == 5 and not compiled:
-            _evaluate(model, layers, context.device)
-        parts[f"step {step}"] = _same(fp8_state(model), slots)
+            model.eval()
+            with torch.no_grad():
+                model([operands.x.to(context.device) * 100 for operands in layers])
+            model.train()
+        parts[f"step {step}"] = _same(fp8_state(model), named)
     return merged(parts)
-
-
-def _series(steps: int, seed: int) -> list[list[Operands]]:
-    """The operands of each layer in each step."""
-    return [
-        spiky_steps(steps, ROWS, *shape, seed=100 * seed + 10 * number)
-        for number, shape in enumerate(SHAPES.values())
-    ]
-
-
-def _halved(operands: Operands) -> Operands:
-    """Another micro-batch: other data, the same weight."""
-    return Operands(operands.x * 3, operands.w, operands.dy * 0.5)
 
 
 def _pass(model: Callable[..., Any], layers: Any, device: str) -> None:
@@ -235,10 +228,3 @@ def _pass(model: Callable[..., Any], layers: Any, device: str) -> None:
     outputs = model(inputs)
     grads = [operands.dy.to(device, y.dtype) for operands, y in zip(layers, outputs, strict=True)]
     torch.autograd.backward(outputs, grads)
-
-
-def _evaluate(model: nn.Module, layers: Any, device: str) -> None:
-    model.eval()
-    with torch.no_grad():
-        model([operands.x.to(device) * 100 for operands in layers])
-    model.train()

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fp8stack.conform.checks import Check, Context, Facts, same_bits
 from fp8stack.ops.scaled_gemm import Scales, pack_scales
 
 SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole and partial tiles
 
-
-_TILED = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
+# The dtypes of scales that lie in tiles; others are float32.
+STORED = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
 
 
 def layouts(context: Context) -> Iterator[Check]:
@@ -30,36 +32,32 @@ def layout(context: Context, kind: Scales) -> Facts:
     """Check a layout with scales that differ as far as there are codes."""
     pairs = {}
     for rows, columns in SIZES:
-        numbers = torch.arange(rows * columns).view(rows, columns)
-        if kind in _TILED:
-            codes = (numbers * 37 % 251 + 1).to(torch.uint8)
-            given, expected = codes.view(_TILED[kind]), _tiles(codes)
+        given = torch.arange(rows * columns).view(rows, columns)
+        if kind in STORED:
+            given = (given * 37 % 251 + 1).to(torch.uint8)
+            packed = pack_scales(given.view(STORED[kind]).to(context.device), kind)
+            found, expected = packed.view(torch.uint8).reshape(-1), tiles(given)
         else:
-            given = numbers.float()
-            expected = given.t().reshape(-1)
-        packed = pack_scales(given.to(context.device), kind)
-        name = f"{rows} x {columns}"
-        if kind in _TILED:
-            found = packed.view(torch.uint8).reshape(-1)
-        elif kind is Scales.ROWS:
-            found = packed.t().reshape(-1) if packed.stride(0) == 1 or rows == 1 else packed
-        else:
-            padded = -(-columns // 4) * 4
-            expected = torch.zeros(rows, padded).index_copy_(1, torch.arange(columns), given)
-            lies = packed.stride() == (1, padded) and packed.shape == (padded, rows)
-            found, expected = packed.t() if lies else packed, expected
-        pairs[name] = found, expected
+            given = given.float()
+            packed, padded = pack_scales(given.to(context.device), kind), -(-columns // 4) * 4
+            if kind is Scales.ROWS:
+                expected, lies = given.t().reshape(-1), packed.stride(0) == 1 or rows == 1
+                found = packed.t().reshape(-1) if lies else packed
+            else:
+                expected = F.pad(given, (0, padded - columns))
+                lies = packed.stride() == (1, padded) and packed.shape == (padded, rows)
+                found = packed.t() if lies else packed
+        pairs[f"{rows} x {columns}"] = found, expected
     return same_bits(pairs)
 
 
-def _tiles(codes: torch.Tensor) -> torch.Tensor:
-    """Consecutive tiles of 128 rows and 4 columns; within a tile the scale of row r and column c is
-    at 16 (r % 32) + 4 (r // 32) + c."""
+def tiles(codes: Tensor) -> Tensor:
+    """Consecutive tiles of 128 rows and 4 columns, zeros where there are no scales: within a tile
+    the scale of row r and column c is at 16 (r % 32) + 4 (r // 32) + c."""
     rows, columns = codes.shape
     across = -(-columns // 4)
     made = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-    for r in range(rows):
-        for c in range(columns):
-            tile = r // 128 * across + c // 4
-            made[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes[r, c]
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)
+    tile = r // 128 * across + c // 4
+    made[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes
     return made

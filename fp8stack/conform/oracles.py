@@ -83,7 +83,7 @@ def amax(x: Array, axis: Any = None) -> Array:
 
 def scale_of(
     largest: Array,
-    name: str,
+    format: str,
     power_of_two: bool = False,
     eps: float = 0.0,
     overflow: float = FLT_MAX,
@@ -91,7 +91,7 @@ def scale_of(
     """`fp8_max / amax` in float32; 1 for an amax of 0, inf or NaN."""
     largest = np.where(largest < f32(eps), f32(eps), largest).astype(f32)
     with np.errstate(all="ignore"):
-        scale = f32(MAX[name]) / largest
+        scale = f32(MAX[format]) / largest
     scale = np.where(np.isinf(scale), f32(overflow), scale)
     scale = np.where((largest > 0) & (largest < np.inf), scale, f32(1))
     if power_of_two:  # frexp's mantissa is in [0.5, 1)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8stack.formats import Quantizer
+
 MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
@@ -48,77 +50,47 @@ def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quanti
 
 
 @torch.no_grad()
-def current(x: Tensor, format: str, power_of_two: bool, eps: float) -> Quantized:
-    """`Float8CurrentScalingQuantizer`: cast `x` with the scale of its own amax."""
+def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
+    """Both copies of a matrix, by TE's quantizer of this kind: `Float8CurrentScalingQuantizer`,
+    `Float8BlockQuantizer`, `MXFP8Quantizer` or `NVFP4Quantizer`."""
     import transformer_engine.pytorch as te
 
-    quantizer = te.Float8CurrentScalingQuantizer(
-        dtype_of(format),
-        device=x.device,
-        rowwise=True,
-        columnwise=True,
-        force_pow_2_scales=power_of_two,
-        amax_epsilon=eps,
-    )
-    return _per_tensor(quantizer(x))
+    format, square = dtype_of(quantizer.format), quantizer.turns
+    both: dict[str, Any] = {"rowwise": True, "columnwise": True}
+    power_of_two = quantizer.scale == "power_of_two"
+    rules = {"force_pow_2_scales": power_of_two, "amax_epsilon": quantizer.eps}
+    if quantizer.blocks is None:
+        cast = te.Float8CurrentScalingQuantizer(format, device=x.device, **both, **rules)
+        return _per_tensor(cast(x))
+    made: Any
+    if quantizer.scale == "e8m0":
+        made = te.MXFP8Quantizer(format, **both)(x)
+    elif quantizer.scale == "e4m3":
+        made = te.NVFP4Quantizer(**both, with_2d_quantization=square)(x)
+    else:
+        dims = 2 if square else 1
+        made = te.Float8BlockQuantizer(format, **both, **rules, block_scaling_dim=dims)(x)
+    data, turned = made._rowwise_data, made._columnwise_data
+    along, across = made._rowwise_scale_inv, made._columnwise_scale_inv
+    (rows, columns), (tall, wide) = x.shape, quantizer.blocks
+    if quantizer.scale == "e4m3":  # TE repeats the scales of squares
+        codes = (one[::tall].contiguous() for one in (along, across))
+        along, across = (one.view(torch.float8_e4m3fn).float() for one in codes)
+    if quantizer.scale != "e8m0":
+        turned = turned.t()
+        if wide == 128 and not square:
+            along = along.t()
+        else:
+            across = across.t()
+    along = along[: -(-rows // tall), : -(-columns // wide)]
+    across = across[: -(-rows // wide), : -(-columns // tall)]
+    return Quantized(data, along, turned, across)
 
 
 def _per_tensor(made: Any) -> Quantized:
     transposed = made._transpose  # None if GEMMs need none (10.x), or none was requested
     across = None if transposed is None else transposed.t()
     return Quantized(made._data, made._scale_inv.reshape(()), across, None)
-
-
-@torch.no_grad()
-def blocks(x: Tensor, square: bool, power_of_two: bool) -> Quantized:
-    """`Float8BlockQuantizer`: 128x128 blocks if `square`, else 1x128 along and 128x1 across."""
-    import transformer_engine.pytorch as te
-
-    made: Any = te.Float8BlockQuantizer(
-        dtype_of("e4m3"),
-        rowwise=True,
-        columnwise=True,
-        amax_epsilon=0.0,
-        force_pow_2_scales=power_of_two,
-        block_scaling_dim=2 if square else 1,
-    )(x)
-    rows, columns = x.shape
-    along, across = made._rowwise_scale_inv, made._columnwise_scale_inv
-    if square:
-        along, across = along[:, : _blocks(columns)], across[:, : _blocks(rows)].t()
-    else:  # TE keeps these transposed
-        along, across = along[:, :rows].t(), across[:, :columns]
-    return Quantized(made._rowwise_data, along, made._columnwise_data.t(), across)
-
-
-def _blocks(length: int) -> int:
-    return -(-length // 128)
-
-
-@torch.no_grad()
-def mxfp8(x: Tensor) -> Quantized:
-    """`MXFP8Quantizer`: 1x32 blocks along and 32x1 across, E4M3; the scales are E8M0 codes."""
-    import transformer_engine.pytorch as te
-
-    made: Any = te.MXFP8Quantizer(dtype_of("e4m3"), rowwise=True, columnwise=True)(x)
-    rows, columns = x.shape
-    along = made._rowwise_scale_inv[:rows, : columns // 32]
-    across = made._columnwise_scale_inv[: rows // 32, :columns]
-    return Quantized(made._rowwise_data, along, made._columnwise_data, across)
-
-
-@torch.no_grad()
-def nvfp4(x: Tensor, square: bool) -> Quantized:
-    """`NVFP4Quantizer`: 1x16 blocks along and 16x1 across, or squares of 16; E2M1 two to a byte in
-    the direction of the blocks, E4M3 scales, below TE's own scale per tensor."""
-    import transformer_engine.pytorch as te
-
-    made: Any = te.NVFP4Quantizer(rowwise=True, columnwise=True, with_2d_quantization=square)(x)
-    (rows, columns), step = x.shape, 16 if square else 1  # TE repeats the scales of squares
-    along = made._rowwise_scale_inv[:rows:step, : columns // 16]
-    across = made._columnwise_scale_inv[:columns:step, : rows // 16].t()
-    scales = [codes.contiguous().view(torch.float8_e4m3fn).float() for codes in (along, across)]
-    return Quantized(made._rowwise_data, scales[0], made._columnwise_data.t(), scales[1])
 
 
 def serves(scaling: str) -> str:

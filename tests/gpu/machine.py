@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,3 +32,13 @@ def require(check: Check) -> None:
 def require_plan(backend: str, recipe: str) -> None:
     """Skip where something else would run."""
     require(Check("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within, torch raises where the host would wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

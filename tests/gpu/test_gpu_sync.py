@@ -10,7 +10,7 @@ import torch
 from fp8stack.backends import fp8_state
 from fp8stack.ops import replay
 from tests.conftest import metrics
-from tests.gpu.machine import CONTEXT, require_plan
+from tests.gpu.machine import CONTEXT, no_waiting, require_plan
 from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.gpu
@@ -30,11 +30,8 @@ def test_a_training_step_waits_for_nothing(
     )
     small.advance(4)
     step = small.next_step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         loss, norm = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
     assert norm.isfinite()
 
@@ -63,12 +60,8 @@ def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
 
 
 def test_what_waits_is_found() -> None:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            torch.ones((), device=CONTEXT.device).item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones((), device=CONTEXT.device).item()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])

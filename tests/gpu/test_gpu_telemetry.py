@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8stack.formats import Quantizer
 from fp8stack.numerics.error import quantization_error
-from tests.gpu.machine import CONTEXT
+from tests.gpu.machine import CONTEXT, no_waiting
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.gpu
@@ -45,11 +45,8 @@ def test_a_sampled_step_reads_the_device_once(recipe: str, tmp_path: Path) -> No
     small = SmallLoop(tmp_path / "r", recipe, width=128, steps=9, telemetry_every=4)
     small.advance(3)
     step = small.next_step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     plan = small.run.plan
     rows = small.run.telemetry.finish(4, None, plan).rows
     assert len(rows) == 1 + 3 * sum(layer.fp8 for layer in plan.layers)

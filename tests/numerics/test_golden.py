@@ -93,7 +93,7 @@ def test_what_is_captured_of_the_stand_in_compares_well_and_is_small(captured: P
         check(case, tensors)
     kinds = [case["kind"] for case in description["cases"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {
-        "cast": 4, "history": 16, "quantizer": 22, "module": 24,
+        "cast": 4, "history": 16, "quantizer": 24, "module": 24,
     }  # fmt: skip
     assert captured.stat().st_size < MOST_BYTES
     assert captured.name == "te-2.20.2-stand-in.safetensors"
@@ -109,13 +109,13 @@ CHANGES = [
     ("history 4 max margin 0", "scales"),
     ("history 16 max margin 0", "histories"),
     ("history 1024 most_recent margin 0", "histories"),
-    ("current special bf16 e4m3 False 0", "bytes along"),
-    ("current ordinary fp32 e4m3 True 0", "scales along"),
-    ("block ordinary bf16 1x128 True", "bytes along"),
-    ("block special bf16 1x128 False", "scales across"),
-    ("block ordinary fp32 128x128 True", "scales along"),
-    ("mxfp8 ordinary bf16", "bytes across"),
-    ("mxfp8 special bf16", "scales along"),
+    ("current special bf16: e4m3, tensor, float32, eps 0", "bytes along"),
+    ("current ordinary fp32: e4m3, tensor, power_of_two, eps 0", "scales along"),
+    ("block ordinary bf16: e4m3, (1, 128), power_of_two, eps 0", "bytes along"),
+    ("block special bf16: e4m3, (1, 128), float32, eps 0", "scales across"),
+    ("block ordinary fp32: e4m3, (128, 128), power_of_two, eps 0", "scales along"),
+    ("mxfp8 ordinary bf16: e4m3, (1, 32), e8m0, eps 0", "bytes across"),
+    ("mxfp8 special bf16: e4m3, (1, 32), e8m0, eps 0", "scales along"),
     ("module Linear bf16 delayed", "weight bytes"),
     ("module Linear fp32 current", "weight inverse"),
     ("module Linear bf16 delayed", "scale gemm1.input"),
@@ -175,16 +175,16 @@ def test_what_cannot_be_captured_is_written_down_and_fails(
         raise RuntimeError("no kernel for this")
 
     def few(context: Context) -> object:
-        names = ("current ordinary bf16 e4m3 False 0", "cast bf16 e4m3")
-        return [(name, capture) for name, capture in every(context) if name in names]
+        chosen = (current, "cast bf16 e4m3")
+        return [(name, capture) for name, capture in every(context) if name in chosen]
 
-    every = golden.captures
-    monkeypatch.setattr(te_raw, "current", broken)
+    every, current = golden.captures, "current ordinary bf16: e4m3, tensor, float32, eps 0"
+    monkeypatch.setattr(te_raw, "quantize", broken)
     monkeypatch.setattr(golden, "captures", few)
     with te_with_quantizers():
         facts = golden.captured(Context(MACHINE), tmp_path)
     assert not facts["holds"]
     assert facts["captured"] == 1
-    assert "no kernel for this" in facts["not_captured"]["current ordinary bf16 e4m3 False 0"]
+    assert "no kernel for this" in facts["not_captured"][current]
     description, _ = load(tmp_path / facts["file"])
     assert "no kernel for this" in str(description["failed"])

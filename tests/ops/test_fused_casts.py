@@ -21,7 +21,7 @@ from fp8stack.ops import fused_casts
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
 from fp8stack.ops.scaled_gemm import Scales, pack_scales
-from tests.support.oracles import blocked, codes, decoded, fp8_codes, to_numpy
+from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,23 +214,21 @@ def of_mx(device: str) -> list[str]:
 def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
     made = cast_blocks(moved(one, device), quantizer, across=True, sums=True)
     values, limit = expected_exactly(one), float(torch.finfo(one.x.dtype).max)
-    power, wrong = quantizer.scale == "power_of_two", []
+    wrong = []
     for turned in (False, True):
         data, inverse = (
             (made.transposed, made.inv_scale_across) if turned else (made.data, made.inv_scale)
         )
         seen = np.ascontiguousarray(values.T if turned else values)
+        oracle = quantize(seen, quantizer, 1, overflow=limit)
+        inverse, known = inverse.cpu(), torch.from_numpy(oracle.stored)
         if quantizer.scale == "e8m0":
-            oracle = quantize(seen, quantizer, 1)
-            scales = torch.from_numpy(oracle.stored.astype(np.uint8)).view(torch.float8_e8m0fnu)
-            known = oracle.codes, codes(pack_scales(scales, Scales.MX))
-            inverse = torch.from_numpy(codes(inverse.cpu()))
-        else:
-            known = blocked(seen, (1, 128), "e4m3", power, limit)
+            known = pack_scales(known.to(torch.uint8).view(torch.float8_e8m0fnu), Scales.MX)
+            inverse, known = inverse.view(torch.uint8), known.view(torch.uint8)
         told = f"blocks of {one.name} {tuple(one.shape)}, {turned}: "
-        if not np.array_equal(codes(data.cpu()), known[0]):
+        if not np.array_equal(codes(data.cpu()), oracle.codes):
             wrong.append(told + "data")
-        if not np.array_equal(inverse.cpu().numpy(), known[1]):
+        if not torch.equal(inverse, known):
             wrong.append(told + "scales")
         if not inverse.t().is_contiguous():
             wrong.append(told + "layout")

@@ -17,6 +17,7 @@ WORK = (
     "tests.backends.test_kept_weights:few_differences",
 )
 ALL = (
+    "tests.conform.test_checks:interpreted_copies",
     "tests.ops.test_weights:differences",
     "tests.backends.test_kept_weights:interpreted_differences",
 )

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8stack.conform.checks import same_bits
 from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
 from fp8stack.ops import weights
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
-from tests.support.oracles import block_amax, blocked, codes, fp8_codes, scale_of, to_numpy
+from tests.support.oracles import block_amax, fp8_codes, to_numpy
 from tests.support.triton_code import ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,15 +63,19 @@ def differences(device: str = "cpu", every: bool = True) -> list[str]:
     wrong += of_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
     singles = [x for x, _ in matrices(torch.float32)]
     halves = [x for x, _ in matrices(torch.float16)]
-    for options in CURRENT:
-        wrong += of_current_scales(singles, Quantizer(**options), device)
-    wrong += of_current_scales(halves, Quantizer(format="e5m2"), device)
-    for options, tensors in zip(BLOCKS, (singles, halves), strict=True):
-        wrong += of_blocks(tensors, Quantizer(block=(128, 128), **options), device)
-    wrong += of_current_scales(aligned(), Quantizer(), device)
-    wrong += of_blocks(aligned(), Quantizer(block=(128, 128)), device)
-    for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True):
-        wrong += of_mx(tensors, Quantizer(**MX, scale_rounding=rounding), device)
+    rules = [(singles, Quantizer(**options)) for options in CURRENT]
+    rules.append((halves, Quantizer(format="e5m2")))
+    rules += [
+        (tensors, Quantizer(block=(128, 128), **options))
+        for options, tensors in zip(BLOCKS, (singles, halves), strict=True)
+    ]
+    rules += [(aligned(), Quantizer()), (aligned(), Quantizer(block=(128, 128)))]
+    rules += [
+        (tensors, Quantizer(**MX, scale_rounding=rounding))
+        for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True)
+    ]
+    for tensors, quantizer in rules:
+        wrong += of_own_scales(tensors, quantizer, device)
     return wrong
 
 
@@ -97,62 +102,49 @@ def of_given_scales(
             inverse = np.float32(1) / np.float32(SCALES[place])
         expected = fp8_codes(values, SCALES[place], name)
         told = f"{x.shape} {x.dtype} {name} {place}"
-        wrong += compared(told, copies, expected, [torch.tensor(inverse)] * 2)
+        wrong += compared(told, copies, [expected, expected.T], [torch.tensor(inverse)] * 2)
     before[:, 0] = torch.tensor(largest)
     return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
 
 
-def of_current_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
-    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
-    for _ in range(2):  # the second time, the first one's amaxes are gone
-        kept.cast()
-    for x, copies in zip(found, kept.copies, strict=True):
-        amax = max(block_amax(to_numpy(x)), np.float32(quantizer.eps))
-        scale = scale_of(amax, quantizer.format, quantizer.scale == "power_of_two")
-        expected = fp8_codes(to_numpy(x), scale, quantizer.format)
-        inverse = torch.tensor(np.float32(1) / scale)
-        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, expected, [inverse] * 2)
-    return wrong
-
-
-def of_blocks(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
+def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
     kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
     kept.cast()
+    kept.cast()  # of the first time nothing is left, such as amaxes
     for x, copies in zip(found, kept.copies, strict=True):
-        largest = float(torch.finfo(x.dtype).max)
-        power = quantizer.scale == "power_of_two"
-        expected, inverse = blocked(to_numpy(x), (128, 128), quantizer.format, power, largest)
-        packed = [pack_scales(torch.tensor(i), Scales.SQUARES) for i in (inverse, inverse.T)]
-        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, expected, packed)
+        values, largest = to_numpy(x), float(torch.finfo(x.dtype).max)
+        known = [
+            quantize(np.ascontiguousarray(seen), quantizer, 1, overflow=largest)
+            for seen in (values, values.T)
+        ]
+        inverses = [stored(torch.from_numpy(made.stored), quantizer) for made in known]
+        told = f"{x.shape} {x.dtype} {quantizer}"
+        wrong += compared(told, copies, [made.codes for made in known], inverses)
     return wrong
 
 
-def of_mx(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
-    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
-    kept.cast()
-    for x, copies in zip(found, kept.copies, strict=True):
-        for copy, seen in zip(copies, (x, x.t()), strict=True):
-            known = quantize(np.ascontiguousarray(to_numpy(seen)), quantizer, 1)
-            scales = torch.from_numpy(known.stored.astype(np.uint8)).view(torch.float8_e8m0fnu)
-            packed = codes(pack_scales(scales, Scales.MX))
-            told = f"{seen.shape} {x.dtype} {quantizer}"
-            if not np.array_equal(codes(copy.data.cpu()), known.codes):
-                wrong.append(f"{told}: bytes")
-            if not np.array_equal(codes(copy.inv_scale.cpu()), packed):
-                wrong.append(f"{told}: scales")
-    return wrong
+def stored(inverse: Tensor, quantizer: Quantizer) -> Tensor:
+    """Inverse scales as GEMMs take them."""
+    if quantizer.per_tensor:
+        return inverse.reshape(())
+    if quantizer.scale == "e8m0":
+        return pack_scales(inverse.to(torch.uint8).view(torch.float8_e8m0fnu), Scales.MX)
+    return pack_scales(inverse, Scales.SQUARES)
 
 
 def compared(
-    told: str, copies: tuple[Scaled, Scaled], expected: np.ndarray, inverses: list[Tensor]
+    told: str, copies: tuple[Scaled, Scaled], expected: list[np.ndarray], inverses: list[Tensor]
 ) -> list[str]:
     """What of a weight's copies is not as expected."""
     wrong = []
-    for copy, data, inverse in zip(copies, (expected, expected.T), inverses, strict=True):
-        if not np.array_equal(codes(copy.data.cpu()), data) or not copy.data.is_contiguous():
-            wrong.append(f"{told}: bytes {tuple(copy.data.shape)}")
-        if not torch.equal(copy.inv_scale.cpu(), inverse):
-            wrong.append(f"{told}: inverse scales {tuple(copy.inv_scale.shape)}")
+    for copy, data, inverse in zip(copies, expected, inverses, strict=True):
+        pairs = {
+            "bytes": (copy.data, torch.from_numpy(np.ascontiguousarray(data))),
+            "inverse scales": (copy.inv_scale, inverse),
+        }
+        wrong += [f"{told}: {line}" for line in same_bits(pairs).get("first", [])]
+        if not copy.data.is_contiguous():
+            wrong.append(f"{told}: layout {copy.data.stride()}")
     return wrong
 
 

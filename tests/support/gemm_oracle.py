@@ -1,12 +1,11 @@
 """What a quantized linear must compute: float64 GEMMs on what `conform`'s oracle quantizes."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.conform import oracles
+from fp8stack.conform.gemms import multiplied
 from fp8stack.formats import Operand, Quantizer, ScaleFormat
 from fp8stack.precision import load_recipe
 
@@ -45,25 +44,14 @@ def quantized(
         quantizer = Quantizer(block=(128 if name == "weight" else 1, 128), scale=power)
     elif recipe == "rowwise":
         quantizer = Quantizer(block="row", scale="power_of_two")
-    else:  # both Hadamard transforms of dw cancel, so the order of sums is not seen
+    else:
         table = load_recipe(recipe).quantizers
         assert table is not None
         found = table.along(name) if reduced else table.across(name)
         assert isinstance(found, Quantizer)
         quantizer = found
-    bits = None
-    if quantizer.stochastic:
-        drawn = draws.bits(name, not reduced, len(x))
-        bits = partial(oracles.philox, drawn.seed, drawn.stream, 0)
-    made = oracles.quantize(
-        x.float().numpy(),
-        quantizer,
-        reduced,
-        overflow=torch.finfo(x.dtype).max,
-        bits=bits,
-        scale=1.0 if recipe == "delayed" else None,
-    )
-    return torch.from_numpy(made.exact)
+    scale = 1.0 if recipe == "delayed" else None
+    return multiplied(x, quantizer, name, reduced, draws, scale)
 
 
 def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor, **options) -> list[Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend, fp8_state
 from fp8stack.conform.checks import mark_weights_changed, same_bits, sqnr_db
-from fp8stack.conform.golden import CHECKS, compared, load
+from fp8stack.conform.golden import CHECKS, compared, fields_of, load
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 __all__ = ["check", "load"]
@@ -34,9 +34,7 @@ def check(case: Case, tensors: Tensors) -> None:
         facts = compared(case, tensors)
         assert facts["holds"], facts
     else:
-        prefix = f"{case['name']}/"
-        fields = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        _module(case, fields, tensors)
+        _module(case, fields_of(f"{case['name']}/", tensors), tensors)
 
 
 def equal(found: Tensor, expected: Tensor, what: str) -> None:
@@ -89,8 +87,7 @@ class Chain(nn.Module):
 
 def _module(case: Case, fields: Tensors, tensors: Tensors) -> None:
     kind, scaling = case["module"], case["scaling"]
-    prefix = f"inputs/{kind} "
-    given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    given = fields_of(f"inputs/{kind} ", tensors)
     overrides = {"history_length": case["history_length"]} if scaling == "delayed" else {}
     plan = resolve(load_recipe(scaling, overrides), Hardware("cpu"), "emulate")
     plan = dataclasses.replace(plan, compute_dtype=case["dtype"])
