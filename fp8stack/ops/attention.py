@@ -5,12 +5,9 @@ B batch, T queries, S keys, H heads, G key/value heads, E head width.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from fp8stack.ops.kernels import TRITON_RUNS
 
 Mask = Tensor | BlockMask
 """What is added to the scores, [B or 1, 1, T, S]; or which blocks of them are computed."""
@@ -99,11 +98,9 @@ def document_blocks(documents_BT: Tensor) -> BlockMask:
     return create_block_mask(allowed, B, None, T, T, device=documents_BT.device)
 
 
-@cache
 def skips_blocks(device: torch.device) -> bool:
     """Whether flex attention runs on `device`: it is compiled, by Triton and a C compiler."""
-    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
-    return device.type == "cuda" and find_spec("triton") is not None and any(compilers)
+    return device.type == "cuda" and TRITON_RUNS
 
 
 def kernels_for_masks(device: torch.device) -> AbstractContextManager[None]:

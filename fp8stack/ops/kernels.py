@@ -5,6 +5,8 @@ The kernels themselves are in `triton_kernels`.
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +21,16 @@ from fp8stack.numerics.cast import FLT_MAX
 MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
 # Fused, the product would not be rounded to float32.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def _triton_runs() -> bool:
+    """Whether Triton is there, and the C compiler by which Triton 3.6 builds what launches a
+    kernel."""
+    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    return find_spec("triton") is not None and any(compilers)
+
+
+TRITON_RUNS = _triton_runs()  # here: `has_kernel` is compiled, and torch 2.11 compiles none of that
 
 
 # With fixed strides, inductor would write the bytes twice: for this operator, and for others.
@@ -51,8 +63,8 @@ def run_transpose(data: Tensor) -> Tensor:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernels run on `device`: Triton is there, and converts to both formats."""
-    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+    """Whether the kernels run on `device`: Triton works here, and converts to both formats."""
+    if device.type != "cuda" or torch.version.cuda is None or not TRITON_RUNS:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -40,9 +40,14 @@ MULTIPLES = {
     Scales.SQUARES: 128,
 }
 _TORCHS_NAMES = {
+    Scales.MX: ScalingType.BlockWise1x32,
+    Scales.NV: ScalingType.BlockWise1x16,
     Scales.ROWS: ScalingType.BlockWise1x128,
     Scales.SQUARES: ScalingType.BlockWise128x128,
 }
+_SWIZZLED = (Scales.MX, Scales.NV)
+# torch.compile takes scaled_mm from there on; to be deleted when no older torch is supported.
+_COMPILES_SCALED_MM = torch.__version__ >= "2.13"
 
 
 class Scaled(NamedTuple):
@@ -125,20 +130,11 @@ def scaled_gemm(
             use_fast_accum=fast_accumulation,
         )
         return y
-    if a.kind in (Scales.MX, Scales.NV):
-        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype, a.whole, b.whole)
+    if a.kind in _SWIZZLED or not _COMPILES_SCALED_MM:
+        kinds = a.kind.value, b.kind.value
+        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype, a.whole, b.whole, *kinds)
     else:
-        y = F.scaled_mm(
-            a.data,
-            b.data.t(),
-            a.inv_scale,
-            _TORCHS_NAMES[a.kind],
-            b.inv_scale,
-            _TORCHS_NAMES[b.kind],
-            swizzle_a=SwizzleType.NO_SWIZZLE,
-            swizzle_b=SwizzleType.NO_SWIZZLE,
-            output_dtype=out_dtype,
-        )
+        y = _by_blocks(a, b, out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
 
 
@@ -149,6 +145,31 @@ def _rows_in_float32(data: Tensor) -> bool:
         return True
     cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     return cuda >= (12, 9) and torch.cuda.get_device_capability(data.device) == (9, 0)
+
+
+def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+    """`scaled_gemm` of operands with scales by block, without a bias."""
+    x, w = a.data, b.data
+    scales, kinds = ([a.inv_scale], [b.inv_scale]), [[_TORCHS_NAMES[one.kind]] for one in (a, b)]
+    swizzles = [SwizzleType.SWIZZLE_32_4_4 if a.kind in _SWIZZLED else SwizzleType.NO_SWIZZLE]
+    if a.whole is not None and b.whole is not None:
+        # torch multiplies the two in float32 and hands them to cuBLAS as alpha: the product is
+        # multiplied by it before the one rounding to `out_dtype`.
+        x, w = x.view(torch.float4_e2m1fn_x2), w.view(torch.float4_e2m1fn_x2)
+        scales = [a.inv_scale, a.whole], [b.inv_scale, b.whole]
+        kinds = [[*kind, ScalingType.TensorWise] for kind in kinds]
+        swizzles.append(SwizzleType.NO_SWIZZLE)  # torch counts one for each level
+    return F.scaled_mm(
+        x,
+        w.t(),
+        scales[0],
+        kinds[0],
+        scales[1],
+        kinds[1],
+        swizzle_a=swizzles,
+        swizzle_b=swizzles,
+        output_dtype=out_dtype,
+    )
 
 
 # To be deleted when inductor takes scaled_mm with swizzled scales: those of torch 2.11 and 2.13 do
@@ -162,32 +183,16 @@ def _mx_gemm(
     out_dtype: torch.dtype,
     whole_a: Tensor | None = None,
     whole_b: Tensor | None = None,
+    kind_a: str = "1x32",
+    kind_b: str = "1x32",
 ) -> Tensor:
-    """[M, K] times the transpose of [N, K], see `Scaled` for MX and, with `whole`, NV: [M, N]."""
-    kinds, swizzles = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
-    scales: tuple[list[Tensor], list[Tensor]] = ([scale_a], [scale_b])
-    if whole_a is not None and whole_b is not None:
-        # torch multiplies the two in float32 and hands them to cuBLAS as alpha: the product is
-        # multiplied by it before the one rounding to `out_dtype`.
-        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
-        kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-        swizzles.append(SwizzleType.NO_SWIZZLE)  # torch counts one for each level
-        scales = [scale_a, whole_a], [scale_b, whole_b]
-    return F.scaled_mm(
-        a,
-        b.t(),
-        scales[0],
-        kinds,
-        scales[1],
-        kinds,
-        swizzle_a=swizzles,
-        swizzle_b=swizzles,
-        output_dtype=out_dtype,
-    )
+    """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
+    one = Scaled(a, scale_a, Scales(kind_a), whole_a)
+    return _by_blocks(one, Scaled(b, scale_b, Scales(kind_b), whole_b), out_dtype)
 
 
 @_mx_gemm.register_fake
-def _(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, out_dtype: torch.dtype, *whole: Any) -> Tensor:
+def _(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, out_dtype: torch.dtype, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

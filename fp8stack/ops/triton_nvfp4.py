@@ -31,7 +31,7 @@ def find_amaxes(x, found, rows, columns, HOW: tl.constexpr):
     tl.store(found + tile * 4 + 3, has_nan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "first_row"])  # a 1 would not be a tensor
 def cast(
     x, amaxes, data, scales, transposed, scales_across, counter, streams, seed, first_row, rows,
     columns, half_rows, half_columns, HOW: tl.constexpr,

@@ -478,6 +478,19 @@ def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     assert len(cuda_gemm) == 6
 
 
+def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gemm, monkeypatch):
+    """As in torch 2.11."""
+    monkeypatch.setattr(scaled_gemms, "_COMPILES_SCALED_MM", False)
+    monkeypatch.setattr(F, "scaled_mm", torch.compiler.disable(F.scaled_mm))
+    torch._dynamo.reset()
+    ours, _ = linear("block", 128, 256, hardware=H100, backend="torch")
+    x, dy = normal(128, 128).bfloat16(), normal(128, 256, seed=1).bfloat16()
+    expected = run(ours, x, dy)
+    found = run(ours, x, dy, compiled(ours, "aot_eager"))
+    assert same(dict(enumerate(found)), dict(enumerate(expected)))
+    assert len(cuda_gemm) == 6
+
+
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
     operands = []
     for rows in (48, 32):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -162,9 +163,35 @@ def _fresh_choice() -> Iterator[None]:
 def test_the_kernel_runs_on_nvidia_gpus_with_fp8(monkeypatch, capability, cuda, triton, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name if triton else None)
+    monkeypatch.setattr(kernels, "TRITON_RUNS", triton)
     assert kernels.has_kernel(torch.device("cuda", 0)) is expected
     assert not kernels.has_kernel(torch.device("cpu"))
+
+
+def test_compiled_code_asks_for_the_kernel_in_one_graph(monkeypatch):
+    """torch 2.11 compiles what a cached function does, as here; and it compiles no `find_spec`."""
+    monkeypatch.setattr(kernels, "find_spec", torch.compiler.disable(find_spec))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def chosen(x: Tensor) -> Tensor:
+        return x + 1 if kernels.has_kernel.__wrapped__(torch.device("cuda", 0)) else x
+
+    compiled = torch.compile(chosen, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [float(kernels.TRITON_RUNS)] * 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("triton", "cc", "found", "runs"),
+    [(True, "", {"gcc"}, True), (True, "", {"clang"}, True), (True, "cc", set(), True),
+     (True, "", set(), False), (False, "", {"gcc"}, False)],
+)  # fmt: skip
+def test_triton_runs_with_a_c_compiler(monkeypatch, triton, cc, found, runs):
+    monkeypatch.setenv("CC", cc)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if triton else None)
+    assert kernels._triton_runs() is runs
 
 
 def transposes_wrongly() -> list[str]:

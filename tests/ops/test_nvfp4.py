@@ -21,7 +21,7 @@ from fp8stack.numerics import RandomBits
 from fp8stack.ops import nvfp4
 from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import Scaled
-from tests.support.triton_code import launched_on_a_cpu, ptx_of
+from tests.support.triton_code import launched_on_a_cpu, launched_ptx, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -164,3 +164,17 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
     assert re.findall(r"ld\.global\.v4\S*", text) == ["ld.global.v4.b32"] * 4
     stores = Counter(re.findall(r"st\.global\S*", text))
     assert stores == {"st.global.v4.b32": 2, "st.global.b16": 2}  # of data, and of scales
+
+
+@needs_triton
+@pytest.mark.parametrize(("seed", "first_row"), [(0, 0), (1, 0), (0, 1), (2**32 - 1, 16)])
+def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, monkeypatch):
+    """Triton makes a constant of an argument that is 1."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.ops import triton_nvfp4
+
+    how = nvfp4.Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
+    tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
+    numbers = seed, first_row, 256, 128, 128, 64
+    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    assert "mul.hi.u32" in launched_ptx(triton_nvfp4.cast, *tensors, *numbers, **options)

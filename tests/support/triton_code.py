@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -52,6 +53,27 @@ def interpreted(*functions: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def launched_ptx(kernel: Any, *arguments: Any, capability: int, **options: Any) -> str:
+    """The PTX that a launch with these arguments compiles, where there is no GPU; torch's dtypes
+    stand for tensors. Unlike `ptx_of`, Triton finds the arguments' types by itself."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    stand_in = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
+    kernel.device_caches.clear()
+    try:
+        with patch.object(driver, "_active", stand_in):
+            made = kernel.warmup(*arguments, grid=(1,), **options)
+    finally:
+        kernel.device_caches.clear()
+    text: str = made.asm["ptx"]
+    return text
 
 
 def ptx_of(
