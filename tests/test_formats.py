@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gfloat
 import ml_dtypes
 import numpy as np
@@ -116,4 +118,5 @@ def test_a_quantizer_with_an_unknown_value_is_refused(field, value, message):
 
 
 def test_a_block_may_be_given_as_a_list():
-    assert Quantizer(block=[1, 32], scale="e8m0") == Quantizer(block=(1, 32), scale="e8m0")
+    listed: Any = [1, 32]
+    assert Quantizer(block=listed, scale="e8m0") == Quantizer(block=(1, 32), scale="e8m0")
