@@ -171,7 +171,7 @@ class Quantizer:
             Hadamard matrix before the amax is taken, 0 for none.
 
     Raises:
-        ValueError: fields that do not go together.
+        ValueError: an unknown value, or fields that do not go together.
     """
 
     format: FormatName = "e4m3"
@@ -188,15 +188,19 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         quantized_format(self.format)
+        if isinstance(self.block, list):  # as messages and files write it
+            object.__setattr__(self, "block", tuple(self.block))
         if isinstance(self.block, str):
             if self.block not in ("tensor", "row"):
                 raise ValueError(f"No block '{self.block}'. Known: tensor, row, [1, n], [n, n].")
         elif self.block not in BLOCKS:
             known = ", ".join(str(list(block)) for block in BLOCKS)
-            raise ValueError(f"no block {list(self.block)}. Known: tensor, row, {known}")
-        if self.scale_rounding not in get_args(ScaleRounding):
-            known = ", ".join(get_args(ScaleRounding))
-            raise ValueError(f"No scale rounding '{self.scale_rounding}'. Known: {known}.")
+            told = list(self.block) if isinstance(self.block, tuple) else self.block
+            raise ValueError(f"no block {told}. Known: tensor, row, {known}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                kind, known = name.replace("_", " "), ", ".join(map(str, choices))
+                raise ValueError(f"No {kind} '{getattr(self, name)}'. Known: {known}.")
         if self.scale in ("e8m0", "e4m3") and isinstance(self.block, str):
             raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
         if self.scale == "e4m3" and self.format != "e2m1":
@@ -207,9 +211,9 @@ class Quantizer:
             raise ValueError(
                 "amax = 'delayed' needs block = 'tensor', scale = 'float32', hadamard = 0"
             )
-        if not 1 <= self.history_length <= 2**20:
+        if type(self.history_length) is not int or not 1 <= self.history_length <= 2**20:
             raise ValueError("history_length is a whole number from 1 to 1048576")
-        if not -64 <= self.margin <= 64:
+        if type(self.margin) is not int or not -64 <= self.margin <= 64:
             raise ValueError("margin is a whole number from -64 to 64")
         if not 0 <= self.eps < math.inf:
             raise ValueError("eps is a number from 0")
@@ -256,6 +260,16 @@ class Quantizer:
         square = self.per_tensor or (self.blocks is not None and self.blocks[0] > 1)
         return square and not self.hadamard and not self.stochastic
 
+
+# What a field may be that has one of a few values.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "scale": get_args(ScaleFormat),
+    "scale_rounding": get_args(ScaleRounding),
+    "amax": ("current", "delayed"),
+    "amax_algorithm": get_args(AmaxAlgorithm),
+    "rounding": ("nearest", "stochastic"),
+    "hadamard": (0, 16, 32),
+}
 
 BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))
 

@@ -55,6 +55,16 @@ def names(kind: Kind) -> list[str]:
     return sorted(path.stem for path in folder(kind).glob("*.toml"))
 
 
+def recipe_words(recipes: str) -> list[str]:
+    """The recipes of a `--recipes`, separated by commas. Raises a UserError for an empty name."""
+    words = [word.strip() for word in recipes.split(",")]
+    if not all(words):
+        raise UserError(
+            f"--recipes '{quoted(recipes)}' has an empty name. Example: fp32,bf16,delayed"
+        )
+    return words
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a TOML file. Raises a UserError if it cannot be read or is not TOML."""
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gfloat
 import ml_dtypes
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from gfloat import formats as gfloats
 
 from fp8stack.formats import fp8_format
-from fp8stack.numerics import FORMATS
+from fp8stack.numerics import FORMATS, Quantizer
 from tests.support.oracles import ML_DTYPES, decoded
 
 GFLOAT = {
@@ -92,3 +94,29 @@ def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
     for name in ("e8m0", "bf16", "E4M3", "e4m3fn", ""):
         with pytest.raises(ValueError, match=f"No FP8 format '{name}'.*e4m3, e5m2"):
             fp8_format(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("scale", "foo", "No scale 'foo'. Known: float32, power_of_two, e8m0, e4m3"),
+        ("scale_rounding", "up", "No scale rounding 'up'. Known: rceil, floor, even"),
+        ("amax", "static", "No amax 'static'. Known: current, delayed"),
+        ("amax_algorithm", "mean", "No amax algorithm 'mean'. Known: max, most_recent"),
+        ("rounding", "up", "No rounding 'up'. Known: nearest, stochastic"),
+        ("hadamard", 8, "No hadamard '8'. Known: 0, 16, 32"),
+        ("block", 32, "no block 32. Known: tensor, row"),
+        ("block", (1, 33), r"no block \[1, 33\]. Known: tensor, row"),
+        ("margin", 1.5, "margin is a whole number"),
+        ("margin", "1", "margin is a whole number"),
+        ("history_length", 1.5, "history_length is a whole number"),
+    ],
+)
+def test_a_quantizer_with_an_unknown_value_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        Quantizer(**{field: value})
+
+
+def test_a_block_may_be_given_as_a_list():
+    listed: Any = [1, 32]
+    assert Quantizer(block=listed, scale="e8m0") == Quantizer(block=(1, 32), scale="e8m0")

@@ -53,11 +53,13 @@ class LowPrecisionLinear(nn.Linear):
         """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
 
         Raises:
-            RuntimeError: an input of integers, as `nn.Linear` has it.
+            RuntimeError: an input of integers or of another width, as `nn.Linear` has it.
             UserError: in FP8 under tensor parallelism or a transform of torch.func.
         """
         if not input.is_floating_point():
             return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
+        if input.shape[-1:] != (self.in_features,):
+            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # so here
         if not torch.compiler.is_compiling() and not self.ran:
             self.ran = True
         if self.in_fp8:

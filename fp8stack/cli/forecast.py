@@ -43,8 +43,9 @@ def forecast(
     """
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
+    from fp8stack.presets import recipe_words
 
-    chosen = forecasts.RECIPES if recipes is None else options.words(recipes)
+    chosen = forecasts.RECIPES if recipes is None else recipe_words(recipes)
     request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
         found = forecasts.forecast(request, tell)
@@ -76,9 +77,10 @@ def tune(
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import tune
+    from fp8stack.presets import recipe_words
 
     target = tune.parse_target(budget, bits, out)
-    chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
+    chosen = list(tune.CANDIDATES) if recipes is None else recipe_words(recipes)
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, require_covered=True)

@@ -96,11 +96,6 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     print(*aligned([list(rows[0]), *([cell(v) for v in row.values()] for row in rows)]), sep="\n")
 
 
-def words(text: str) -> list[str]:
-    """The words of an option's value, separated by commas."""
-    return [word for part in text.split(",") if (word := part.strip())]
-
-
 # Help: options in named groups
 
 GROUPS = {

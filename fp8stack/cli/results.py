@@ -91,10 +91,11 @@ def evaluate(
 ) -> None:
     """Compute validation losses and bits per byte of trained models, in one recipe or several."""
     from fp8stack import evaluation
+    from fp8stack.presets import recipe_words
 
     scores = evaluation.evaluate(
         runs,
-        *options.words(recipes or ""),
+        *([] if recipes is None else recipe_words(recipes)),
         data=data,
         windows=windows,
         context=context,

@@ -19,6 +19,7 @@ from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, probe
 from fp8stack.precision.phases import PhaseConfig
 from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.presets import recipe_words
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
@@ -215,12 +216,7 @@ def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:
 def _names(recipes: str) -> dict[str, str]:
     """The recipes by the names that they go by in tables and folders; files by their paths."""
     found: dict[str, str] = {}
-    for word in recipes.split(","):
-        recipe = word.strip()
-        if not recipe:
-            raise UserError(
-                f"--recipes '{quoted(recipes)}' has an empty name. Example: fp32,bf16,delayed"
-            )
+    for recipe in recipe_words(recipes):
         name = Path(recipe).stem if recipe.endswith(".toml") else recipe
         if name in found:
             raise UserError(f"--recipes names '{quoted(name)}' twice. Name each recipe once.")

@@ -133,8 +133,6 @@ def forecast(
     Raises:
         UserError: such a model, and what `load_trained` and `load_recipe` raise.
     """
-    if not request.recipes:
-        raise UserError("--recipes names no recipe that is quantized. Example: mxfp8,nvfp4")
     recipes = {name: load_recipe(name) for name in request.recipes}
     without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
     if without:

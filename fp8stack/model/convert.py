@@ -258,17 +258,20 @@ def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
     known = [*tables, *(found.part for found in linears.values())]
     inside = {id(p) for part in known for p in part.parameters()}
     elsewhere = {
-        name: p.numel()
+        name: p
         for name, p in module.named_parameters()
         if not is_lazy(p) and p.ndim > 1 and id(p) not in inside
     }
     weights = sum(math.prod(_shape(found.part)) for found in linears.values())
-    count = sum(elsewhere.values())
+    count = sum(p.numel() for p in elsewhere.values())
     if 10 * count < weights or not elsewhere:
         return ""
+    largest = max(elsewhere, key=lambda name: elsewhere[name].numel())
+    shape = list(elsewhere[largest].shape)
+    kind = ", matrices in one tensor, as experts are" if len(shape) == 3 else ""
     return (
-        f"weights in no linear layer stay as they are: {count:,} elements beside {weights:,} in "
-        f"linears, the most of them in {max(elsewhere, key=lambda name: elsewhere[name])}"
+        f"weights outside linear layers are not in FP8: {count:,} elements beside {weights:,} in "
+        f"linears, the most of them in {largest} {shape}{kind}"
     )
 
 

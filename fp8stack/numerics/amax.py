@@ -76,18 +76,22 @@ class AmaxHistory:
 
         Raises:
             UserError: a slot is there already.
+            ValueError: an unknown format, or a quantizer with another than one scale per tensor.
+                Then none of `slots` is added.
         """
-        for slot in slots:
+        added = []
+        for slot, told in slots.items():
             if slot in self._column:
                 raise UserError(
                     f"The amax history has a slot '{slot}' already. Give it another name."
                 )
-        for slot, told in slots.items():
             if isinstance(told, str):
-                fp8_format(told)  # raises for others
-                told = replace(self._default, format=cast(Fp8Name, told))
-            self._column[slot] = len(self._column)
-            self._quantizers.append(told)
+                told = replace(self._default, format=cast(Fp8Name, fp8_format(told).name))
+            if not told.per_tensor:
+                raise ValueError(f"Slot '{slot}': a history has no scale for block = {told.block}")
+            added.append(told)
+        self._column |= {slot: len(self._column) + n for n, slot in enumerate(slots)}
+        self._quantizers += added
         new = self.history.new_zeros(len(self._column) - len(self._recorded))
         self.all_recorded, self._recorded = _cells(torch.cat([self.all_recorded, new]))
         length = max((q.history_length for q in self._quantizers), default=len(self.history))
@@ -135,7 +139,8 @@ class AmaxHistory:
         A NaN is ignored.
         """
         recorded = self.recorded(slot)
-        record_amax(recorded, torch.as_tensor(amax, dtype=torch.float32, device=recorded.device))
+        seen = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
+        record_amax(recorded, seen.detach())  # of a history nothing is differentiated
 
     def update(self, slots: Iterable[str] | None = None) -> None:
         """Move the recorded amaxes of `slots` (all of them by default) into the window and derive

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import Work
     from fp8stack.numerics.rounding import Rounding
 
+# Threads that import numba at once wait for each other's modules for ever.
+_LOCK = threading.RLock()
 _RULES: list[Rounding] = []
 _NUMBERS: dict[Rounding, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
@@ -43,9 +46,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def number(rule: Rounding) -> int:
     """By what `round` and the operator know a rule."""
-    found = _NUMBERS.setdefault(rule, len(_RULES))
-    if found == len(_RULES):
-        _RULES.append(rule)
+    with _LOCK:
+        found = _NUMBERS.setdefault(rule, len(_RULES))
+        if found == len(_RULES):
+            _RULES.append(rule)
     return found
 
 
@@ -65,9 +69,17 @@ def why_not() -> str | None:
     return _loaded()[1]
 
 
-@lru_cache(maxsize=1)
 def _loaded() -> tuple[Any, str | None]:
-    """The kernels, or why there are none. The first time, numba compiles them, and keeps them."""
+    """The kernels, or why there are none."""
+    if _load.cache_info().currsize:  # a fork may begin while another thread holds the lock
+        return _load()
+    with _LOCK:
+        return _load()
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[Any, str | None]:
+    """`_loaded`, the first time: numba compiles the kernels, and keeps them."""
     try:
         from numba.core import event
 

@@ -84,10 +84,13 @@ def quantize(
             delayed scaling, known to the caller or not for current scaling.
 
     Raises:
-        ValueError: no generator or no scale where one is needed, or a scale for blocks.
+        ValueError: another dtype, a dimension that `x` has not, no generator or no scale where one
+            is needed, or a scale for blocks.
     """
     check_arguments(quantizer, generator, scale)
-    dim, shape, dtype = dim % x.ndim, x.shape, x.dtype
+    dim = checked_dim(x, dim)
+    # Bytes have no gradient: what follows from the scales alone would be a wrong one.
+    x, shape, dtype = x.detach(), x.shape, x.dtype
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
     bits = None
@@ -149,17 +152,27 @@ def quantize_mxfp8(
             is `data * 2^(code - 127)`.
 
     Raises:
-        ValueError: an unknown format or rounding.
+        ValueError: an unknown format or rounding, another dtype, a dimension that `x` has not.
     """
     rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
     quantizer = fp8_quantizer(format, **rules)
-    return _bytes(x, block_sizes(quantizer, x.shape, dim % x.ndim), quantizer, x.dtype)[:2]
+    sizes = block_sizes(quantizer, x.shape, checked_dim(x, dim))
+    return _bytes(x.detach(), sizes, quantizer, x.dtype)[:2]
 
 
 def dequantize_mxfp8(data: Tensor, scales: Tensor, dim: int = -1) -> Tensor:
-    """The float32 values of an MXFP8 tensor: the inverse of `quantize_mxfp8`, exact."""
+    """The float32 values of an MXFP8 tensor: the inverse of `quantize_mxfp8`, exact.
+
+    Raises:
+        ValueError: scales of another dtype or shape, a dimension that `data` has not.
+    """
     sizes = [1] * data.ndim
-    sizes[dim] = MX_BLOCK
+    sizes[_in_range(dim, data)] = MX_BLOCK
+    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise ValueError(
+            f"scales are float8_e8m0fnu, as quantize_mxfp8 gives them, no {scales.dtype}"
+        )
+    _check_shape(scales, sizes, data)
     inverse = e8m0_value(scales.view(torch.uint8).to(torch.int32))
     return data.to(torch.float32) * spread(inverse, sizes, data.shape)
 
@@ -184,16 +197,33 @@ def quantize_blocks(
             `data * inv_scale`.
 
     Raises:
-        ValueError: an unknown format, or a block of more dimensions than `x`.
+        ValueError: an unknown format, another dtype, or a block of more dimensions than `x`.
     """
     scale = "power_of_two" if power_of_two else "float32"
     quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
-    return _bytes(x, full_block(x, block), quantizer, x.dtype)[:2]
+    check_dtype(x)
+    return _bytes(x.detach(), full_block(x, block), quantizer, x.dtype)[:2]
 
 
 def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1, 128)) -> Tensor:
-    """The float32 values of a blocked tensor: `data * inv_scale`, rounded once to float32."""
-    return data.to(torch.float32) * spread(inv_scale, full_block(data, block), data.shape)
+    """The float32 values of a blocked tensor: `data * inv_scale`, rounded once to float32.
+
+    Raises:
+        ValueError: scales of another shape than blocks of that size have.
+    """
+    sizes = full_block(data, block)
+    _check_shape(inv_scale, sizes, data)
+    return data.to(torch.float32) * spread(inv_scale, sizes, data.shape)
+
+
+def _check_shape(scales: Tensor, sizes: Sequence[int], data: Tensor) -> None:
+    expected = [-(-length // size) for length, size in zip(data.shape, sizes, strict=True)]
+    if list(scales.shape) != expected:
+        raise ValueError(
+            f"Scales of shape {list(scales.shape)} do not belong to data of shape "
+            f"{list(data.shape)} in blocks of {list(sizes)}, which have {expected}. Name the block "
+            "and the dimension that they were made with"
+        )
 
 
 def fp8_quantizer(format: str, **fields: Any) -> Quantizer:
@@ -272,6 +302,32 @@ def check_arguments(
         raise ValueError("amax = 'delayed' needs a scale. Give it that of its history")
     if scale is not None and not quantizer.per_tensor:
         raise ValueError(f"block = {quantizer.block} takes no scale from outside")
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor) or scale.ndim or scale.dtype != torch.float32:
+        told = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise ValueError(f"scale is a 0-dim float32 tensor, not {told}. Give it torch.tensor(2.0)")
+
+
+def check_dtype(x: Tensor) -> None:
+    """Raise a `ValueError` if `x` is of no dtype that is quantized."""
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{x.dtype} is not quantized. Give float32, bfloat16 or float16")
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def checked_dim(x: Tensor, dim: int) -> int:
+    """`dim` from 0. Raises a `ValueError` if `x` has no such dimension, or another dtype."""
+    check_dtype(x)
+    return _in_range(dim, x)
+
+
+def _in_range(dim: int, x: Tensor) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"A tensor of shape {list(x.shape)} has no dimension {dim}")
+    return dim % x.ndim
 
 
 def encode(scaled: Tensor, target: Format, bits: Tensor | None) -> Tensor:

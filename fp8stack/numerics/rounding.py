@@ -29,7 +29,7 @@ from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.operators import seen
-from fp8stack.numerics.quantized import MX_BLOCK, check_arguments, fp8_quantizer
+from fp8stack.numerics.quantized import MX_BLOCK, check_arguments, checked_dim, fp8_quantizer
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
 
@@ -207,10 +207,18 @@ def round_to(
         scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
 
     Raises:
-        ValueError: no generator or no scale where one is needed, or a scale for blocks.
+        ValueError: no matrix, or as `quantize`.
     """
     check_arguments(quantizer, generator, scale)
-    return rounding(quantizer, [dim % 2])(x, generator, scale)[0]
+    return rounding(quantizer, [matrix_dim(x, dim)])(x, generator, scale)[0]
+
+
+def matrix_dim(x: Tensor, dim: int) -> int:
+    """`dim` from 0. Raises a `ValueError` if `x` is no matrix, has no such dimension, or has
+    another dtype."""
+    if x.ndim != 2:
+        raise ValueError(f"A tensor of shape {list(x.shape)} is no matrix. Use x.flatten(0, -2)")
+    return checked_dim(x, dim)
 
 
 def round_both(
@@ -257,7 +265,7 @@ def round_to_mxfp8(
     """
     rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
     quantizer = fp8_quantizer(format, **rules)
-    return [each.values for each in rounding(quantizer, [dim % 2 for dim in dims])(x)]
+    return [each.values for each in rounding(quantizer, [matrix_dim(x, dim) for dim in dims])(x)]
 
 
 def round_to_blocks(

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fp8stack.backends.linear import Size, plain_linear
 from fp8stack.backends.observe import observing
 from fp8stack.config import RunConfig
+from fp8stack.model.convert import convert
 from fp8stack.optim.optimizer import build_optimizer
 from tests.support.backend_models import RECIPES, gpt, tokens
 
@@ -83,6 +84,22 @@ def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
         assert parameter.grad.dtype == torch.float32, name
         kept = optimizer.state[parameter]
         assert {value.dtype for value in kept.values()} == {torch.float32}, name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+@pytest.mark.parametrize("shape", [(8, 31), (8, 16), (4, 64), (0,), ()], ids=str)
+def test_an_input_of_another_width_is_refused_by_the_shapes_as_torch_does(
+    recipe: str, shape: tuple[int, ...]
+) -> None:
+    """It was reshaped first, and the error named a shape that nobody had given."""
+    plain = torch.nn.Linear(32, 32)
+    ours = convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe).eval()
+    with pytest.raises(RuntimeError) as expected:
+        plain(torch.ones(shape))
+    for x in (torch.ones(shape), torch.ones(shape, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError) as refused:
+            ours(x)
+        assert str(refused.value) == str(expected.value)
 
 
 def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:

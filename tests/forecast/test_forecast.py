@@ -173,7 +173,7 @@ def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
     ("flags", "said"),
     [
         (["--recipes", "fp32,bf16"], "fp32, bf16: nothing is quantized. Name other --recipes."),
-        (["--recipes", ","], "--recipes names no recipe that is quantized. Example: mxfp8,nvfp4"),
+        (["--recipes", ","], "--recipes ',' has an empty name. Example: fp32,bf16,delayed"),
         (["--recipes", "fp9"], "No recipe 'fp9'"),
         (["--windows", "2"], "--windows 2 is too few. Use 8 or more."),
         (["--tokens", "0"], "--tokens 0: a model is trained on 1 or more."),
@@ -325,7 +325,7 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
         (["--budget", "much"], "--budget 'much' is no share in percent. Example: --budget 0.2%"),
         (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
         (["--bits", "5", "--recipes", "bf16"], "--recipes names no recipe that is quantized."),
-        (["--bits", "5", "--recipes", ","], "--recipes names no recipe that is quantized."),
+        (["--bits", "5", "--recipes", ","], "--recipes ',' has an empty name"),
         (
             ["--bits", "5", "--recipes", "nvfp4_last_bf16"],
             "nvfp4_last_bf16 treats layers differently.",

@@ -892,9 +892,9 @@ def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
             self.table = nn.Embedding(1000, 32)
 
     few, many = (plan_in(convert(Experts(count), plan())) for count in (1, 64))
-    assert "in no linear layer" not in " ".join(few.reasons)
+    assert "not in FP8" not in " ".join(few.reasons)
     assert many.reasons[-1] == (
-        "weights in no linear layer stay as they are: 2,048 elements beside 4,096 in linears, "
-        "the most of them in experts"
+        "weights outside linear layers are not in FP8: 2,048 elements beside 4,096 in linears, "
+        "the most of them in experts [64, 4, 8], matrices in one tensor, as experts are"
     )
     assert many.reasons[-1] in " ".join(many.summary())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fp8stack.conform.oracles import Slot
 from fp8stack.errors import UserError
 from fp8stack.formats import AmaxAlgorithm
-from fp8stack.numerics import AmaxHistory, amax
+from fp8stack.numerics import AmaxHistory, Quantizer, amax
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
@@ -212,6 +212,28 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(UserError, match="no slot 'w'"):
             use("w")
+
+
+def test_slots_of_which_one_is_refused_leave_the_history_as_it_was():
+    """The slots before the refused one had names without columns."""
+    history = AmaxHistory({"x": "e4m3"}, length=3)
+    for wrong, message in (
+        ("e2m1", "No FP8 format 'e2m1'"),
+        (Quantizer(block=(1, 32), scale="e8m0"), "Slot 'b': a history has no scale for block"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            history.extend({"a": "e4m3", "b": wrong})
+        assert history.slots == ["x"]
+        assert set(history.state_dict()) == {"x.amax_history", "x.scale"}
+    history.extend({"a": "e4m3"})
+    assert history.slots == ["x", "a"]
+
+
+def test_an_amax_is_recorded_without_its_gradient():
+    history = AmaxHistory({"x": "e4m3"}, length=3)
+    history.record("x", torch.tensor(2.0, requires_grad=True))
+    assert not history.recorded("x").requires_grad
+    assert history.recorded("x") == 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -93,6 +93,42 @@ def test_threads_may_cast_at_once(monkeypatch):
             assert_equal(ours, theirs)
 
 
+FIRST_CASTS = """
+import threading, time, torch
+from fp8stack.numerics import Quantizer, fused, round_to
+
+quantizers = [Quantizer(block=b, scale=s) for b in ((1, 32), (1, 128)) for s in ("e8m0", "float32")]
+start, found = threading.Barrier(8), {}
+
+def cast(number):
+    start.wait()
+    time.sleep(0.02 * number)  # while those before import
+    x = torch.arange(256.0).view(2, 128) * 1.1
+    found[number] = round_to(x, quantizers[number % 4], 1).values
+
+threads = [threading.Thread(target=cast, args=(number,), daemon=True) for number in range(8)]
+for thread in threads:
+    thread.start()
+until = time.monotonic() + 90
+for thread in threads:
+    thread.join(max(0.0, until - time.monotonic()))
+assert len(found) == 8, "threads wait for each other"
+assert fused.why_not() is None, fused.why_not()
+x = torch.arange(256.0).view(2, 128) * 1.1
+for number, values in found.items():
+    assert torch.equal(values, round_to(x, quantizers[number % 4], 1).values), number
+"""
+
+
+def test_the_first_casts_of_a_process_may_be_those_of_many_threads():
+    """They imported numba at once, and waited for each other for ever or went without it."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CASTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def in_a_fork(x: Tensor, expected: list[Rounded]) -> None:
     torch.set_num_threads(1)  # as DataLoader's workers have
     assert_equal(rounded(x, "nvfp4"), expected)

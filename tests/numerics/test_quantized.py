@@ -34,6 +34,7 @@ from fp8stack.numerics import (
     quantize_blocks,
     quantize_mxfp8,
     round_to,
+    round_to_mxfp8,
 )
 from fp8stack.numerics.error import quantization_error
 from fp8stack.numerics.hadamard import hadamard
@@ -288,6 +289,88 @@ def test_what_is_missing_is_asked_for(function):
 def test_a_square_block_needs_a_matrix():
     with pytest.raises(ValueError, match="does not fit a tensor of one dimension"):
         quantize(torch.ones(16), replace(NVFP4, block=(16, 16)))
+
+
+@pytest.mark.parametrize("function", [quantize, round_to])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "rowwise"])
+def test_what_is_no_tensor_to_quantize_is_refused(function, name):
+    """A dimension out of range was taken modulo, float64 rounded twice, and integers too."""
+    quantizer = {
+        "current": Quantizer(),
+        "mxfp8": Quantizer(block=(1, 32), scale="e8m0"),
+        "nvfp4": NVFP4,
+        "rowwise": Quantizer(block="row"),
+    }[name]
+    x = torch.ones(4, 64)
+    for dim in (2, -3, 5):
+        with pytest.raises(ValueError, match=rf"shape \[4, 64\] has no dimension {dim}"):
+            function(x, quantizer, dim)
+    for other in (x.double(), x.int(), x.bool(), x.to(torch.float8_e4m3fn), x + 0j):
+        with pytest.raises(ValueError, match=f"{other.dtype} is not quantized"):
+            function(other, quantizer, 1)
+    with pytest.raises(ValueError, match=r"shape \[\]"):
+        function(torch.tensor(1.0), quantizer, -1)
+
+
+@pytest.mark.parametrize("function", [quantize, round_to])
+def test_a_scale_is_one_float32(function):
+    """A float64 scale was read as float32 in memory by compiled casts."""
+    x = torch.ones(4, 64)
+    for quantizer, scale in itertools.product(
+        (Quantizer(), Quantizer(amax="delayed")),
+        (2.0, torch.ones(1), torch.ones(4, 1), torch.tensor(1.0).double(), torch.tensor(1)),
+    ):
+        with pytest.raises(ValueError, match="scale is a 0-dim float32 tensor, not"):
+            function(x, quantizer, 1, scale=scale)
+
+
+def test_rounding_needs_a_matrix():
+    for x in (torch.ones(64), torch.ones(2, 4, 64)):
+        with pytest.raises(ValueError, match="is no matrix"):
+            round_to(x, NVFP4, 1)
+        with pytest.raises(ValueError, match="is no matrix"):
+            round_to_mxfp8(x, [1])
+
+
+def test_mxfp8_and_blocks_refuse_what_they_do_not_quantize():
+    x = torch.ones(4, 64)
+    with pytest.raises(ValueError, match="no dimension 2"):
+        quantize_mxfp8(x, 2)
+    with pytest.raises(ValueError, match="no dimension 2"):
+        round_to_mxfp8(x, [1, 2])
+    for function in (quantize_mxfp8, quantize_blocks):
+        with pytest.raises(ValueError, match=r"torch\.float64 is not quantized"):
+            function(x.double())
+    with pytest.raises(ValueError, match="no dimension -1"):
+        quantize_mxfp8(torch.tensor(1.0))
+
+
+def test_scales_of_other_blocks_are_refused():
+    """They were spread over the wrong elements."""
+    x = torch.randn(4, 64)
+    data, scales = quantize_blocks(x, (1, 32))
+    for block in ((1, 128), (2, 32), (1, 16)):
+        with pytest.raises(ValueError, match=r"Scales of shape \[4, 2\] do not belong"):
+            dequantize_blocks(data, scales, block)
+    data, scales = quantize_mxfp8(x)
+    for wrong, dim in ((scales, 0), (scales[:, :1], 1), (scales[:2], 1)):
+        with pytest.raises(ValueError, match="do not belong"):
+            dequantize_mxfp8(data, wrong, dim)
+    with pytest.raises(ValueError, match="no dimension 2"):
+        dequantize_mxfp8(data, scales, 2)
+    with pytest.raises(ValueError, match=r"float8_e8m0fnu.*torch.float32"):
+        dequantize_mxfp8(data, scales.float())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_quantized_has_no_gradient(name):
+    """It had one through the amax alone, which is not that of the values."""
+    x = uneven(75, 140).requires_grad_()
+    made = quantize(x, EVERY[name], 1, generator_of(EVERY[name]))
+    assert not any(part.requires_grad for part in (made.data, made.scales, made.amax))
+    assert not dequantize(made).requires_grad
+    for parts in (quantize_mxfp8(x), quantize_blocks(x)):
+        assert not any(part.requires_grad for part in parts)
 
 
 # Stochastic rounding as a whole
