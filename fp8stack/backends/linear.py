@@ -71,7 +71,7 @@ class LowPrecisionLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
         """As `nn.Module.to` calls it: delayed scaling's state moves along, before code is compiled
         that could not move it."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         weight = self._parameters.get("weight")
         if self.delayed is not None and weight is not None and weight.device.type != "meta":
             self.delayed.move(weight.device)

@@ -279,8 +279,8 @@ def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
 
 
 # An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
-# (Triton's float32 division is approximate). It leaves what was recorded as it is: inductor of torch
-# 2.11 counts the offsets twice of tensors within others that an operator writes to.
+# (Triton's float32 division is approximate). It does not write to what was recorded: of tensors
+# that lie within another, inductor of torch 2.11 counts the offsets twice if an operator does.
 @torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,
