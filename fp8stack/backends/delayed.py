@@ -35,7 +35,7 @@ from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.formats import OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
-from fp8stack.numerics.amax import joined, record_amax, spread
+from fp8stack.numerics.amax import record_amax
 from fp8stack.ops.replay import Replayed
 
 
@@ -157,6 +157,9 @@ class DelayedScaling:
             self.history.extend(self.quantizers)
             self.first_scales = torch.ones_like(self.history.scales)
             self._bind()
+        device = next(model.parameters()).device
+        if device.type != "meta":
+            self.move(device)
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
         model.delayed_scaling = self  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before_forward)
@@ -352,7 +355,7 @@ class DelayedScaling:
             if self._key is not None and not torch.compiler.is_compiling():
                 self._require_same_slots()
             group = None if self.group == "world" else self.group.group_name
-            _reduce_amaxes(self.history.to_update, group)
+            self.history.write(_reduce_amaxes(self.history.read(), group))
         self._pending = False
         if replayed and slots is None:
             self._updates(self.history.history.device, self.history.history.data_ptr())
@@ -416,9 +419,12 @@ def several_ranks() -> bool:
 
 
 # An operator of its own, so that torch.compile leaves the collective where it is.
-@torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=("recorded",))
-def _reduce_amaxes(recorded: list[Tensor], group: str | None) -> None:
-    largest = joined(recorded).clone()
+@torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=())
+def _reduce_amaxes(recorded: Tensor, group: str | None) -> Tensor:
+    largest = recorded.clone()
     ranks = None if group is None else _resolve_process_group(GroupName(group))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
-    spread(recorded, largest)
+    return largest
+
+
+_reduce_amaxes.register_fake(lambda recorded, group: torch.empty_like(recorded))

@@ -70,6 +70,15 @@ class LowPrecisionLinear(nn.Linear):
             y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
             return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
+        """As `nn.Module.to` calls it: delayed scaling's state moves along, before code is compiled
+        that could not move it."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        weight = self._parameters.get("weight")
+        if self.delayed is not None and weight is not None and weight.device.type != "meta":
+            self.delayed.move(weight.device)
+        return self
+
     def records(self) -> bool:
         """Whether amaxes of this call are to be recorded. Raises what `DelayedScaling` raises."""
         if self.delayed is None:

@@ -112,11 +112,22 @@ class AmaxHistory:
         self._chosen.clear()
         return self
 
-    @property
-    def to_update(self) -> list[Tensor]:
-        """`all_recorded` as an operator is to be given it: compiled code, whose casts write to the
+    def read(self) -> Tensor:
+        """What was recorded for all slots: float32 [slots]. Compiled code, whose casts write to the
         slots' own tensors, must not see one more in the same memory."""
-        return self._recorded if torch.compiler.is_compiling() else [self.all_recorded]
+        if torch.compiler.is_compiling():
+            return torch.stack(self._recorded)
+        return self.all_recorded
+
+    def write(self, values: Tensor | None) -> None:
+        """Record `values`, float32 [slots], in place of what `read` gives; None is zeros."""
+        compiling = torch.compiler.is_compiling()
+        if values is None:
+            torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
+        elif compiling:
+            torch._foreach_copy_(self._recorded, list(values.unbind()))
+        else:
+            self.all_recorded.copy_(values)
 
     def column(self, slot: str) -> int:
         """Where `slot` is in `history` and `scales`."""
@@ -152,7 +163,9 @@ class AmaxHistory:
         if not self._column:
             return
         chosen = None if slots is None else self._flags(tuple(slots))
-        _update(self.history, self.scales, self.to_update, *self._rules, chosen)
+        last = self.read()
+        _update(self.history, self.scales, last, *self._rules, chosen)
+        self.write(None if chosen is None else last.where(~chosen, 0.0))
 
     def _flags(self, slots: tuple[str, ...]) -> Tensor:
         """Whether each slot is one of `slots`: bool [slots]."""
@@ -271,20 +284,18 @@ def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
 
 
 # An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
-# (Triton's float32 division is approximate).
-@torch.library.custom_op(
-    "fp8stack::update_amax_history", mutates_args=("history", "scale", "recorded")
-)
+# (Triton's float32 division is approximate). It does not write to what was recorded: of tensors
+# that lie within another, inductor of torch 2.11 counts the offsets twice if an operator does.
+@torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,
     scale: Tensor,
-    recorded: list[Tensor],
+    last: Tensor,
     target: Tensor,
     most_recent: Tensor,
     first_row: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    last = joined(recorded)
     moving = last != 0 if chosen is None else (last != 0) & chosen
     # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
     largest = torch.where(most_recent, last, torch.maximum(history.amax(dim=0), last))
@@ -295,23 +306,6 @@ def _update(
     fresh = (target / largest).clamp(max=FLT_MAX)
     usable = moving & torch.isfinite(largest) & (largest > 0)
     scale.copy_(torch.where(usable, fresh, scale))
-    if chosen is None:
-        torch._foreach_zero_(recorded)
-    else:
-        spread(recorded, last.where(~chosen, 0.0))
-
-
-def joined(recorded: list[Tensor]) -> Tensor:
-    """What `AmaxHistory.to_update` gave, as one tensor: float32 [slots]."""
-    return recorded[0] if recorded[0].ndim else torch.stack(recorded)
-
-
-def spread(recorded: list[Tensor], values: Tensor) -> None:
-    """Put `values` [slots] into what `AmaxHistory.to_update` gave."""
-    if recorded[0].ndim:
-        recorded[0].copy_(values)
-    else:
-        torch._foreach_copy_(recorded, list(values.unbind()))
 
 
 def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:

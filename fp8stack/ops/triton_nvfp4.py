@@ -111,8 +111,8 @@ def _put(values, bits, line, place, whole, lines, half, data, scales, HOW: tl.co
     largest = tl.max(tl.reshape(sizes_of(values), [TILE, parts, BLOCK]), axis=2)
     if HOW.height > 1:
         square = tl.max(tl.reshape(largest, [TILE // HOW.height, HOW.height, parts]), axis=1)
-        spread = tl.zeros([TILE // HOW.height, HOW.height, parts], tl.float32) + square[:, None, :]
-        largest = tl.reshape(spread, [TILE, parts])
+        shape: tl.constexpr = (TILE // HOW.height, HOW.height, parts)
+        largest = tl.reshape(tl.broadcast_to(square[:, None, :], shape), [TILE, parts])
     into_e4m3 = tl.minimum(tl.div_rn(tl.zeros_like(whole) + 2688.0, whole), FLT_MAX)
     into_e4m3 = tl.where((whole == 0.0) | (into_e4m3 == 0.0), 1.0, into_e4m3)
     stored = _e4m3(tl.minimum(largest * (into_e4m3 * (1.0 / 6.0)), 448.0))

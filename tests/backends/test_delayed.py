@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8stack import numerics
 from fp8stack.backends import fp8_state, load_fp8_state
+from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.errors import UserError
 from fp8stack.model.gpt import GPT
@@ -297,6 +298,19 @@ def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
     history = up.delayed.history
     assert history.history.device.type == "meta"
     assert not history.history.is_inference()
+
+
+def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move_it(monkeypatch):
+    moved: list[torch.device] = []
+    made = gpt("delayed", "emulate")
+    monkeypatch.setattr(DelayedScaling, "move", lambda self, device: moved.append(device))
+    made.to("cpu")
+    assert set(moved) == {torch.device("cpu")}
+    moved.clear()
+    copy.deepcopy(made).to("meta")  # which holds no state
+    assert moved == []
+    gpt("delayed", "emulate")  # a model that is converted may be on the GPU already
+    assert moved == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

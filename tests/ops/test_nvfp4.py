@@ -3,6 +3,7 @@ against `numerics.quantize`, whose bytes are held to independent oracles in `tes
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import re
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +180,32 @@ def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, mon
     numbers = seed, first_row, 256, 128, 128, 64
     options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
     assert "mul.hi.u32" in launched_ptx(triton_nvfp4.cast, *tensors, *numbers, **options)
+
+
+@needs_triton
+@pytest.mark.parametrize("file", ["triton_kernels.py", "triton_nvfp4.py"])
+def test_triton_3_6_compiles_the_shapes_that_follow_from_what_a_kernel_is_compiled_for(file):
+    """Its own functions in Triton's language, such as zeros, take no fields of `HOW` in a list."""
+    import triton.language as tl
+    from triton.runtime import JITFunction
+
+    wrong = []
+    for call in ast.walk(ast.parse(Path(nvfp4.__file__).with_name(file).read_text())):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            called = getattr(tl, call.func.attr, None)
+            lists = [one for one in call.args if isinstance(one, ast.List | ast.Tuple)]
+            if isinstance(called, JITFunction) and "HOW." in "".join(map(ast.unparse, lists)):
+                wrong.append(ast.unparse(call))
+    assert wrong == []
+
+
+@needs_triton
+def test_squares_compile(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.ops import triton_nvfp4
+
+    how = nvfp4.Variant(hadamard=0, bf16=False, exact=True, height=16)
+    tensors = torch.float32, torch.float32, *[torch.uint8] * 4, torch.float32, torch.float32
+    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    text = launched_ptx(triton_nvfp4.cast, *tensors, 0, 0, 256, 128, 128, 64, **options)
+    assert "st.global" in text
