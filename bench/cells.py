@@ -21,6 +21,11 @@ from fp8stack.precision import Hardware
 Arm = Callable[[], object]
 
 
+def words(text: str) -> list[str]:
+    """The words of an option's value, separated by commas."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
 class Cells:
     """The rows of cells, such as the arms of one model, each written when it was measured.
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import report as reports
-from bench.cells import Cells
+from bench.cells import Cells, words
 from bench.report import Report, Row
 from bench.timing_lock import timing
 from fp8stack.benchmark.timing import machine, slug
-from fp8stack.cli.options import words
 from fp8stack.errors import UserError, quoted
 from fp8stack.precision import Hardware, probe
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 
 from bench import cells, peers, report, runner
+from bench.cells import words
 from bench.cost import emulation
 from bench.report import Bar, Report, Row
 from fp8stack.benchmark.step import (
@@ -30,7 +31,6 @@ from fp8stack.benchmark.step import (
     plan_of,
 )
 from fp8stack.benchmark.timing import interleaved, slug
-from fp8stack.cli.options import words
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.metrics import profiler
 from fp8stack.training.metrics.throughput import peak_rate

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from bench.cells import words
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import Work, chosen, figures, free_memory, training_step
 from fp8stack.benchmark.timing import interleaved
-from fp8stack.cli.options import words
 from fp8stack.config import RunConfig
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT

@@ -20,10 +20,9 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from bench.cells import failure
+from bench.cells import failure, words
 from bench.report import Report, Row, heading, markdown, report_of
 from fp8stack import presets
-from fp8stack.cli.options import words
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe, resolve

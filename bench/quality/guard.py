@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from bench import report, runner
+from bench.cells import words
 from bench.report import Report, Row
-from fp8stack.cli.options import words
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up

@@ -22,10 +22,10 @@ import torch
 from matplotlib.figure import Figure
 
 from bench import report as reports
+from bench.cells import words
 from bench.report import Report, Row
 from bench.runner import RESULTS
 from fp8stack.benchmark.timing import machine
-from fp8stack.cli.options import words
 from fp8stack.errors import UserError, unknown
 from tests.faults.case import Case, Outcome
 

@@ -24,11 +24,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from bench.cells import append_line, json_lines
+from bench.cells import append_line, json_lines, words
 from bench.quality import study_tables
 from bench.timing_lock import held_by_another
 from fp8stack.benchmark.timing import machine
-from fp8stack.cli.options import words
 from fp8stack.compare.results import read_run
 from fp8stack.errors import NumericFailure, UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
