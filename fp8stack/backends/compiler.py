@@ -48,7 +48,7 @@ def is_compiled(
         raise UserError(f"--compile: {no_bf16}. Leave --compile out, or choose residual = 'fp32'.")
     if asked is not None or hardware.device != "cuda":
         return bool(asked), ""
-    why = hardware.compiler_problem
+    why = hardware.compiler_problem or _lost_amaxes(plan)
     if old and plan.recipe.residual == "bf16":
         why = no_bf16
     elif plan.backend == "te":
@@ -61,7 +61,7 @@ def is_compiled(
 
 
 def require_compilable(plan: Plan, recompute: str = "none") -> None:
-    """See that this backend and this activation checkpointing work in compiled code.
+    """See that this backend and this activation checkpointing work in compiled code of this torch.
 
     Raises:
         UserError: one does not.
@@ -70,6 +70,17 @@ def require_compilable(plan: Plan, recompute: str = "none") -> None:
         raise UserError(f"{TE_COMPILED}. Leave --compile out, or choose --backend torch.")
     if recompute == "selective":
         raise UserError(SELECTIVE_COMPILED)
+    if problem := _lost_amaxes(plan):
+        raise UserError(f"--compile: {problem}. Leave --compile out, or pip install 'torch>=2.13'.")
+
+
+def _lost_amaxes(plan: Plan) -> str:
+    """Why compiled code of a plan would keep the scales of gradients as they are at the start; ""
+    if it would not. Seen with torch 2.11, and not with 2.13; between them nobody looked."""
+    backends = {plan.backend, *(backend for _, backend, _ in plan.others)}
+    if torch.__version__ >= "2.13" or not plan.delayed or "emulate" not in backends:
+        return ""
+    return f"torch {torch.__version__} loses the amaxes of gradients in emulated delayed scaling"
 
 
 def require_tools(device: str, what: str, instead: str) -> None:

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
-from fp8stack.backends.compiler import is_compiled
+from fp8stack.backends.compiler import is_compiled, require_compilable
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
@@ -475,3 +476,22 @@ def test_no_operator_writes_to_tensors_of_a_list():
             ]
             wrong += [f"{name} {one.name}" for one in written if "List" in str(one.type)]
     assert wrong == []
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.11.0", True), ("2.13.0", False)])
+def test_emulated_delayed_scaling_is_not_compiled_by_a_torch_that_loses_its_amaxes(
+    version, refused, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    cpu = Hardware("cpu")
+    plan = resolve("delayed", cpu)
+    if refused:
+        with pytest.raises(UserError, match=r"torch 2\.11\.0 loses the amaxes"):
+            require_compilable(plan)
+    else:
+        require_compilable(plan)
+    on_gpu = Hardware("cuda", (9, 0), cuda_version=(13, 0))
+    emulated = resolve("delayed", on_gpu, "emulate")
+    assert is_compiled(None, emulated, on_gpu)[0] is not refused
+    for others in (resolve("mxfp8", cpu), resolve("delayed", on_gpu, "torch")):
+        require_compilable(others)
