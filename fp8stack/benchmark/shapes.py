@@ -76,14 +76,36 @@ def measure_shapes(
     results = []
     for sizes, of in names.items():
         shape = (tokens, *sizes)
-        copies = dict.fromkeys(map(str, range(_copies(shape))), sizes)
-        plans = {"bf16": resolve("bf16", hardware).for_layers(copies), "fp8": _in_fp8(plan, copies)}
-        bias = config.bias and of != ["lm_head"]
-        arms = {name: _arm(made, shape, bias, compiled) for name, made in plans.items()}
-        timings = measure(arms, rounds=rounds, device=plan.device)
-        each = {name: _divided(timing, len(copies)) for name, timing in timings.items()}
-        results.append(Measured(shape=shape, layers=len(of), **each))
+        timings = side_by_side(
+            {"bf16": resolve("bf16", hardware), "fp8": plan},
+            shape,
+            config.bias and of != ["lm_head"],
+            rounds=rounds,
+            compiled=compiled,
+            measure=measure,
+        )
+        results.append(Measured(shape=shape, layers=len(of), **timings))
     return results
+
+
+def side_by_side(
+    plans: Mapping[str, Plan],
+    shape: Shape,
+    bias: bool,
+    *,
+    rounds: int,
+    compiled: bool,
+    measure: Measure = interleaved,
+) -> dict[str, Timing]:
+    """The forward and backward pass of a linear of this shape in each of `plans`, whatever layers
+    their recipes leave out. For the other arguments see `measure_shapes`."""
+    copies = dict.fromkeys(map(str, range(_copies(shape))), shape[1:])
+    arms = {
+        name: _arm(_in_fp8(plan, copies), shape, bias, compiled) for name, plan in plans.items()
+    }
+    device = next(iter(plans.values())).device
+    timings = measure(arms, rounds=rounds, device=device)
+    return {name: _divided(timing, len(copies)) for name, timing in timings.items()}
 
 
 def _in_fp8(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Plan:

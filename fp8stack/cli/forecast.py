@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,12 +16,19 @@ RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
 )
-CANDIDATES = option("Recipes to choose from for each layer. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16]")
+CANDIDATES = option(
+    "Recipes to choose from for each layer. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16; on a GPU, those it "
+    "runs natively]"
+)
 DATA = option("Held-out text. [the run's own held-out part]")
 WINDOWS = option("Windows to measure on. [128]")
 TOKENS = option("Number of training tokens. [recorded in the run]")
 BUDGET = option("Largest loss gap, in percent of the loss. Example: 0.2%")
 BITS = option("Instead of --budget: bits of GEMMs on average. Example: 6")
+TIME = option(
+    "Instead of --budget: time of the linear layers, measured here, in percent of bf16's. "
+    "Example: 80%"
+)
 OUT = option("File to write the recipe to. [tuned.toml]")
 MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
 """The arguments of both commands that select the model and the data."""
@@ -63,6 +71,7 @@ def tune(
     run: Annotated[str, RUN],
     budget: Annotated[str | None, BUDGET] = None,
     bits: Annotated[float | None, BITS] = None,
+    time: Annotated[str | None, TIME] = None,
     out: Annotated[str, OUT] = "tuned.toml",
     recipes: Annotated[str | None, CANDIDATES] = None,
     data: Annotated[str | None, DATA] = None,
@@ -73,18 +82,25 @@ def tune(
     threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """Write a recipe that gives each layer as few bits as a loss budget allows."""
+    """Write a recipe that is as cheap as a loss budget allows, layer by layer.
+
+    Cheap is a short time, measured here, on a GPU, and few bits on a CPU.
+    """
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import tune
+    from fp8stack.forecast.times import PLAIN, time_shares
+    from fp8stack.precision import probe
     from fp8stack.presets import recipe_words
 
-    target = tune.parse_target(budget, bits, out)
-    chosen = list(tune.CANDIDATES) if recipes is None else recipe_words(recipes)
+    target = tune.parse_target(budget, bits, time, out)
+    hardware = probe(device)
+    chosen = tune.default_candidates(hardware) if recipes is None else recipe_words(recipes)
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, require_covered=True)
-    choices = tune.Choices(forecast, plain=tune.PLAIN in chosen)
+        timed = partial(time_shares, forecast.trained, tell) if target.is_timed(hardware) else None
+        choices = tune.Choices(forecast, plain=PLAIN in chosen, timed=timed)
     found = tune.tuned(choices, forecast, target)
     tune.write(found, forecast, target)
     if json:

@@ -54,6 +54,7 @@ class Trained:
     tokens: int | None
     windows: Windows
     loss: float  # in nats per token, in float32
+    rows: int  # of the run's GEMMs: tokens per micro-batch
     hardware: Hardware
 
 
@@ -113,6 +114,7 @@ def load_trained(request: Request) -> Trained:
         tokens=tokens,
         windows=windows,
         loss=nats.mean().item(),
+        rows=config.batch // config.accumulate * context_of(config, source.shape),
         hardware=hardware,
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -18,34 +19,42 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from fp8stack.config import percent, toml_lines
 from fp8stack.errors import UserError, quoted
-from fp8stack.forecast.forecast import Forecast
+from fp8stack.forecast.forecast import RECIPES, Forecast
 from fp8stack.forecast.law import Law
 from fp8stack.forecast.result import GAP, Gap, shares
 from fp8stack.forecast.sensitivity import Sensitivity
+from fp8stack.forecast.times import PLAIN, Pair, Times
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import storage_errors, write_atomically
-from fp8stack.precision import load_recipe
+from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.tables import aligned
 
-PLAIN, PLAIN_BITS = "bf16", 16.0
-"""The precision of a layer that is not quantized."""
+PLAIN_BITS = 16.0
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
 GEMMS = ("fprop", "dgrad", "wgrad")
 _TANGENTS, _EDGE = 24, 1 + 1e-9
 _TIE = 1e-4  # of bits, for a nat per token
 
+Timed = Callable[[Sequence[str], Mapping[Pair, Recipe]], Times]
+"""What measures the times of layers in recipes: `time_shares` of a model."""
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The recipes of each layer's forward and backward pass, by module path, and their cost."""
+    """The recipes of each layer, by module path, and their cost."""
 
-    layers: dict[str, tuple[str, str]]
+    layers: dict[str, Pair]
     bits: float  # of a GEMM, the mean weighted by multiplications
+    time: float | None  # of the layers, as a share of bf16's; None if it was not measured
     forward: float  # KL in nats per token
     backward: float  # relative squared error, see `Sensitivity`
     gap: Gap
+
+    @property
+    def cost(self) -> float:
+        """What is kept small: the time, or the bits if that was not measured."""
+        return self.bits if self.time is None else self.time
 
 
 def bits_of(table: Quantizers | None) -> dict[str, float]:
@@ -65,25 +74,27 @@ def bits_of(table: Quantizers | None) -> dict[str, float]:
 
 
 class Choices:
-    """The cost of each layer in each candidate: bits, divergence and backward error. A candidate
-    is a recipe for the forward pass and one for the backward pass; with `plain`, layers may stay in
-    bf16."""
+    """The cost of each layer in each candidate: bits or time, divergence and backward error. A
+    candidate is a recipe for the forward pass and one for the backward pass; with `plain`, layers
+    may stay in bf16. The cost is the time if something measures it (`timed`), else bits."""
 
-    def __init__(self, forecast: Forecast, plain: bool = True) -> None:
+    def __init__(self, forecast: Forecast, plain: bool = True, timed: Timed | None = None) -> None:
         self.measured = forecast.measured
         sizes = {path: size for one in self.measured.values() for path, size in one.sizes.items()}
         self.layers = list(sizes)
         self.weights = np.array([*sizes.values()], dtype=float) / max(1, sum(sizes.values()))
-        names, none = [*self.measured], [PLAIN] * plain
-        pairs = product(names, [*names, *none])
-        self.pairs = [*filter(_is_recipe, pairs), *((one, one) for one in none)]
-        figures = np.array([[self._cost(path, *p) for p in self.pairs] for path in self.layers])
-        self.bits, self.forward, self.backward = np.moveaxis(figures, -1, 0)
+        names = [*self.measured]
+        recipes = {pair: _recipe(pair) for pair in product(names, [*names, *[PLAIN] * plain])}
+        found = {pair: recipe for pair, recipe in recipes.items() if recipe}
+        self.pairs = [*found, *[(PLAIN, PLAIN)] * plain]
+        self.times = timed(self.layers, found) if timed else None
+        costs = [[self._cost(path, pair) for pair in self.pairs] for path in self.layers]
+        self.figures = np.moveaxis(np.array(costs), -1, 0)  # [4, layers, pairs]
 
-    def _cost(self, path: str, forward: str, backward: str) -> tuple[float, float, float]:
-        """Bits, divergence and backward error of one layer. Divergences are scaled to add up to
-        that of all layers together."""
-        one, other = self.measured.get(forward), self.measured.get(backward)
+    def _cost(self, path: str, pair: Pair) -> tuple[float, float, float, float]:
+        """Bits, divergence, backward error and time of one layer. Divergences are scaled to add up
+        to that of all layers together."""
+        one, other = (self.measured.get(name) for name in pair)
         ahead, back = bits_of(_table(one, path)), bits_of(_table(other, path))
         divergence = 0.0
         if one is not None and (alone := sum(one.layers.values())):
@@ -92,68 +103,76 @@ class Choices:
             (ahead["fprop"] + back["dgrad"] + back["wgrad"]) / 3,
             divergence,
             0.0 if other is None else other.backward_layers.get(path, 0.0),
+            self.times[path][pair] if self.times else 0.0,
         )
+
+    @property
+    def cost(self) -> Array:
+        """What each candidate adds in each layer to an assignment's cost, [layers, pairs]."""
+        bits, _, _, times = self.figures
+        weighted: Array = bits * self.weights[:, None]
+        return times if self.times else weighted
 
     def assigned(self, chosen: Sequence[int], law: Law) -> Assignment:
         """The assignment of one candidate, by its index, to each layer."""
-        rows, pairs = np.arange(len(self.layers)), [self.pairs[number] for number in chosen]
-        figures = [of[rows, chosen] for of in (self.bits, self.forward, self.backward)]
-        return self._assigned(pairs, np.array(figures), law)
+        figures = self.figures[:, range(len(self.layers)), chosen]
+        return self._assigned([self.pairs[number] for number in chosen], figures, law)
 
     def uniform(self, name: str, law: Law) -> Assignment:
         """The assignment of one recipe to all layers."""
         pair = (name, name)
-        figures = np.array([self._cost(path, *pair) for path in self.layers]).T.copy()
+        figures = np.array([self._cost(path, pair) for path in self.layers]).T
         return self._assigned([pair] * len(self.layers), figures, law)
 
-    def _assigned(self, pairs: Sequence[tuple[str, str]], figures: Array, law: Law) -> Assignment:
-        """The assignment of these pairs; `figures` [3, layers] are their `_cost`."""
-        bits, divergence, error = figures
-        forward, backward = float(divergence.sum()), float((error * self.weights).sum())
+    def _assigned(self, pairs: Sequence[Pair], figures: Array, law: Law) -> Assignment:
+        """The assignment of these pairs; `figures` [4, layers] are their `_cost`."""
+        bits, divergence, error, time = figures
+        forward, backward = float(divergence.sum()), float(error @ self.weights)
         return Assignment(
             layers=dict(zip(self.layers, pairs, strict=True)),
-            bits=float((bits * self.weights).sum()),
+            bits=float(bits @ self.weights),
+            time=float(time.sum()) if self.times else None,
             forward=forward,
             backward=backward,
             gap=law.gap(forward, backward),
         )
 
     def cheapest(self, law: Law, budget: float) -> Assignment | None:
-        """The assignment with the fewest bits, then the least gap, whose gap is at most `budget`
+        """The assignment with the least cost, then the least gap, whose gap is at most `budget`
         nats per token; None if there is none."""
         within = [one for one in self._solved(law, budget=budget) if one.gap.mean <= budget * _EDGE]
-        return min(within, key=lambda one: (round(one.bits, 6), one.gap.mean), default=None)
+        return min(within, key=lambda one: (round(one.cost, 6), one.gap.mean), default=None)
 
-    def best(self, law: Law, bits: float) -> Assignment | None:
-        """The assignment with the least gap whose GEMMs have at most `bits` on average; None if
-        there is none."""
-        return min(self._solved(law, bits=bits), key=lambda one: one.gap.mean, default=None)
+    def best(self, law: Law, cost: float) -> Assignment | None:
+        """The assignment with the least gap among those of at most this cost; None if there is
+        none."""
+        return min(self._solved(law, cost=cost), key=lambda one: one.gap.mean, default=None)
 
     def _solved(
-        self, law: Law, budget: float | None = None, bits: float | None = None
+        self, law: Law, budget: float | None = None, cost: float | None = None
     ) -> Iterator[Assignment]:
-        """Yield assignments with few bits within a budget, or with a small gap within `bits`.
+        """Yield assignments with a small cost within a budget, or with a small gap within a cost.
 
         Each solves an integer program (HiGHS, through SciPy). The law is a concave power of the
         divergence, which a program replaces by its tangent at one of several divergences. A concave
         function lies below its tangents, so an assignment within a tangent's budget is within the
         law's; the optimum is found by the tangent at its own divergence.
         """
-        count, width = self.bits.shape
-        each = (self.bits * self.weights[:, None]).ravel()
-        least, most = (float(of(axis=1).sum()) for of in (self.forward.min, self.forward.max))
+        each, (_, forward, backward, _) = self.cost, self.figures
+        count, width = each.shape
+        least, most = (float(of(axis=1).sum()) for of in (forward.min, forward.max))
         for divergence in np.geomspace(max(least, most * 1e-4, 1e-12), max(most, 1e-12), _TANGENTS):
             slope = law.forward * law.power * divergence ** (law.power - 1)
             constant = law.forward * divergence**law.power - slope * divergence
-            gaps = slope * self.forward + law.backward * self.backward * self.weights[:, None]
+            gaps = slope * forward + law.backward * backward * self.weights[:, None]
             limits = [LinearConstraint(np.kron(np.eye(count), np.ones(width)), 1, 1)]
             if budget is not None:
                 limits.append(LinearConstraint(gaps.ravel()[None], -np.inf, budget - constant))
-            if bits is not None:
-                limits.append(LinearConstraint(each[None], -np.inf, bits))
+            if cost is not None:
+                limits.append(LinearConstraint(each.ravel()[None], -np.inf, cost))
             with _without_stdout():
                 found = milp(
-                    gaps.ravel() if budget is None else each + _TIE * gaps.ravel(),
+                    (gaps if budget is None else each + _TIE * gaps).ravel(),
                     constraints=limits,
                     integrality=np.ones(count * width),
                     bounds=Bounds(0, 1),
@@ -179,16 +198,23 @@ def _without_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def _is_recipe(pair: tuple[str, str]) -> bool:
-    """Whether a recipe can combine the first's forward pass with the second's backward pass."""
+def _recipe(pair: Pair) -> Recipe | None:
+    """The recipe with the first's forward pass and the second's backward pass; None if there can be
+    none."""
     forward, backward = pair
-    if forward == backward:
-        return True
+    changes = {} if forward == backward else {"backward": _backward(backward)}
     try:
-        load_recipe(forward, {"backward": _backward(backward)})
+        return load_recipe(forward, changes)
     except UserError:
-        return False
-    return True
+        return None
+
+
+def default_candidates(hardware: Hardware) -> list[str]:
+    """The candidates on this machine: on a GPU, the recipes that run natively there, if any do."""
+    if hardware.device == "cpu":
+        return list(CANDIDATES)
+    native = [name for name in RECIPES if resolve(name, hardware).native]
+    return [*native, PLAIN] if native else list(CANDIDATES)
 
 
 def candidates(names: Sequence[str]) -> list[str]:
@@ -220,32 +246,45 @@ def _table(measured: Sensitivity | None, path: str) -> Quantizers | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target of a tuned recipe: a gap as a share of the loss, or bits; and its file."""
+    """The target of a tuned recipe: a gap as a share of the loss, bits, or a share of bf16's time;
+    and its file."""
 
-    budget: float | None
-    bits: float | None
+    budget: float | None = None
+    bits: float | None = None
+    time: float | None = None
     path: Path
 
     def __str__(self) -> str:
         if self.budget is not None:
             return f"a loss gap of {100 * self.budget:g} % at most"
+        if self.time is not None:
+            return f"{100 * self.time:g} % of bf16's time at most"
         return f"{self.bits:g} bits at most"
 
+    def is_timed(self, hardware: Hardware) -> bool:
+        """Whether times are to be measured: for `time`, and for a `budget` on a GPU."""
+        on_gpu = hardware.device != "cpu"
+        return self.time is not None or (self.budget is not None and on_gpu)
 
-def parse_target(budget: str | None, bits: float | None, out: str) -> Target:
-    """Parse the command's target. Raises a UserError unless it is either a share or a number of
-    bits, and if `out` is no TOML file or exists."""
-    if (budget is None) == (bits is None):
-        raise UserError("Give either --budget, such as 0.2%, or --bits, such as 6.")
+
+def parse_target(budget: str | None, bits: float | None, time: str | None, out: str) -> Target:
+    """Parse the command's target. Raises a UserError unless it is one of a gap, a number of bits
+    and a time, and if `out` is no TOML file or exists."""
+    if sum(one is not None for one in (budget, bits, time)) != 1:
+        raise UserError("Give one of --budget, such as 0.2%, --bits, such as 6, and --time 80%.")
     path = Path(out)
     if path.suffix != ".toml":
         raise UserError(f"--out {quoted(out)}: a recipe is a TOML file. Example: tuned.toml")
     if path.exists():
         raise UserError(f"{quoted(out)} exists. Give another --out, or remove it.")
-    share = None if budget is None else percent("--budget", budget, "0.2%") / 100
     if bits is not None and not 0 < bits <= PLAIN_BITS:
         raise UserError(f"--bits {bits:g}: a GEMM has more than 0 and at most {PLAIN_BITS:g}.")
-    return Target(budget=share, bits=bits, path=path)
+    return Target(
+        budget=None if budget is None else percent("--budget", budget, "0.2%") / 100,
+        bits=bits,
+        time=None if time is None else percent("--time", time, "80%") / 100,
+        path=path,
+    )
 
 
 def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
@@ -262,21 +301,23 @@ def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
     if target.budget is not None:
         found = choices.cheapest(law, target.budget * loss)
         if found is None:
-            closest = choices.best(law, PLAIN_BITS)
-            assert closest is not None  # no recipe has more bits
+            closest = choices.best(law, math.inf)
+            assert closest is not None  # no recipe costs more
             raise UserError(
                 f"--budget {100 * target.budget:g}%: the smallest gap of these recipes is "
                 f"{closest.gap.mean / loss:.2%}, with {closest.bits:.2f} bits. Give more, or bf16 "
                 "among --recipes."
             )
         return found
-    assert target.bits is not None
-    found = choices.best(law, target.bits)
+    limit = target.bits if target.time is None else target.time
+    assert limit is not None
+    found = choices.best(law, limit)
     if found is None:
-        least = float(choices.bits.min(axis=1) @ choices.weights)
+        least = float(choices.cost.min(axis=1).sum())
+        asked = f"--bits {limit:g}" if target.time is None else f"--time {100 * limit:g}%"
+        needed = f"{least:.2f}" if target.time is None else f"{least:.1%} of bf16's time here"
         raise UserError(
-            f"--bits {target.bits:g}: these recipes need at least {least:.2f}. Give more, or "
-            "--recipes with fewer."
+            f"{asked}: these recipes need at least {needed}. Give more, or other --recipes."
         )
     return found
 
@@ -294,19 +335,24 @@ def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str
     named = [("tuned", found)]
     named += [(n, choices.uniform(n, forecast.law)) for n in (*choices.measured, PLAIN)]
     loss = forecast.trained.loss
-    rows = [[name, f"{one.bits:.2f}", *shares(one.gap, loss)] for name, one in named]
+    costs = ["bits of a GEMM", *["time, % of bf16"] * (choices.times is not None)]
+    rows = []
+    for name, one in named:
+        times = [] if one.time is None else [f"{100 * one.time:.1f}"]
+        rows.append([name, f"{one.bits:.2f}", *times, *shares(one.gap, loss)])
     of: dict[str, list[str]] = {}
     for path, (forward, backward) in found.layers.items():
         which = forward if forward == backward else f"{forward}, backward {backward}"
         of.setdefault(which, []).append(path)
-    table = aligned([["recipe", "bits of a GEMM", *GAP], *rows])
+    table = aligned([["recipe", *costs, *GAP], *rows])
     return [*table, "", *(f"{which}: {', '.join(paths)}" for which, paths in of.items())]
 
 
 def write(found: Assignment, forecast: Forecast, target: Target) -> None:
     """Write the recipe file. Raises a StorageError if the disk is full or cannot be written."""
+    time = "" if found.time is None else f", {found.time:.1%} of bf16's time"
     description = (
-        f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits, a gap of "
+        f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits{time}, a gap of "
         f"{found.gap.mean / forecast.trained.loss:.2%} is expected"
     )
     with storage_errors(target.path):
@@ -325,7 +371,7 @@ def as_toml(found: Assignment, description: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys(key: str, pair: tuple[str, str]) -> dict[str, str]:
+def _keys(key: str, pair: Pair) -> dict[str, str]:
     """The keys of a recipe file for a pair, the forward pass's recipe under `key`."""
     forward, backward = pair
     by = {} if forward == backward else {"backward": _backward(backward)}

@@ -14,10 +14,11 @@ import pytest
 import scipy.optimize
 
 import fp8stack
+from fp8stack.benchmark.timing import summarize
 from fp8stack.errors import StorageError
 from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
-from fp8stack.forecast import tune
+from fp8stack.forecast import times, tune
 from fp8stack.forecast.law import Law
 from fp8stack.forecast.result import ForecastResult
 from fp8stack.model.config import load_config, plan_for
@@ -211,10 +212,11 @@ def test_a_folder_that_cannot_be_written_to_loses_no_table(run, command, monkeyp
 
 def choices(bits: Any, forward: Any, backward: Any, weights: Any) -> tune.Choices:
     made: tune.Choices = object.__new__(tune.Choices)
-    made.bits, made.forward, made.backward = (np.array(x) for x in (bits, forward, backward))
+    made.figures = np.array([bits, forward, backward, np.zeros_like(bits)])
+    made.times = None
     made.weights = np.array(weights)
     made.layers = [f"l{n}" for n in range(len(weights))]
-    made.pairs = [(f"r{n}", f"r{n}") for n in range(made.bits.shape[1])]
+    made.pairs = [(f"r{n}", f"r{n}") for n in range(made.figures.shape[2])]
     return made
 
 
@@ -283,7 +285,7 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
     assert f"written: six.toml. Train in it:\n  {then}" in said
     forecast = of(run, "nvfp4", "mxfp8")
-    target = tune.Target(budget=None, bits=6, path=tmp_path / "x.toml")
+    target = tune.Target(bits=6, path=tmp_path / "x.toml")
     found = tune.tuned(tune.Choices(forecast), forecast, target)
     assert found.bits <= 6
     recipe = load_recipe(str(tmp_path / "six.toml"))
@@ -309,7 +311,7 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
     """Delayed scaling has no backward pass in high precision."""
     forecast = of(run, "delayed", "nvfp4")
     for bits in (4.5, 6, 9, 13.4):
-        target = tune.Target(budget=None, bits=bits, path=Path("x.toml"))
+        target = tune.Target(bits=bits, path=Path("x.toml"))
         found = tune.tuned(tune.Choices(forecast), forecast, target)
         assert ("delayed", "bf16") not in found.layers.values()
 
@@ -320,8 +322,9 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
     [
         (["--budget", "0.00001%", "--recipes", "nvfp4"], "the smallest gap of these recipes is"),
         (["--bits", "3"], "--bits 3: these recipes need at least 4.00. Give more"),
-        ([], "Give either --budget, such as 0.2%, or --bits, such as 6."),
-        (["--budget", "1%", "--bits", "5"], "Give either --budget"),
+        ([], "Give one of --budget, such as 0.2%, --bits, such as 6, and --time 80%."),
+        (["--budget", "1%", "--bits", "5"], "Give one of --budget"),
+        (["--time", "fast"], "--time 'fast' is no share in percent. Example: --time 80%"),
         (["--budget", "much"], "--budget 'much' is no share in percent. Example: --budget 0.2%"),
         (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
         (["--bits", "5", "--recipes", "bf16"], "--recipes names no recipe that is quantized."),
@@ -338,6 +341,64 @@ def test_bad_input_of_tuning_is_refused(flags, said, run, refused, tmp_path):
     (tmp_path / "there.toml").touch()
     assert said in refused("tune", str(run), "--windows", "8", *flags)
     assert [path.name for path in tmp_path.glob("*.toml")] == ["there.toml"]
+
+
+@pytest.mark.usefixtures("covered")
+def test_a_recipe_is_tuned_for_the_time_of_its_layers(run, command, monkeypatch, capsys):
+    """On a machine whose GEMMs take as long as they have bits, and which gains nothing from FP4
+    where a layer widens: FP4 goes where it gains."""
+
+    def side_by_side(plans, shape, bias, **how):
+        _, inputs, outputs = shape
+
+        def ms(plan):
+            bits = tune.bits_of(plan.recipe.quantizers).values()
+            return outputs * sum(16 if outputs > inputs and one == 4 else one for one in bits)
+
+        return {name: summarize([float(ms(plan))]) for name, plan in plans.items()}
+
+    monkeypatch.setattr(times, "side_by_side", side_by_side)
+    ask = ["--windows", "8", "--recipes", "nvfp4,mxfp8,bf16", "--json"]
+    for share in (0.45, 0.6, 0.8):
+        out = f"{share}.toml"
+        assert command("tune", str(run), "--time", f"{100 * share}%", "--out", out, *ask) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert share - 0.1 < told["time"] <= share
+        in_fp4 = {path for path, pair in told["layers"].items() if "nvfp4" in pair}
+        assert all(path.endswith(("output", "down")) for path in in_fp4)  # the others widen
+        assert in_fp4 or share > 0.5
+        assert f"{100 * share:g} % of bf16's time at most" in Path(out).read_text()
+    # The other way round: the least time for a gap, where times are what counts.
+    budget = f"{100 * told['gap']['mean'] / of(run, 'mxfp8').trained.loss * 1.001}%"
+    monkeypatch.setattr(tune.Target, "is_timed", lambda *given: True)
+    assert command("tune", str(run), "--budget", budget, "--out", "b.toml", *ask) == 0
+    assert json.loads(capsys.readouterr().out)["time"] <= told["time"] + 1e-6
+    ask[-2] = "nvfp4"
+    assert command("tune", str(run), "--time", "30%", "--out", "c.toml", *ask) == 2
+    said = capsys.readouterr().err
+    assert "--time 30%: these recipes need at least 78.6% of bf16's time here. Give more" in said
+
+
+@pytest.mark.usefixtures("covered")
+def test_times_are_measured_on_this_machine(run, command, capsys, monkeypatch):
+    monkeypatch.setattr(times, "ROUNDS", 1)
+    ask = ["--windows", "8", "--recipes", "mxfp8,bf16"]
+    assert command("tune", str(run), "--time", "100%", "--out", "a.toml", *ask) == 0
+    head, tuned, mxfp8, plain, *_ = capsys.readouterr().out.splitlines()
+    assert "time, % of bf16" in head
+    assert plain.split()[:3] == ["bf16", "16.00", "100.0"]
+    assert float(mxfp8.split()[2]) > 0
+    assert float(tuned.split()[2]) <= 100
+
+
+def test_times_are_what_counts_on_a_gpu_that_runs_a_candidate():
+    path, h100 = Path("x.toml"), Hardware("cuda", (9, 0), cuda_version=(13, 0))
+    assert tune.Target(budget=0.1, path=path).is_timed(h100)
+    assert not tune.Target(budget=0.1, path=path).is_timed(Hardware("cpu"))
+    assert not tune.Target(bits=5, path=path).is_timed(h100)
+    assert tune.default_candidates(Hardware("cpu")) == list(tune.CANDIDATES)
+    assert tune.default_candidates(h100) == ["rowwise", "block", "current", "delayed", "bf16"]
+    assert tune.default_candidates(Hardware("cuda", (8, 0))) == list(tune.CANDIDATES)
 
 
 def test_a_model_that_the_law_does_not_cover_is_not_tuned(run, refused):
