@@ -1,5 +1,5 @@
-"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores]`: the plan and the kernels, as
-JSON, of a model on a pretended GPU."""
+"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host]`: as JSON the plan and
+the kernels of a model on a pretended GPU, or the host's time in a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ def main() -> None:
     for name in ("model", "recipe", "capability"):
         parser.add_argument(name)
     parser.add_argument("--no-stores", action="store_true", help="leave the PTX out")
+    parser.add_argument("--host", action="store_true", help="the host's time instead")
     arguments = parser.parse_args()
     major, minor = map(int, arguments.capability.split("."))
     pretend((major, minor))
+    asked = arguments.model, arguments.recipe, arguments.capability
+    if arguments.host:
+        from bench.gpu_code.host import host_times
+
+        print(json.dumps([asdict(one) for one in host_times(*asked)]))
+        return
     from bench.gpu_code.blocks import kernels_of, plan_of
 
-    plan = plan_of(arguments.model, arguments.recipe, arguments.capability)
+    plan = plan_of(*asked)
     kernels = kernels_of(arguments.model, plan, stores=not arguments.no_stores)
     print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(one) for one in kernels]}))
 

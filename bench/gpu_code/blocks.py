@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu_code.pretend import CUDA
 from fp8stack.backends import build_backend
 from fp8stack.backends import torch as torch_backend
-from fp8stack.model.config import load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import weights as many_weights
 from fp8stack.ops.kernels import Variant
@@ -39,7 +39,7 @@ from fp8stack.precision.hardware import machine_for
 
 TOKENS = 8192
 Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
-_GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
+GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
 _SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
 _STORE = re.compile(r"st\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
 
@@ -75,6 +75,16 @@ def plan_of(model: str, recipe: str, capability: str) -> Plan:
     return plan.for_layers(load_config(model).linear_shapes())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The Python code that launches the kernels of a part's forward or backward pass, and what it
+    was called with: fake tensors, for the most part."""
+
+    part: str
+    code: str
+    inputs: list[Any]
+
+
 def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
     """The kernels of one block and of the loss, forward and backward, in a pass of 8,192 tokens
     that trains, and of what precedes the first such pass of a step.
@@ -85,7 +95,15 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         stores: whether to find `Kernel.store`, which takes as long again.
     """
     config = load_config(model, {"layers": 1})
+    return compile_for_gpu(config, plan, TOKENS, stores=stores)[0]
+
+
+def compile_for_gpu(
+    config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False
+) -> tuple[list[Kernel], list[Program]]:
+    """See `kernels_of`; and the programs of these parts, in the order in which they ran."""
     found: list[Kernel] = []
+    programs: list[Program] = []
     part = "weights"
 
     def compiled(graph: GraphLowering) -> Any:
@@ -100,6 +118,7 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
 
         def call(inputs: list[Any]) -> list[Any]:
             found.extend(replace(kernel, part=part) for kernel in kernels)
+            programs.append(Program(part=part, code=code, inputs=[*inputs]))
             inputs.clear()
             return [_like(value) for value in values]
 
@@ -113,7 +132,7 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
     ):
         with CUDA:
             gpt = GPT(config, build_backend(plan))
-            shape, stream = (TOKENS // context, context), gpt.backend.residual_dtype
+            shape, stream = (tokens // context, context), gpt.backend.residual_dtype
             x = torch.empty(*shape, config.width, dtype=stream, requires_grad=True)
             targets = torch.empty(shape, dtype=torch.int64)
         rotation = None
@@ -132,7 +151,7 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         gpt.blocks[0](x, rotation).sum().backward()
         part = "loss"
         gpt.loss(gpt.final_norm, gpt.lm_head, x, targets).backward()
-    return found
+    return found, programs
 
 
 def _like(value: Any) -> Any:
@@ -191,7 +210,7 @@ def _kind(operator: str) -> tuple[Kind, str]:
     space, _, name = operator.partition("::")
     if space == "pretended":
         return "attention", operator
-    if name.partition(".")[0] in _GEMMS:
+    if name.partition(".")[0] in GEMMS:
         return "GEMM", operator
     return ("ours" if space == "fp8stack" else "other"), operator
 

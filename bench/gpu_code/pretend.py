@@ -85,12 +85,14 @@ def _find_the_gpu(capability: tuple[int, int]) -> None:
     }
     for name, function in {**told(capability), **nothing}.items():
         setattr(torch.cuda, name, function)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.version.cuda = torch.version.cuda or "13.0"
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: target,
             get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
             get_active_torch_device=lambda: CUDA,
         )
     )
@@ -164,27 +166,21 @@ def _without_meta(graph: fx.Graph) -> None:
 
 @torch.library.custom_op("pretended::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
-
-
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and a float32 log-sum-exp per query, laid out as FlashAttention does."""
+    """Room for the output and a float32 log-sum-exp per query, laid out as FlashAttention does."""
     return _by_token(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+_attention.register_fake(lambda q, k, v: _attention._init_fn(q, k, v))
 
 
 @torch.library.custom_op("pretended::attention_backward", mutates_args=())
 def _attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError
-
-
-@_attention_backward.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
     return _by_token(q), _by_token(k), _by_token(v)
+
+
+_attention_backward.register_fake(lambda *given: _attention_backward._init_fn(*given))
 
 
 def _by_token(like: Tensor) -> Tensor:

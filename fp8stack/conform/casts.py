@@ -36,9 +36,11 @@ from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits, Rounded, fused
 from fp8stack.numerics.rounding import rounding
-from fp8stack.ops.fused_casts import cast_transpose
+from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, cast_transpose
 from fp8stack.ops.kernels import has_kernel
 from fp8stack.ops.nvfp4 import cast_nvfp4
+from fp8stack.ops.scaled_gemm import Scales, pack_scales
+from fp8stack.ops.weights import KeptWeights
 
 # Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
@@ -73,6 +75,7 @@ def casts(context: Context) -> Iterator[Check]:
             ways: dict[str, Function] = {
                 "eager": _plain_cast,
                 f"with transpose and amax, by {kernel_of(context)}": cast_transpose,
+                "by the kernel for many weights": partial(_kept_cast, context),
                 "by TE": partial(_te_cast, context, False),
                 "by TE, with transpose": partial(_te_cast, context, True),
             }
@@ -82,6 +85,11 @@ def casts(context: Context) -> Iterator[Check]:
             if not context.quick:
                 run = partial(cast_check, context, dtype, format, _plain_cast, compiled=True)
                 yield Check(f"{dtype} to {format}, compiled", run)
+    for format in FORMAT_NAMES:
+        for way, backward in (("relu2", False), ("the gradient of relu2", True)):
+            relu2 = partial(_relu2, backward), partial(_relu2_cast, backward)
+            run = partial(cast_check, context, "bf16", format, relu2[1], made=relu2[0])
+            yield Check(f"{way} of bf16 to {format}, by {kernel_of(context)}", run)
 
 
 def kernel_of(context: Context) -> str:
@@ -93,6 +101,31 @@ def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
     return (numerics.cast_to_fp8(x, scale, format),)
 
 
+def _relu2_cast(backward: bool, x: Tensor, scale: Tensor, format: str) -> tuple[Any, ...]:
+    """The square matrix's ReLU^2, or its gradient where the transpose is that of the result."""
+    product = Product("relu2", x, x.t() if backward else None)
+    return cast_product(product, scale, format, across=True, record=True, sums=False)[:3]
+
+
+def _relu2(backward: bool, x: oracles.Array) -> oracles.Array:
+    held = np.where(x <= 0, np.float32(0), x)
+    return oracles.to_bf16(np.where(x <= 0, 0, x.T * (2 * held)) if backward else held * held)
+
+
+def need_kernel(context: Context) -> None:
+    """Skip the check where Triton's kernels do not run, and nothing stands in for them."""
+    if not has_kernel(torch.device(context.device)):
+        raise Skipped("the kernel for many weights needs Triton and a GPU with FP8")
+
+
+def _kept_cast(context: Context, x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, ...]:
+    need_kernel(context)
+    kept = KeptWeights([x], Quantizer(format=format))  # type: ignore[arg-type]
+    kept.cast(scale.view(1), largest := torch.zeros(1, device=x.device))
+    along, across = kept.copies[0]
+    return along.data, across.data, largest[0], along.inv_scale
+
+
 def _te_cast(
     context: Context, across: bool, x: Tensor, scale: Tensor, format: str
 ) -> tuple[Any, ...]:
@@ -102,13 +135,19 @@ def _te_cast(
 
 
 def cast_check(
-    context: Context, dtype: str, format: str, cast: Function, compiled: bool = False
+    context: Context,
+    dtype: str,
+    format: str,
+    cast: Function,
+    compiled: bool = False,
+    made: Function = np.copy,
 ) -> Facts:
-    """Check `cast(x, scale, format)`: the bytes and, if returned, their transpose, the amax and the
-    inverse scale."""
+    """Check `cast(x, scale, format)`: the bytes of what is `made` of x and, if returned, their
+    transpose, the amax and the inverse scale."""
     cast = context.compiled(cast) if compiled else cast
     x, parts = values_of(dtype, context.seed), {}
-    values, on_device = x.float().numpy(), x.to(context.device)
+    with np.errstate(all="ignore"):
+        values, on_device = made(x.float().numpy()), x.to(context.device)
     for number in SCALES[::3] if context.quick else SCALES:
         scale = np.float32(number)
         with np.errstate(all="ignore"):
@@ -189,6 +228,12 @@ def quantizers(context: Context) -> Iterator[Check]:
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
     run = partial(copies_check, context)
     yield Check(f"nvfp4, both copies at once, by {kernel_of(context)}", run)
+    for name, laid in COPIED.items():
+        run = partial(blocks_check, context, name, laid)
+        yield Check(f"{name}, both copies at once, by {kernel_of(context)}", run)
+    for name, laid in KEPT.items():
+        run = partial(weights_check, context, name, laid)
+        yield Check(f"{name}, by the kernel for many weights", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
             for way in TE_QUANTIZERS:
@@ -365,6 +410,56 @@ def copies_check(context: Context) -> Facts:
             pairs[what % "scales"] = copy.inv_scale.flatten(), tiles(_tensor(scales))
             pairs[what % "upper scale"] = copy.whole, _tensor(upper.reshape(()))
     return same_values(pairs)
+
+
+COPIED = {"1x128": Scales.ROWS, "mxfp8": Scales.MX, "mxfp8 e5m2 floor": Scales.MX}
+KEPT = {"tensor": Scales.PER_TENSOR, "128x128": Scales.SQUARES, "mxfp8": Scales.MX}
+
+
+def blocks_check(context: Context, name: str, kind: Scales) -> Facts:
+    """Check both copies of a matrix in blocks, as the torch backend makes them."""
+    quantizer, parts = EVERY[name], {}
+    for each in matrices_of(context):
+        x = made_of(each, context.seed).to(context.device)
+        made = cast_blocks(Product("cast", x), quantizer, across=True, sums=False)
+        copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
+        parts[" ".join(each)] = _packed_copies(
+            copies, expected_of(each, context.seed, quantizer), kind
+        )
+    return merged(parts)
+
+
+def weights_check(context: Context, name: str, kind: Scales) -> Facts:
+    """Check the copies of several weights, made anew at once."""
+    need_kernel(context)
+    quantizer, parts = EVERY[name], {}
+    for dtype in DTYPES:
+        chosen = [each for each in matrices_of(context) if each[1] == dtype]
+        weights = [made_of(each, context.seed).to(context.device) for each in chosen]
+        kept = KeptWeights(weights, quantizer)
+        kept.cast()
+        kept.cast()  # of the first time nothing is left, such as amaxes
+        for each, copies in zip(chosen, kept.copies, strict=True):
+            known = expected_of(each, context.seed, quantizer)
+            pairs = [copy[:2] for copy in copies]
+            parts[" ".join(each)] = _packed_copies(pairs, known, kind)
+    return merged(parts)
+
+
+def _packed_copies(
+    found: Sequence[tuple[Any, ...]], known: list[oracles.Quantized], kind: Scales
+) -> Facts:
+    """Compare the data and scales of two copies, of which the second lies transposed."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for (data, scale), made, dim in zip(found, known, (1, 0), strict=True):
+        codes, stored = (part if dim else part.T for part in (made.codes, made.stored))
+        expected = _tensor(stored)
+        if kind is Scales.MX:
+            expected = expected.to(torch.uint8).view(torch.float8_e8m0fnu)
+        expected = expected.view(()) if kind is Scales.PER_TENSOR else pack_scales(expected, kind)
+        pairs[f"codes, dim {dim}"] = data, _tensor(codes)
+        pairs[f"scales, dim {dim}"] = scale, expected
+    return same_bits(pairs)
 
 
 # Transformer Engine's quantizers, of each scaling that it has

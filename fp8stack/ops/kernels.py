@@ -5,11 +5,8 @@ The kernels themselves are in `triton_kernels`.
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,20 +14,15 @@ from torch import Tensor
 
 from fp8stack.formats import Format, Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
+from fp8stack.ops.toolchain import find_triton_problem
 
 MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
 # Fused, the product would not be rounded to float32.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def _triton_runs() -> bool:
-    """Whether Triton is there, and the C compiler by which Triton 3.6 builds what launches a
-    kernel."""
-    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
-    return find_spec("triton") is not None and any(compilers)
-
-
-TRITON_RUNS = _triton_runs()  # here: `has_kernel` is compiled, and torch 2.11 compiles none of that
+# Found here: `has_kernel` is compiled, and torch 2.11 compiles none of that.
+TRITON_RUNS = not find_triton_problem()
 
 
 # With fixed strides, inductor would write the bytes twice: for this operator, and for others.

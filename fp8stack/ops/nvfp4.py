@@ -97,9 +97,9 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
     """The amax of a matrix and whether there is a NaN, 1 or 0; both for its first copy and its
     second one: float32 [4]."""
     if not _runs(x):
-        copies = x, transform(x, hadamard, 0) if hadamard else x
+        copies = [x, transform(x, hadamard, 0)] if hadamard else [x]
         each = [part for copy in copies for part in (numerics.amax(copy), copy.isnan().any())]
-        return torch.stack([part.to(torch.float32) for part in each])
+        return torch.stack([part.to(torch.float32) for part in each]).repeat(2 // len(copies))
     from fp8stack.ops import triton_nvfp4
 
     tiles, how = _tiles(x), _variant(x, hadamard)

@@ -62,6 +62,11 @@ def cast_product(
     if HOW.record:
         largest = amax_of(first)
     if HOW.name == "swiglu" and HOW.backward:
+        if HOW.sums or HOW.scales == "rows" or HOW.scales == "mx":
+            # Again, from a cache: kept, they and what was made of `first` fill more registers than
+            # there are.
+            gate = _load(x, row, column, 2 * width, inside)
+            gradient = _load(dy, row, column, width, inside)
         second = _of_value(gate, gradient, HOW)
         _put(second, down, block + width // HOW.columns, row, column + width, there, rows, columns,
              scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.ops.toolchain import find_triton_problem
 from fp8stack.precision.gpus import gpu_named, gpu_of_capability
 
 
@@ -125,11 +125,7 @@ def _probe_cpu() -> Hardware:
 
 def find_compiler_problem() -> str:
     """What torch.compile lacks to make code for a GPU here, and the remedy; "" if nothing."""
-    if find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
-        return "triton found no C compiler: install gcc, or name one by the environment's CC"
-    return missing_headers()
+    return find_triton_problem() or missing_headers()
 
 
 def missing_headers() -> str:

@@ -120,6 +120,28 @@ def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own
     assert [one["backward"] for one in turned] == 3 * [False] + 3 * [True]
 
 
+def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
+    """One cast of all weights; scales taken and the history updated, each a graph; the guard's two;
+    and what inductor's own code and our operators launch in a block."""
+    found = gpu_code._told("gpt2-124m", "delayed", "9.0", "--host")
+    launches = {part["part"]: part["launches"] for part in found}
+    backward = launches.pop("backward")
+    kernels = kernels_of("gpt2-124m", "delayed", "9.0")
+    block = [k["backward"] for k in kernels if k["part"] == "block" and k["kind"] != "attention"]
+    assert launches == {"weights": 1, "amaxes": 2, "guard": 2, "forward": block.count(False)}
+    # A narrow block's sums over rows need some kernels less.
+    assert block.count(True) - 4 <= backward <= block.count(True)
+    assert all(part["ms"] > 0 and part["calls"] > 0 for part in found)
+
+
+def test_the_committed_time_of_the_host_holds_its_bar():
+    weights = {row["arm"]: row["launches"] for row in COMMITTED["host"] if row["part"] == "weights"}
+    assert weights == {"bf16": 0, "delayed": 1, "current": 2, "block": 1}
+    bars = {bar["arm"]: bar for bar in COMMITTED["bars"] if bar["what"] == gpu_code.WEIGHTS}
+    assert bars.keys() == {"delayed", "current", "block"}
+    assert all(bar["at_most"] == gpu_code.HOST_GOAL and bar["holds"] for bar in bars.values())
+
+
 def test_no_committed_kernel_of_a_block_writes_byte_by_byte():
     narrow = {(row["case"], row["arm"]): row["narrow_bytes"] for row in COMMITTED["results"]}
     assert set(narrow.values()) == {0}

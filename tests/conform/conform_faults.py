@@ -29,7 +29,8 @@ from fp8stack.numerics import (
     scales,
 )
 from fp8stack.numerics import random as random_bits
-from fp8stack.ops import attention, fused_casts, nvfp4, scaled_gemm
+from fp8stack.ops import attention, fused_casts, nvfp4, scaled_gemm, weights
+from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 
 amax: Any = sys.modules["fp8stack.numerics.amax"]  # the package has a function of this name
 Put = Callable[[pytest.MonkeyPatch], None]
@@ -269,6 +270,28 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "a block is transposed": (
         "quantizers: blocks*eager", after(blocks, "block_sizes", lambda made, *x: made[::-1])
     ),
+    "the second copy in blocks is the transpose of the first": (
+        "quantizers: 1x128, both*",
+        after(
+            fused_casts, "_blocks_op",
+            lambda made, *x: (made[0], made[0].t().contiguous(), *made[2:]),
+        ),
+    ),
+    "the scales of MX's second copy are in reverse": (
+        "quantizers: mxfp8, both*",
+        after(
+            fused_casts, "_blocks_op",
+            lambda made, *x: (*made[:3], bytes_of(made[3]).flip(0).view(made[3].dtype), made[4]),
+        ),
+    ),
+    "an activation is not rounded before it is cast": (
+        "casts: relu2*",
+        lambda patch: patch.setitem(ACTIVATIONS, "relu2", lambda x: F.relu(x.float()).square()),
+    ),
+    "the gradient of an activation lacks a factor": (
+        "casts: the gradient of relu2*",
+        lambda patch: patch.setitem(GRADIENTS, "relu2", lambda x, dy: dy * F.relu(x)),
+    ),
     "NVFP4's upper scale is left out": (
         "quantizers: nvfp4*operators",
         after(
@@ -391,3 +414,32 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "attention: causal*", gradient_of_keys(lambda dk: dk * 1.02)
     ),
 }  # fmt: skip
+
+
+def other_rules(**changes: Any) -> Put:
+    """The kernel for many weights goes by another quantizer."""
+    return instead(
+        weights, "variant",
+        lambda made, quantizer, **more: made(dataclasses.replace(quantizer, **changes), **more),
+    )  # fmt: skip
+
+
+# Those of the kernel for many weights, which no CPU runs but in Triton's interpreter.
+OF_WEIGHTS: dict[str, tuple[str, Put]] = {
+    "the amaxes of weights are not recorded": (
+        "casts: bf16 to e4m3, *many weights",
+        instead(weights, "variant", lambda made, **how: made(**how | {"record": False})),
+    ),
+    "weights are cast to the other format": (
+        "quantizers: tensor, *many weights",
+        other_rules(format="e5m2"),
+    ),
+    "the scales of squares of weights are powers of two no more": (
+        "quantizers: 128x128, *many weights",
+        other_rules(scale="float32"),
+    ),
+    "the E8M0 scales of weights are rounded down": (
+        "quantizers: mxfp8, *many weights",
+        other_rules(scale_rounding="floor"),
+    ),
+}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8stack import numerics
-from fp8stack.conform import casts, gemms, histories, te
+from fp8stack.conform import casts, gemms, histories, suite, te
 from fp8stack.conform.checks import (
     Check,
     Context,
@@ -25,6 +25,7 @@ from fp8stack.conform.checks import (
 )
 from fp8stack.conform.inputs import EVERY, amaxes, bf16_values, families, fp32_values, spiky_steps
 from fp8stack.precision import Hardware, resolve
+from tests.conform.conform_faults import OF_WEIGHTS
 from tests.support.te import te_stand_in
 from tests.support.te.te_quantizers import te_with_quantizers
 from tests.support.triton_code import launched_on_a_cpu
@@ -150,6 +151,24 @@ def interpreted_copies() -> list[str]:
     them."""
     with launched_on_a_cpu():
         return casts.copies_check(Context(CPU.hardware, quick=True)).get("first", [])
+
+
+def interpreted_weights() -> list[str]:
+    """Where the kernel for many weights differs from the reference, as Triton interprets it, and
+    the faults of it that are not found."""
+    context, wrong = Context(CPU.hardware, quick=True), []
+    with launched_on_a_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casts, "has_kernel", lambda device: True)
+        report = suite.run(context, "many weights")
+        wrong += [row["why"] for row in report["rows"] if row["verdict"] != "pass"]
+    for name, (only, put) in OF_WEIGHTS.items():
+        with launched_on_a_cpu(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(casts, "has_kernel", lambda device: True)
+            put(patch)
+            rows = suite.run(context, only)["rows"]
+        found = any(row.get("differing") for row in rows)  # by its numbers
+        wrong += [] if found else [f"not found: {name}: {rows}"]
+    return wrong
 
 
 # Transformer Engine

@@ -15,6 +15,7 @@ WORK = (
     "tests.ops.test_nvfp4:interpreted_differences",
     "tests.ops.test_weights:few_differences",
     "tests.backends.test_kept_weights:few_differences",
+    "tests.conform.test_checks:interpreted_weights",
 )
 ALL = (
     "tests.conform.test_checks:interpreted_copies",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.conform.inputs import fp32_values
-from fp8stack.ops import kernels
+from fp8stack.ops import kernels, toolchain
 from fp8stack.ops.fused_casts import cast_transpose
 from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of
@@ -170,7 +170,7 @@ def test_the_kernel_runs_on_nvidia_gpus_with_fp8(monkeypatch, capability, cuda, 
 
 def test_compiled_code_asks_for_the_kernel_in_one_graph(monkeypatch):
     """torch 2.11 compiles what a cached function does, as here; and it compiles no `find_spec`."""
-    monkeypatch.setattr(kernels, "find_spec", torch.compiler.disable(find_spec))
+    monkeypatch.setattr(toolchain, "find_spec", torch.compiler.disable(find_spec))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -190,8 +190,8 @@ def test_compiled_code_asks_for_the_kernel_in_one_graph(monkeypatch):
 def test_triton_runs_with_a_c_compiler(monkeypatch, triton, cc, found, runs):
     monkeypatch.setenv("CC", cc)
     monkeypatch.setattr(shutil, "which", lambda name: name if name in found else None)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name if triton else None)
-    assert kernels._triton_runs() is runs
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: name if triton else None)
+    assert (toolchain.find_triton_problem() == "") is runs
 
 
 def transposes_wrongly() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -100,3 +101,14 @@ def ptx_of(
     made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     text: str = made.asm["ptx"]
     return text
+
+
+def spilled_bytes(ptx: str, capability: int, folder: Path) -> int:
+    """What a thread of a kernel stores to local memory, as it has not enough registers."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    (architecture,) = re.findall(r"\.target (\w+)", ptx)
+    (file := folder / "kernel.ptx").write_text(ptx)
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", str(file)]
+    done = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True)
+    return max(int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr))

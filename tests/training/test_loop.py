@@ -18,9 +18,9 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
+from fp8stack.ops import toolchain
 from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import Hardware, resolve
-from fp8stack.precision import hardware as hardware_module
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
@@ -154,7 +154,7 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     if missing == "Python.h":
         monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     found = None if missing == "triton" else object()
-    monkeypatch.setattr(hardware_module, "find_spec", lambda name: found)
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: found)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
@@ -166,7 +166,7 @@ def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with inductor.patch("cpp.cxx", (sys.executable,)):
         require_compiler(resolve("fp32", CPU))
-    monkeypatch.setattr(hardware_module, "find_spec", lambda name: object())
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: object())
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
 
