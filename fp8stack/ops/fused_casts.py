@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.formats import Quantizer, ScaleRounding, fp8_format
+from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.kernels import (
     MX_TILE,
@@ -144,7 +145,7 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
 # The operators. What is not wanted comes out empty.
 
 
-@torch.library.custom_op("fp8stack::product_amax", mutates_args=())
+@operator_on_any_device("product_amax", lambda *product: _amaxes(Product(*product)))
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     product = _contiguous(name, x, dy)
     if not _runs(product):
@@ -154,10 +155,12 @@ def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     return amaxes
 
 
-_amax_op.register_fake(lambda *product: _amaxes(Product(*product)))
-
-
-@torch.library.custom_op("fp8stack::cast_product", mutates_args=())
+@operator_on_any_device(
+    "cast_product",
+    lambda name, x, dy, scale, format, *wanted: tuple(
+        _room(Product(name, x, dy), format, "given", *wanted).values()
+    ),
+)
 def _cast_op(
     name: str,
     x: Tensor,
@@ -181,14 +184,12 @@ def _cast_op(
     return data, turned, amax, _sums(values, sums)
 
 
-_cast_op.register_fake(
-    lambda name, x, dy, scale, format, *wanted: tuple(
-        _room(Product(name, x, dy), format, "given", *wanted).values()
-    )
+@operator_on_any_device(
+    "cast_product_blocks",
+    lambda name, x, dy, format, eps, kind, across, sums: tuple(
+        _room(Product(name, x, dy), format, _scales(kind), across, False, sums).values()
+    ),
 )
-
-
-@torch.library.custom_op("fp8stack::cast_product_blocks", mutates_args=())
 def _blocks_op(
     name: str,
     x: Tensor,
@@ -221,13 +222,6 @@ def _blocks_op(
     if across:
         turned = packed(values.t().contiguous())
     return data, turned[0], inverse, turned[1], _sums(values, sums)
-
-
-_blocks_op.register_fake(
-    lambda name, x, dy, format, eps, kind, across, sums: tuple(
-        _room(Product(name, x, dy), format, _scales(kind), across, False, sums).values()
-    )
-)
 
 
 def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> Product:

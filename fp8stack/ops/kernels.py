@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8stack.formats import Format, Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
+from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.ops.toolchain import find_triton_problem
 
 MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
@@ -26,8 +27,10 @@ TRITON_RUNS = not find_triton_problem()
 
 
 # With fixed strides, inductor would write the bytes twice: for this operator, and for others.
-@torch.library.custom_op(
-    "fp8stack::transpose_bytes", mutates_args=(), tags=(torch.Tag.flexible_layout,)
+@operator_on_any_device(
+    "transpose_bytes",
+    lambda data: data.new_empty((data.shape[1], data.shape[0])),
+    tags=(torch.Tag.flexible_layout,),
 )
 def transpose_bytes(data: Tensor) -> Tensor:
     """The transpose of a contiguous uint8 matrix, contiguous. A compiler neither fuses it nor runs
@@ -35,9 +38,6 @@ def transpose_bytes(data: Tensor) -> Tensor:
     if not has_kernel(data.device) or data.numel() == 0:
         return data.t().clone(memory_format=torch.contiguous_format)
     return run_transpose(data)
-
-
-transpose_bytes.register_fake(lambda data: data.new_empty((data.shape[1], data.shape[0])))
 
 
 def run_transpose(data: Tensor) -> Tensor:

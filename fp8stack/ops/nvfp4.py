@@ -18,6 +18,7 @@ from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.hadamard import hadamard as transform
+from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.numerics.scales import OUT_OF_TWO_LEVELS
 from fp8stack.ops.kernels import OPTIONS, converts_exactly, has_kernel, transpose_bytes
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
@@ -92,7 +93,7 @@ def _tensor(stream: int | Tensor, device: torch.device) -> Tensor:
 # The operators
 
 
-@torch.library.custom_op("fp8stack::nvfp4_amaxes", mutates_args=())
+@operator_on_any_device("nvfp4_amaxes", lambda x, hadamard: x.new_empty(4, dtype=torch.float32))
 def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
     """The amax of a matrix and whether there is a NaN, 1 or 0; both for its first copy and its
     second one: float32 [4]."""
@@ -109,10 +110,9 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
     return found.amax(0)
 
 
-_amaxes_op.register_fake(lambda x, hadamard: x.new_empty(4, dtype=torch.float32))
-
-
-@torch.library.custom_op("fp8stack::cast_nvfp4", mutates_args=())
+@operator_on_any_device(
+    "cast_nvfp4", lambda x, amaxes, height, hadamard, across, *others: _room(x, across)
+)
 def _cast_op(
     x: Tensor,
     amaxes: Tensor,
@@ -158,9 +158,6 @@ def _cast_op(
             **LAUNCH,
         )
     return made
-
-
-_cast_op.register_fake(lambda x, amaxes, height, hadamard, across, *others: _room(x, across))
 
 
 def _by_torch(

@@ -10,13 +10,15 @@ Sources: torch._scaled_mm, torch.nn.functional.scaled_mm; cuBLAS, "Block scaling
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+
+from fp8stack.numerics.operators import operator_on_any_device
 
 
 class Scales(Enum):
@@ -174,7 +176,12 @@ def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
 
 # To be deleted when inductor takes scaled_mm with swizzled scales: those of torch 2.11 and 2.13 do
 # not ("does not yet support non-trivial swizzles").
-@torch.library.custom_op("fp8stack::mx_gemm", mutates_args=())
+@operator_on_any_device(
+    "mx_gemm",
+    lambda a, b, scale_a, scale_b, out_dtype, *others: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=out_dtype
+    ),
+)
 def _mx_gemm(
     a: Tensor,
     b: Tensor,
@@ -189,11 +196,6 @@ def _mx_gemm(
     """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
     one = Scaled(a, scale_a, Scales(kind_a), whole_a)
     return _by_blocks(one, Scaled(b, scale_b, Scales(kind_b), whole_b), out_dtype)
-
-
-@_mx_gemm.register_fake
-def _(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, out_dtype: torch.dtype, *others: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:

@@ -14,6 +14,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp8stack.numerics.operators import EAGER
+
 # They give views or memory that is not filled in.
 _NOTHING = {
     *("detach", "alias", "view", "_unsafe_view", "as_strided", "select", "slice", "expand", "t"),
@@ -58,7 +60,8 @@ class Launches(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name.startswith("fp8stack::"):
             with self:
-                return OPDEFS[name]._init_fn(*args, **kwargs)
+                eager = EAGER.get(name.removeprefix("fp8stack::")) or OPDEFS[name]._init_fn
+                return eager(*args, **kwargs)
         out = func(*args, **kwargs)
         if self.counting and name not in _NOTHING:
             self.found[name] += launches(name, args)
