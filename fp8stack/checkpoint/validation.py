@@ -130,7 +130,9 @@ def can_go_on(checkpoint: Checkpoint) -> None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
-        for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
+        known = {layer.name for layer in plan.layers}
+        known |= {name.removesuffix(".qkv") for name in known}  # attention
+        for name in guard.demoted.keys() - known:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()

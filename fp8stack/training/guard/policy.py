@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8stack.backends.fsdp import local_shard
-from fp8stack.backends.observe import fp8_linears
+from fp8stack.backends.observe import fp8_parts
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.validation import can_go_on, load_sound
@@ -174,12 +174,16 @@ class Guard:
         layers = []
         for layer in plan.layers:
             if layer.fp8 and layer.name in self.demoted:
-                last = self.demoted[layer.name]
-                until = "" if last is None else f" until step {last}"
-                why = f"the guard took it out of FP8{until}"
+                why = _why_demoted(self.demoted[layer.name])
                 layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=why)
             layers.append(layer)
-        return replace(plan, layers=tuple(layers))
+        names = {layer.name for layer in layers}
+        said = [
+            f"{name}: {plan.compute_dtype}, {_why_demoted(last)}"
+            for name, last in self.demoted.items()
+            if name not in names and plan.recipe.fp8_attention
+        ]
+        return replace(plan, layers=tuple(layers), reasons=(*plan.reasons, *said))
 
     def _add_event(self, step: int, event: str, why: str, **details: Any) -> None:
         self._outcome.events.append({"step": step, "event": event, "why": why} | details)
@@ -244,7 +248,7 @@ class Guard:
                 which = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which} were bad: " if len(bad) > 1 else ""
                 return self._roll_back(step, saved, bad, several + bad[-1].why)
-        culprit, in_fp8 = self._find(bad), fp8_linears(self.run.model)
+        culprit, in_fp8 = self._find(bad), fp8_parts(self.run.model)
         if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
@@ -282,7 +286,7 @@ class Guard:
     def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
         precision, what, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
         if what == WHOLE:
-            what, layers = "the whole model", list(fp8_linears(self.run.model))
+            what, layers = "the whole model", fp8_parts(self.run.model)
         self._tried.append(f"ran {what} in {precision}")
         self._add_event(step, "demote", why, **where, precision=precision, until_step=last)
         self._outcome.leave_fp8 = tuple(layers)
@@ -346,6 +350,11 @@ class Guard:
             f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
             f"the data of that step{cause}."
         )
+
+
+def _why_demoted(last: int | None) -> str:
+    until = "" if last is None else f" until step {last}"
+    return f"the guard took it out of FP8{until}"
 
 
 def _span(bad: Sequence[BadStep]) -> int:
