@@ -7,6 +7,7 @@ can be taken.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,8 +180,10 @@ def _recipe(told: dict[str, Any], key: str) -> Recipe:
 def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: Draws) -> GPT:
     """A model of shapes without values, to check tensors against. Models that take turns in a run
     share `draws`."""
-    chosen = recipe.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+    chosen = recipe.model_copy(update={"attention": "compute"})  # that in FP8 needs a GPU
     left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
+    attends = plan.recipe.model_copy(update={"attention": recipe.attention})
+    plan = replace(plan, recipe=attends)  # but its state does not
     with torch.device("meta"):
         return GPT(config, build_backend(plan, draws=draws))

@@ -174,16 +174,12 @@ class Guard:
         layers = []
         for layer in plan.layers:
             if layer.fp8 and layer.name in self.demoted:
-                why = _why_demoted(self.demoted[layer.name])
+                last = self.demoted[layer.name]
+                until = "" if last is None else f" until step {last}"
+                why = f"the guard took it out of FP8{until}"
                 layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=why)
             layers.append(layer)
-        names = {layer.name for layer in layers}
-        said = [
-            f"{name}: {plan.compute_dtype}, {_why_demoted(last)}"
-            for name, last in self.demoted.items()
-            if name not in names and plan.recipe.fp8_attention
-        ]
-        return replace(plan, layers=tuple(layers), reasons=(*plan.reasons, *said))
+        return replace(plan, layers=tuple(layers))
 
     def _add_event(self, step: int, event: str, why: str, **details: Any) -> None:
         self._outcome.events.append({"step": step, "event": event, "why": why} | details)
@@ -350,11 +346,6 @@ class Guard:
             f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
             f"the data of that step{cause}."
         )
-
-
-def _why_demoted(last: int | None) -> str:
-    until = "" if last is None else f" until step {last}"
-    return f"the guard took it out of FP8{until}"
 
 
 def _span(bad: Sequence[BadStep]) -> int:
