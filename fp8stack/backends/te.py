@@ -417,8 +417,11 @@ class TEBackend(Backend):
         records = self.delayed is not None and self.delayed.records(False)
         core.expect(_FWD, records)
         rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
-        with no_autocast(v.device.type):
-            y = core.call(*rows)
+        try:
+            with no_autocast(v.device.type):
+                y = core.call(*rows)
+        except ValueError as error:  # no backend: it asks cuDNN only now
+            raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
                 lambda dy: self._expect_backward(core, records)

@@ -121,7 +121,8 @@ def test_attention_in_fp8_is_transformer_engines(te, recipe, kind):
     y = backend.attention(*leaves, dropout=0.0, path=PATHS[1])
     assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
     exact = Backend.attention(backend, *leaves, dropout=0.0)
-    expected = attention_of(kind, *(leaf.detach().double() for leaf in leaves), scales)
+    given = [leaf.detach().double() for leaf in leaves]
+    expected = attention_of(kind, given[0], given[1], given[2], scales)
     # bfloat16 rounds the output, and casts of float32 and float64 may fall to other sides.
     assert distance(expected, y) < 0.005 < distance(expected, exact)
     y.float().pow(2).sum().backward()
@@ -154,7 +155,7 @@ def test_attention_of_anything_but_whole_sequences_is_in_the_compute_dtype(te, k
     q, k, v = (normal(1, heads, 160, 32, seed=n).bfloat16() for n, heads in enumerate((2, 1, 1)))
     mask = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
     long: Any = tuple(part[:, :, :128] for part in (q, k, v))
-    cases = [((q, k, v), {}), ((q[:, :, -1:], k, v), {}), (long, {"mask": mask})]
+    cases: list[Any] = [((q, k, v), {}), ((q[:, :, -1:], k, v), {}), (long, {"mask": mask})]
     # Nor is it where the guard took a layer out of FP8.
     for operands, given in [*cases, (long, {"path": None})]:
         options = {"path": PATHS[0]} | given
@@ -318,7 +319,7 @@ def test_a_whole_run_saves_and_resumes_to_the_bit(
     te, recipe, kind, gpu, command: Command, tmp_path, on_gpus, capsys
 ):
     width, heads = SHAPES[gpu]
-    flags = ["--recipe", recipe, *RUN, "--accumulate", "2"]
+    flags = ["--recipe", recipe, *RUN, "--accumulate", "2", "--telemetry-every", "4"]
     for key, value in (
         ("recipe.attention", kind),
         ("model_overrides.width", width),
@@ -344,6 +345,9 @@ def test_a_whole_run_saves_and_resumes_to_the_bit(
         assert f"{PATHS[0]}.{operand}.amax_history" in names
     plan = json.loads((tmp_path / "whole/plan.json").read_text())
     assert plan["attention"] == kind
+    rows = (tmp_path / "whole/telemetry.jsonl").read_text().splitlines()
+    changes = [row["scale_changes"] for row in map(json.loads, rows) if "scale_changes" in row]
+    assert changes[-1] > 0
 
 
 def te_stand_in_load(file: Path) -> dict[str, Tensor]:
@@ -539,6 +543,18 @@ def test_a_run_whose_sequences_attention_in_fp8_does_not_take_is_refused(
     own = ["--set", "model.width=64", "--set", "model.heads=2", "--set", f"recipe.attention={kind}"]
     assert command("pretrain", "--recipe", "mxfp8", *FLAGS, *own, *flags) == 2
     assert f"attention = '{kind}' {why}" in capsys.readouterr().err
+
+
+def test_a_run_whose_attention_cudnn_does_not_take_ends_in_a_line(
+    te, command: Command, on_gpus, capsys
+):
+    te.no_kernel = True
+    own = ["--set", "recipe.attention=current", "--set", "model_overrides.width=64"]
+    assert command("pretrain", "--recipe", "mxfp8", "--out", "r", *RUN, *own) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told == (
+        "fp8stack: attention = 'current': No dot product attention backend is available"
+    )
 
 
 def test_a_plan_made_for_a_gpu_is_a_line_and_exit_code_2_where_it_cannot_run(

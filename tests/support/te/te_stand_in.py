@@ -132,6 +132,7 @@ class StandIn:
     casts: list[tuple[Module, str]] = field(default_factory=list)  # operand: gemm1_weight, ...
     # Module, operand and amax, of casts that attention makes one of a tensor for.
     attention_casts: list[tuple[nn.Module, str, float]] = field(default_factory=list)
+    no_kernel: bool = False  # whether cuDNN has none for attention
     gemms: int = 0  # that ran
     depth: int = 0
     enabled: bool = False
@@ -540,6 +541,8 @@ class DotProductAttention(nn.Module):
         if not NOW.recipe.mxfp8() and key not in self.fp8_meta:
             self.fp8_meta[key] = []
             NOW.registered += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
+        if NOW.no_kernel:
+            raise ValueError("No dot product attention backend is available")
         heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
         asked = (self.given["num_attention_heads"], self.given["num_gqa_groups"])
         if (heads, groups) != asked or self.given["kv_channels"] != width:
