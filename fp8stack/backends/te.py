@@ -330,8 +330,9 @@ class TEBackend(Backend):
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
-        # By path if each has a state, heads, groups and width.
+        # By heads, groups and width, and by path if each has a state.
         self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
+        self._attention_slots = plan.recipe.attention_slots
         if plan.recipe.fp8_attention:
             _require_cudnn(plan.recipe.attention)
             _require_usual_settings(plan.recipe.attention)
@@ -420,7 +421,10 @@ class TEBackend(Backend):
         try:
             with no_autocast(v.device.type):
                 y = core.call(*rows)
-        except ValueError as error:  # no backend: it asks cuDNN only now
+        except ValueError as error:
+            if "attention backend" not in str(error):
+                raise
+            # TE has just asked cuDNN, and it has no kernel.
             raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
@@ -429,13 +433,13 @@ class TEBackend(Backend):
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
 
     def _attention_core(self, path: str, heads: int, groups: int, width: int) -> StatelessTEModule:
-        slots = _slots_of_attention(path, self.plan.recipe)
-        key = (path if slots else "", heads, groups, width)
+        key = (path if self._attention_slots else "", heads, groups, width)
         if key not in self._attention:
             options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
             module = te.DotProductAttention(heads, width, **options)
-            recipe = te_attention_recipe(self.plan.recipe)
-            self._attention[key] = StatelessTEModule(module, self, recipe, 3, slots)
+            recipe, slots = self.plan.recipe, _slots_of_attention(path, self.plan.recipe)
+            made = StatelessTEModule(module, self, te_attention_recipe(recipe), 3, slots)
+            self._attention[key] = made
         return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends import fp8_state
+from fp8stack.backends import delayed, fp8_state
 from fp8stack.backends.base import Backend
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
@@ -286,6 +286,29 @@ def test_casts_are_made_with_those_scales(te, monkeypatch, kind):
         for (module, operand), scale in used:
             assert scale == float(state[f"{paths[module]}.{operand}.scale"]), (step, operand)
             assert (scale == 1) == (step == 0)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
+    """As those of linears: in the same collective. Here another rank has twice this one's."""
+    alone, shared = gpt("current", kind), gpt("current", kind)
+    loss_of(alone, 1, length=128).backward()
+    monkeypatch.setattr(delayed, "several_ranks", lambda: True)
+    other: list[Tensor] = []
+
+    def largest(recorded, group):
+        other[:] = other or [2 * recorded]
+        return torch.maximum(recorded, other[0])
+
+    monkeypatch.setattr(delayed, "_reduce_amaxes", largest)
+    monkeypatch.setattr(delayed.DelayedScaling, "_announce", lambda self: None)
+    loss_of(shared, 1, length=128).backward()
+    scales = [
+        {name: float(x) for name, x in fp8_state(model).items() if name.endswith(".scale")}
+        for model in (alone, shared)
+    ]
+    assert len(scales[0]) == 2 * len(SLOTS[kind])
+    assert all(scales[1][name] == scale / 2 != 1 for name, scale in scales[0].items())
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
