@@ -107,8 +107,20 @@ class Backend:
         y: Tensor = mlp(norm(x))
         return y
 
+    def add_attention(self, path: str) -> None:
+        """Note that the module at `path` will ask for `attention`, which may have FP8 state."""
+        if self.delayed is not None:
+            self.delayed.add_attention(path, self.plan.recipe.attention_slots)
+
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        mask: Mask | None = None,
+        path: str | None = "",
     ) -> Tensor:
         """Attention in the dtype that the plan has for it; causal if there is no `mask`.
 
@@ -119,6 +131,7 @@ class Backend:
             dropout: the probability for an attention weight to be dropped.
             mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
                 then.
+            path: as told to `add_attention`; None: not in FP8, whatever the plan says.
 
         Returns:
             [B, H, T, E] in the dtype of `v`.

@@ -137,6 +137,12 @@ class DelayedScaling:
                 )
         return slots
 
+    def add_attention(self, path: str, quantizers: Mapping[str, Quantizer]) -> None:
+        """Give attention at the module path `path` the slots of `Recipe.attention_slots`."""
+        for operand, quantizer in quantizers.items():
+            kind: Operand = "grad_output" if operand[0] == "d" else "input"
+            self._add(f"{path}.{operand}", quantizer, kind)
+
     def slots_of(self, path: str, operand: str) -> list[str]:
         """The names of the slots of an operand of the layer at `path`: none, one or two."""
         own = f"{path}.{operand}"

@@ -81,6 +81,11 @@ def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
     }
 
 
+def fp8_parts(model: nn.Module) -> list[str]:
+    """The module paths of what is in FP8 now: linears, and attention."""
+    return [path for path, part in model.named_modules() if getattr(part, "in_fp8", False)]
+
+
 def scale_of(
     path: str, layer: nn.Module, place: str, x: Tensor, quantizer: Quantizer
 ) -> Tensor | None:

@@ -39,10 +39,11 @@ from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.ops.attention import Mask
 from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
+from fp8stack.precision.recipe import Recipe
 
-_LEAST_CUDNN = 92100
-_BAD_CUDNN = (92300, 92301)  # known errors in MXFP8 attention, says TE 2.20
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"  # TE's names of a module's two states
+Slots = dict[str, dict[str, int]]
+"""By TE's name of a state the FP8 slots in it, each with its place in TE's buffers."""
 
 # Where a module of one or two GEMMs keeps its operands' scales and amaxes.
 _FORWARD = [
@@ -52,7 +53,20 @@ _FORWARD = [
 _BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
 
 
-_ATTENTION_RECIPE = te_recipes.MXFP8BlockScaling(fp8_dpa=True, backward_override=None)
+# So in attention, as TE's META_QKV and its kin have it.
+_ATTENTION = {
+    _FWD: {
+        "QKV": FP8FwdTensorIdx.GEMM1_OUTPUT,
+        "O": FP8FwdTensorIdx.GEMM2_INPUT,
+        "S": FP8FwdTensorIdx.GEMM3_OUTPUT,
+    },
+    _BWD: {
+        "dQKV": FP8BwdTensorIdx.GRAD_OUTPUT1,
+        "dO": FP8BwdTensorIdx.GRAD_INPUT2,
+        "dP": FP8BwdTensorIdx.GRAD_INPUT3,
+    },
+}
+_FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}  # the third GEMM's places, a state of their own beside current
 
 
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
@@ -63,15 +77,7 @@ def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
     x, dy = each["input"], each["grad_output"]
     formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
     if x.delayed:
-        # One row: TE records into it. The window, and what follows from it, is in `AmaxHistory`.
-        made = te_recipes.DelayedScaling(
-            fp8_format=formats,
-            margin=x.margin,
-            amax_history_len=1,
-            amax_compute_algo="most_recent",
-            reduce_amax=False,
-            backward_override=None,
-        )
+        made = te_recipes.DelayedScaling(fp8_format=formats, margin=x.margin, **_ONE_ROW)
     elif x.per_tensor:
         made = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
         made.use_power_2_scales = x.scale == "power_of_two"
@@ -94,6 +100,25 @@ def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
     return made
 
 
+# TE records into the row. The window, and what follows from it, is in `AmaxHistory`.
+_ONE_ROW: dict[str, Any] = {
+    "amax_history_len": 1,
+    "amax_compute_algo": "most_recent",
+    "reduce_amax": False,
+    "backward_override": None,
+}
+
+
+def te_attention_recipe(recipe: Recipe) -> te_recipes.Recipe:
+    """TE's form of the FP8 attention of a recipe that has it."""
+    if recipe.attention == "mxfp8":
+        return te_recipes.MXFP8BlockScaling(fp8_dpa=True, backward_override=None)
+    if recipe.attention == "current":
+        options = {"use_power_2_scales": False, "backward_override": None}
+        return te_recipes.Float8CurrentScaling(fp8_dpa=True, **options)
+    return te_recipes.DelayedScaling(fp8_dpa=True, **_ONE_ROW)
+
+
 def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
     """Set on the instance: TE 2.20 fixes these at import, whatever its constructor is told.
     To be deleted when `Float8CurrentScaling(use_power_2_scales=True)` has an effect."""
@@ -104,16 +129,24 @@ def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
 
 
 class StatelessTEModule:
-    """A TE module, made on the meta device and without parameters of its own, and the FP8 slots it
-    casts for; `paths` are those of its one or two linears, in the order of its GEMMs."""
+    """A TE module, made on the meta device and without parameters of its own, the recipe and the
+    number of GEMMs for which it has FP8 buffers, and the slots of ours in them."""
 
-    def __init__(self, module: nn.Module, paths: list[str], backend: TEBackend) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: TEBackend,
+        recipe: te_recipes.Recipe,
+        gemms: int,
+        slots: Slots,
+    ) -> None:
         assert backend.delayed is None or isinstance(backend.delayed, TEDelayedScaling)
         self.module = module
-        self.paths = paths
-        self.recipe = backend.te_recipe
+        self.recipe = recipe
+        self.gemms = gemms
+        self.slots = slots
         self.compute_dtype = backend.compute_dtype
-        self.delayed = backend.delayed
+        self.delayed = backend.delayed if slots else None
         self._wanted = {_FWD: False, _BWD: False}
         self._views: dict[str, list[tuple[str, Tensor]]] = {}  # recorded amaxes, 0-dim
         self._buffers: dict[str, Tensor] = {}
@@ -128,12 +161,18 @@ class StatelessTEModule:
         quantized once; None quantizes them for this call alone."""
         first = None if generation is None else generation != self._weights_of
         cast = torch.autocast(x.device.type, dtype=self.compute_dtype)
-        with cast, te.autocast(enabled=True, recipe=self.recipe), self._lent(parameters):
-            if not self._ready:
-                self._prepare()
-            y: Tensor = self.module(x, is_first_microbatch=first)
+        with cast, self._lent(parameters):
+            y = self.call(x, is_first_microbatch=first)
         if generation is not None:
             self._weights_of = generation
+        return y
+
+    def call(self, *inputs: Tensor, **options: Any) -> Tensor:
+        """The module's output in FP8, as TE takes its inputs."""
+        with te.autocast(enabled=True, recipe=self.recipe):
+            if not self._ready:
+                self._prepare()
+            y: Tensor = self.module(*inputs, **options)
         return y
 
     @contextmanager
@@ -163,22 +202,39 @@ class StatelessTEModule:
         # A module that counts as registered is left out of TE's own update of the scales.
         module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
         with torch.inference_mode(False):  # inference tensors could not be written to later
-            module.init_fp8_metadata(num_gemms=len(self.paths))
+            module.init_fp8_metadata(num_gemms=self.gemms)
         self._ready = True
         if self.delayed is not None:
-            for key in self._wanted:
+            for key, slots in self.slots.items():
                 state = module.fp8_meta[key]
                 self._buffers[key] = state.amax_history
-                self._views[key] = [(n, state.amax_history[0, i]) for n, i in self._slots(key)]
-                self.delayed.serve([(name, state.scale[i]) for name, i in self._slots(key)])
+                self._views[key] = [(name, state.amax_history[0, i]) for name, i in slots.items()]
+                self.delayed.serve([(name, state.scale[i]) for name, i in slots.items()])
             self.delayed.cores.append(self)
 
-    def _slots(self, key: str) -> Iterator[tuple[str, int]]:
-        """Each slot, with its place in TE's buffers."""
-        for gemm, path in enumerate(self.paths):
-            places = {"grad_output": _BACKWARD[gemm]} if key == _BWD else _FORWARD[gemm]
-            for operand, index in places.items():
-                yield f"{path}.{operand}", index
+
+def _slots_of_linears(paths: list[str]) -> Slots:
+    """Of one or two linears in the order of their module's GEMMs."""
+    found: Slots = {_FWD: {}, _BWD: {}}
+    for path, forward, backward in zip(paths, _FORWARD, _BACKWARD, strict=False):
+        found[_FWD] |= {f"{path}.{operand}": place for operand, place in forward.items()}
+        found[_BWD][f"{path}.grad_output"] = backward
+    return found
+
+
+def _slots_of_attention(path: str, recipe: Recipe) -> Slots:
+    """Of the attention at `path`; none, if its scales are not delayed."""
+    wanted = recipe.attention_slots
+    if not wanted:
+        return {}
+    return {
+        key: {
+            f"{path}.{operand}": place - _FIRST_OF_THIRD[key] * (recipe.attention == "current")
+            for operand, place in places.items()
+            if operand in wanted
+        }
+        for key, places in _ATTENTION.items()
+    }
 
 
 class TEDelayedScaling(DelayedScaling):
@@ -240,7 +296,7 @@ class TELinear(LowPrecisionLinear):
         core = self.cores.get("linear")
         if core is None:
             module = te.Linear(self.in_features, self.out_features, **self.options())
-            core = self.cores["linear"] = StatelessTEModule(module, [self.path], backend)
+            core = self.cores["linear"] = backend.core(module, self)
         y = backend.run(core, x, self.parameters_for(""), [self])
         return y[:rows] if missing else y
 
@@ -274,9 +330,12 @@ class TEBackend(Backend):
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
-        self._attention: dict[tuple[int, int, int], nn.Module] = {}  # by heads, groups and width
-        if plan.recipe.attention == "mxfp8":
-            _require_cudnn()
+        # By heads, groups and width, and by path if each has a state.
+        self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
+        self._attention_slots = plan.recipe.attention_slots
+        if plan.recipe.fp8_attention:
+            _require_cudnn(plan.recipe.attention)
+            _require_usual_settings(plan.recipe.attention)
 
     def delayed_scaling(self) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
@@ -302,7 +361,7 @@ class TEBackend(Backend):
         if core is None:
             size = linear.in_features, linear.out_features
             module = te.LayerNormLinear(*size, **linear.options(norm))
-            core = linear.cores["norm"] = StatelessTEModule(module, [linear.path], self)
+            core = linear.cores["norm"] = self.core(module, linear)
         lent = _norm_parameters(norm) | linear.parameters_for("")
         y = self.run(core, x, lent, [linear])
         if self.observer is not None:
@@ -319,7 +378,7 @@ class TEBackend(Backend):
         if core is None:
             size = up.in_features, down.in_features
             module = te.LayerNormMLP(*size, activation=activation, **up.options(norm))
-            core = up.cores["mlp"] = StatelessTEModule(module, [up.path, down.path], self)
+            core = up.cores["mlp"] = self.core(module, up, down)
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
         y = self.run(core, x, lent, [up, down])
         if self.observer is not None:
@@ -330,25 +389,58 @@ class TEBackend(Backend):
             self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
         return y
 
+    def core(self, module: nn.Module, *linears: TELinear) -> StatelessTEModule:
+        """What computes one or two linears by a TE module."""
+        slots = _slots_of_linears([linear.path for linear in linears])
+        slots = slots if self.te_recipe.delayed() else {}
+        return StatelessTEModule(module, self, self.te_recipe, len(linears), slots)
+
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        mask: Mask | None = None,
+        path: str | None = "",
     ) -> Tensor:
-        """See `Backend.attention`. In MXFP8, if the recipe says so, by TE's DotProductAttention,
+        """See `Backend.attention`. In FP8, if the recipe says so, by TE's DotProductAttention,
         which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
         compute dtype."""
         whole = q.shape[2] == k.shape[2] and q.shape[2] % 128 == 0 and mask is None
-        if self.plan.recipe.attention != "mxfp8" or not whole:
+        if not self.plan.recipe.fp8_attention or path is None or not whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
-        key = q.shape[1], k.shape[1], q.shape[3]
-        if key not in self._attention:
-            heads, groups, width = key
-            options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
-            self._attention[key] = te.DotProductAttention(heads, width, **options)
-        module = self._attention[key].train(torch.is_grad_enabled())
+        core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
+        # Those that have slots train always: else FlashAttention 3, if there, could take over from
+        # cuDNN on Hopper, with other numbers.
+        core.module.train(torch.is_grad_enabled() or bool(core.slots))
+        records = self.delayed is not None and self.delayed.records(False)
+        core.expect(_FWD, records)
         rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
-        with no_autocast(v.device.type), te.autocast(enabled=True, recipe=_ATTENTION_RECIPE):
-            y: Tensor = module(*rows)
+        try:
+            with no_autocast(v.device.type):
+                y = core.call(*rows)
+        except ValueError as error:
+            if "attention backend" not in str(error):
+                raise
+            # TE has just asked cuDNN, and it has no kernel.
+            raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
+        if y.requires_grad:
+            y.register_hook(  # type: ignore[no-untyped-call]
+                lambda dy: self._expect_backward(core, records)
+            )
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
+
+    def _attention_core(self, path: str, heads: int, groups: int, width: int) -> StatelessTEModule:
+        key = (path if self._attention_slots else "", heads, groups, width)
+        if key not in self._attention:
+            options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
+            module = te.DotProductAttention(heads, width, **options)
+            recipe, slots = self.plan.recipe, _slots_of_attention(path, self.plan.recipe)
+            made = StatelessTEModule(module, self, te_attention_recipe(recipe), 3, slots)
+            self._attention[key] = made
+        return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """What a norm hands to the cast within a fused module, computed once more."""
@@ -385,20 +477,55 @@ class TEBackend(Backend):
         self, core: StatelessTEModule, gemms: int, records: bool, dy: Tensor
     ) -> Tensor | None:
         self.count_gemms(gemms)
+        self._expect_backward(core, records)
+        return _with_infinities(dy) if self.hides_nan else None
+
+    def _expect_backward(self, core: StatelessTEModule, records: bool) -> None:
         core.expect(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()
-        return _with_infinities(dy) if self.hides_nan else None
 
 
-def _require_cudnn() -> None:
-    """Raise a UserError if cuDNN has no attention in MXFP8."""
-    found = torch.backends.cudnn.version() or _LEAST_CUDNN  # type: ignore[no-untyped-call]
-    if found < _LEAST_CUDNN or found in _BAD_CUDNN:
-        raise UserError(
-            "attention = 'mxfp8' needs cuDNN 9.21 or later, not 9.23.0 or 9.23.1. This is "
-            f"{found // 10000}.{found // 100 % 100}.{found % 100}."
-        )
+# The first cuDNN that has it, and those with known errors, says TE 2.20; itself it needs 9.12.
+_CUDNN: dict[str, tuple[int, tuple[int, ...], str]] = {
+    "mxfp8": (92100, (92300, 92301), "9.21 or later, not 9.23.0 or 9.23.1"),
+    "current": (91400, (), "9.14 or later"),
+    "delayed": (91200, (), "9.12 or later"),
+}
+_REPEATABLE_CUDNN = 91900
+
+
+def _require_cudnn(attention: str) -> None:
+    """Raise a UserError if cuDNN has no such attention in FP8."""
+    least, bad, words = _CUDNN[attention]
+    found = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
+    is_bad = found < least or found in bad
+    if not is_bad and torch.are_deterministic_algorithms_enabled():
+        is_bad, words = found < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
+    if is_bad:
+        version = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+        raise UserError(f"attention = '{attention}' needs cuDNN {words}. This is {version}.")
+
+
+# With other values TE computes attention, or its gradients, in another precision and says nothing,
+# or finds no kernel.
+_USUAL_SETTINGS = {
+    "NVTE_DPA_FP8_RECIPE": "",
+    "NVTE_DPA_FP8CS_O_in_F16": "1",
+    "NVTE_FP8_DPA_BWD": "1",
+    "NVTE_FUSED_ATTN": "1",
+    "NVTE_UnfusedDPA_Emulate_FP8": "0",
+}
+
+
+def _require_usual_settings(attention: str) -> None:
+    """Raise a UserError if an environment variable makes TE's attention something else."""
+    for name, usual in _USUAL_SETTINGS.items():
+        if (found := os.environ.get(name, usual)) != usual:
+            raise UserError(
+                f"attention = '{attention}' is another with the environment variable {name} = "
+                f"'{found}'. Unset it."
+            )
 
 
 def _with_infinities(x: Tensor) -> Tensor:

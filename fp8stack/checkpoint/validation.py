@@ -7,6 +7,7 @@ can be taken.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,7 +131,9 @@ def can_go_on(checkpoint: Checkpoint) -> None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
-        for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
+        known = {layer.name for layer in plan.layers}
+        known |= {name.removesuffix(".qkv") for name in known}  # attention
+        for name in guard.demoted.keys() - known:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()
@@ -177,8 +180,10 @@ def _recipe(told: dict[str, Any], key: str) -> Recipe:
 def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: Draws) -> GPT:
     """A model of shapes without values, to check tensors against. Models that take turns in a run
     share `draws`."""
-    chosen = recipe.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+    chosen = recipe.model_copy(update={"attention": "compute"})  # that in FP8 needs a GPU
     left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
+    attends = plan.recipe.model_copy(update={"attention": recipe.attention})
+    plan = replace(plan, recipe=attends)  # but its state does not
     with torch.device("meta"):
         return GPT(config, build_backend(plan, draws=draws))

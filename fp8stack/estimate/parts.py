@@ -236,6 +236,8 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
             total += 8 * layer.quantizers.stochastic
             casts = layer.quantizers.casts.values()
             lengths += [q.history_length for q in casts if q.delayed]
+    slots = plan.recipe.attention_slots.values()
+    lengths += config.layers * [quantizer.history_length for quantizer in slots]
     if lengths:
         total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
     if config.positions == "rope":

@@ -150,14 +150,8 @@ def plan_for(
         vocabulary_multiple: what the vocabulary is padded to at least.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
-    if plan.recipe.attention == "mxfp8":
-        width = config.head_width
-        if width % 32 or width > 128:
-            raise UserError(
-                f"attention = 'mxfp8' needs heads of 32, 64, 96 or 128 elements, not {width}."
-            )
-        if config.dropout:
-            raise UserError("attention = 'mxfp8' has no dropout. Set dropout = 0.")
+    if plan.recipe.fp8_attention:
+        _require_fp8_attention(config, plan.recipe.attention, hardware)
     measured = load_measured(hardware, plan.backend, plan.kernel or "") if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
@@ -167,3 +161,17 @@ def plan_for(
         return made
     # It is FP8 no more.
     return made.for_layers(config.linear_shapes(padded_vocabulary(config, needed)))
+
+
+def _require_fp8_attention(config: GPTConfig, attention: str, hardware: Hardware) -> None:
+    """Raise a UserError if a GPT has attention of a shape that the kernels in FP8 do not take."""
+    multiple, widths = 32, "32, 64, 96 or 128 elements"
+    if hardware.capability == (9, 0):  # for gradients
+        multiple, widths = 128, "128 elements on compute capability 9.0"
+    elif attention != "mxfp8":
+        multiple, widths = 16, "16, 32, 48 ... 128 elements"
+    width = config.head_width
+    if width % multiple or width > 128:
+        raise UserError(f"attention = '{attention}' needs heads of {widths}, not {width}.")
+    if config.dropout:
+        raise UserError(f"attention = '{attention}' has no dropout. Set dropout = 0.")

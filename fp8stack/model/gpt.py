@@ -28,10 +28,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.path = config, backend, path
+        self.in_fp8 = backend.plan.recipe.fp8_attention  # may be switched, as that of a linear
         shapes = config.linear_shapes()
         qkv, output = f"{path}.qkv", f"{path}.output"
         self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
+        backend.add_attention(path)
         self.output = backend.linear(output, *shapes[output], config.bias)
         if config.qk_norm:
             self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
@@ -65,7 +67,10 @@ class Attention(nn.Module):
             cache, layer = cached
             k_BGTE, v_BGTE = cache.extended(layer, k_BGTE, v_BGTE)
         dropout = config.dropout if self.training else 0.0
-        y_BHTE = self.backend.attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout, mask=mask)
+        path = self.path if self.in_fp8 else None
+        y_BHTE = self.backend.attention(
+            q_BHTE, k_BGTE, v_BGTE, dropout=dropout, mask=mask, path=path
+        )
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
         return y
 

@@ -269,7 +269,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ran: list[tuple[int, int, str]] = []  # range of autograd's numbers, by module
         self._one = ""  # what all that runs is a step of
         self._by_te = {"fused norm"}  # steps of which Transformer Engine saves something else
-        if plan.attention_precision == "mxfp8":
+        if plan.recipe.fp8_attention:
             self._by_te.add("attention")
         self._alive: list[Any] = []  # or another storage could take a freed one's address
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
@@ -357,9 +357,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run = _scaled_dot_product_attention if self._composed else meta.fused_attention
         with patch.object(self, "_one", "attention"):
             y = run(q, k, v, **options)
-        if "attention" in self._by_te:  # two copies in MXFP8, the output, and statistics
-            values = sum(x.numel() for x in (q, k, v))
-            self._kept[self._part] += 2 * values * 33 // 32 + y.nbytes + 4 * q[..., 0].numel()
+        if "attention" in self._by_te:  # two copies in MXFP8, or one; the output, and statistics
+            kind, values = self._plan.recipe.attention, sum(x.numel() for x in (q, k, v))
+            copies = 2 * values * 33 // 32 if kind == "mxfp8" else values
+            output = y.numel() if kind == "delayed" else y.nbytes
+            self._kept[self._part] += copies + output + 4 * q[..., 0].numel()
         self._labels[_place(y)] = "output"
         return y
 

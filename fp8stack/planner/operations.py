@@ -133,7 +133,7 @@ def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation
     if name == "attention":
         multiplied = plan.attention_precision
         operands, output = (plan.attention,) * 3, held(plan.attention)
-        if multiplied == "mxfp8":
+        if plan.recipe.fp8_attention:
             operands = ("e4m3",) * 3
         elsewhere = multiplied != plan.compute_dtype
         why = f"the recipe says attention = {multiplied}" if elsewhere else ""
@@ -251,19 +251,34 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
                 found.sort(
                     key=lambda one: (one.to_fp8 and one.runs == "backward", one.what == "bias")
                 )
-        elif plan.attention_precision == "mxfp8" and any(one.name == "attention" for one in here):
+        elif plan.recipe.fp8_attention and any(one.name == "attention" for one in here):
             found += _of_attention(path, plan)
         made += found
     return made
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
-    """The casts of attention in MXFP8, in blocks along a head's elements and along tokens."""
-    source, target = plan.attention, "e4m3"
-    for what in ("queries", "keys", "values", f"output{GRADIENT}"):
-        runs: Literal["forward", "backward"] = "backward" if GRADIENT in what else "forward"
-        for name in (what, f"{what}, along tokens"):
-            yield Cast(path=path, what=name, source=source, target=target, runs=runs)
+    """The casts of attention in FP8: in MXFP8 in blocks along a head's elements and along tokens;
+    else those within the kernel, from float32, as well."""
+    kind, given = plan.recipe.attention, ["queries", "keys", "values", f"output{GRADIENT}"]
+    if kind == "mxfp8":
+        both = [name for what in given for name in (what, f"{what}, along tokens")]
+        casts = [(what, plan.attention) for what in both]
+    else:
+        names = {"S": "softmax", "O": "output", "dP": f"softmax{GRADIENT}"}
+        inside = [names[slot] for slot in names if slot in plan.recipe.attention_slots]
+        if kind == "delayed":
+            inside += [f"{what}{GRADIENT}" for what in given[:3]]
+        casts = [(what, plan.attention) for what in given] + [(what, "fp32") for what in inside]
+    for what, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
+        back = GRADIENT in what
+        yield Cast(
+            path=path,
+            what=what,
+            source=source,
+            target="e5m2" if back and kind != "mxfp8" else "e4m3",
+            runs="backward" if back else "forward",
+        )
 
 
 def _there_and_back(one: Step) -> Iterator[Cast]:

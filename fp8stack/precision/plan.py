@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def delayed(self) -> bool:
-        """Whether any layer's scales come from the amaxes of earlier passes."""
-        return any(table.delayed for table in self.tables)
+        """Whether any scales of a layer or of attention come from the amaxes of earlier passes."""
+        return any(table.delayed for table in self.tables) or bool(self.recipe.attention_slots)
 
     @property
     def attention(self) -> ComputeDtype:
@@ -101,7 +101,7 @@ class Plan:
     @property
     def attention_precision(self) -> str:
         """What queries, keys and values are multiplied in."""
-        return "mxfp8" if self.recipe.attention == "mxfp8" else self.attention
+        return self.recipe.attention if self.recipe.fp8_attention else self.attention
 
     @property
     def loss_scaling(self) -> bool:

@@ -28,7 +28,7 @@ from fp8stack.formats import (
 )
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
-AttentionDtype = Literal["compute", "fp32", "mxfp8"]
+AttentionPrecision = Literal["compute", "fp32", "mxfp8", "delayed", "current"]
 ResidualDtype = Literal["fp32", "bf16"]
 
 
@@ -83,7 +83,8 @@ class Recipe(BaseModel):
         name: its file's.
         description: in a line.
         attention: what queries, keys and values are multiplied in: the compute dtype, float32, or
-            MXFP8, which Transformer Engine has on some GPUs.
+            FP8 with scales per block (mxfp8) or tensor (delayed, current), which Transformer Engine
+            has on some GPUs.
         residual: what the residual stream and its gradient are held in; the norms that read it
             compute in float32.
         compute_dtype: of a recipe without quantizers, what every GEMM computes in.
@@ -99,7 +100,7 @@ class Recipe(BaseModel):
 
     name: str
     description: str = ""
-    attention: AttentionDtype = "compute"
+    attention: AttentionPrecision = "compute"
     residual: ResidualDtype = "fp32"
     compute_dtype: ComputeDtype | None = None
     head: bool = False
@@ -128,7 +129,30 @@ class Recipe(BaseModel):
     @property
     def delayed(self) -> bool:
         """Whether any scale comes from the amaxes of earlier passes."""
-        return any(table.delayed for table in self.tables)
+        return any(table.delayed for table in self.tables) or bool(self.attention_slots)
+
+    @property
+    def fp8_attention(self) -> bool:
+        """Whether attention multiplies in FP8."""
+        return self.attention in ("mxfp8", "delayed", "current")
+
+    @property
+    def attention_slots(self) -> dict[str, Quantizer]:
+        """The quantizers of attention whose scales come from the amaxes of earlier passes, by
+        operand; those of gradients begin with d. With current scaling that is what the kernel casts
+        before all of it is known: the softmax S and its gradient dP.
+
+        Their history, algorithm and margin are those of the recipe's delayed linears; if it has
+        none, the newest amax counts, which is Transformer Engine's default.
+        """
+        operands = {"delayed": ("QKV", "S", "O", "dO", "dP", "dQKV"), "current": ("S", "dP")}
+        each = (quantizer for table in self.tables for quantizer in table.each.values())
+        newest = Quantizer(amax="delayed", history_length=1, amax_algorithm="most_recent")
+        like = next((quantizer for quantizer in each if quantizer.delayed), newest)
+        return {
+            operand: replace(like, format="e5m2" if operand[0] == "d" else "e4m3")
+            for operand in operands.get(self.attention, ())
+        }
 
     def for_layer(
         self, layer: str, block: Block | None, head: bool
@@ -288,7 +312,7 @@ class RecipeFile(_Tables):
     like: str | None = None
     scaling: Literal["delayed", "current", "block", "mxfp8", "none"] | None = None
     compute_dtype: ComputeDtype | None = None
-    attention: AttentionDtype | None = None
+    attention: AttentionPrecision | None = None
     residual: ResidualDtype | None = None
     head: bool | None = None
     exclude: Annotated[tuple[str, ...], Field(strict=False)] | None = None

@@ -67,11 +67,12 @@ def resolve(
         substitutions = [notes[0], *substitutions]
     if strict and substitutions:
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitutions[0]}.")
-    if chosen.attention == "mxfp8" and not (plan.backend == "te" and _is_blackwell(hardware)):
+    if chosen.fp8_attention and not (plan.backend == "te" and _has_attention(chosen, hardware)):
+        gpus = "9.0 or 10.x" if chosen.attention == "delayed" else "10.x"
         raise UserError(
-            "attention = 'mxfp8' needs Transformer Engine on compute capability 10.x. This is "
-            f"{_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give another "
-            "--recipe, or attention = 'compute' (--set recipe.attention=compute)."
+            f"attention = '{chosen.attention}' needs Transformer Engine on compute capability "
+            f"{gpus}. This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. "
+            "Give another --recipe, or attention = 'compute' (--set recipe.attention=compute)."
         )
     # Whatever runs instead, attention and the residual stream stay what was asked for.
     runs = plan.recipe.model_copy(update=chosen.beside_linears)
@@ -331,6 +332,13 @@ def _too_special(quantizers: Quantizers) -> str:
         if [q.format for q in pair if isinstance(q, Quantizer)] == ["e5m2", "e5m2"]:
             return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
     return ""
+
+
+def _has_attention(recipe: Recipe, hardware: Hardware) -> bool:
+    """Whether Transformer Engine has the recipe's FP8 attention on this GPU. Source: TE 2.20,
+    `get_attention_backend`, which has delayed scaling below 10.0, and nothing on 12.0."""
+    on_hopper = recipe.attention == "delayed" and hardware.capability == (9, 0)
+    return on_hopper or _is_blackwell(hardware)
 
 
 def _is_blackwell(hardware: Hardware) -> bool:

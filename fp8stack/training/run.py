@@ -13,7 +13,7 @@ from fp8stack.backends import Backend
 from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.config import RunConfig
 from fp8stack.distributed.process_group import Ranks
-from fp8stack.model.gpt import GPT
+from fp8stack.model.gpt import GPT, Attention
 from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.phases import Phase
@@ -165,10 +165,13 @@ class Run:
             self.switch.active = place
 
     def set_fp8(self, layer: str, in_fp8: bool) -> None:
-        """Switch FP8 on or off for a layer in every variant whose plan has it in FP8."""
+        """Switch FP8 on or off for a layer, or attention, in every variant whose plan has it in
+        FP8."""
         for variant in self.variants:
-            if variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
-                part = variant.model.get_submodule(layer)
+            part = variant.model.get_submodule(layer)
+            if isinstance(part, Attention):
+                part.in_fp8 = in_fp8 and variant.plan.recipe.fp8_attention
+            elif variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
                 assert isinstance(part, LowPrecisionLinear), layer
                 part.in_fp8 = in_fp8
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
+from fp8stack.model.config import plan_for as real_plan_for
+from fp8stack.training.setup import start, variants
+from tests.support.backend_models import H100, machine
 from tests.support.te.te_stand_in import StandIn, installed
 
 
@@ -21,3 +26,18 @@ def te_throughout() -> Iterator[None]:
     """Transformer Engine can be imported in all tests of a module."""
     with installed():
         yield
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Runs are planned for a GPU of the kind that their recipe wants, and go on on the CPU."""
+
+    def plan_for(config, recipe, hardware, backend, strict, tokens, **more):
+        name = recipe if isinstance(recipe, str) else recipe.name
+        # Without `tokens`: for speed, layers as small as these would stay out of FP8.
+        plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
+        return replace(plan, device="cpu")
+
+    monkeypatch.setattr(variants, "plan_for", plan_for)
+    monkeypatch.setattr(start, "probe", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))

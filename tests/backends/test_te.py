@@ -6,12 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import operator
-import re
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,22 +18,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
-from fp8stack.backends.base import Backend
-from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
 from fp8stack.precision import load_recipe
-from fp8stack.training.setup import start, variants
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
 from tests.support import backend_models
 from tests.support.backend_models import (
-    B200,
-    CPU,
     H100,
     LINEARS,
     RECIPES,
@@ -222,17 +213,50 @@ pytorch/module/layernorm_mlp.py:_get_act_func_supported_list
     'gelu': (tex.gelu,
     'srelu': (tex.srelu,
     'swiglu': (tex.swiglu,
+common/__init__.py:
+    MIN_CUDNN_VERSION = (9, 12, 0)
+pytorch/cpp_extensions/fused_attn.py:
+    META_QKV = FP8FwdTensorIdx.GEMM1_OUTPUT META_DQKV = FP8BwdTensorIdx.GRAD_OUTPUT1
+    META_O = FP8FwdTensorIdx.GEMM2_INPUT META_DO = FP8BwdTensorIdx.GRAD_INPUT2
+    META_S = FP8FwdTensorIdx.GEMM3_OUTPUT META_DP = FP8BwdTensorIdx.GRAD_INPUT3
+pytorch/attention/dot_product_attention/dot_product_attention.py:
+    _dpa_fp8_recipe = os.getenv('NVTE_DPA_FP8_RECIPE', '')
+    _dpa_fp8ds_amax_histlen = int(os.getenv('NVTE_DPA_FP8DS_AMAX_HISTLEN', '1'))
+pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention.init_fp8_metadata
+    if _dpa_fp8_recipe == 'F16': fp8_recipe.fp8_dpa = False
+    fp8_recipes = [fp8_recipe, fp8_recipe_dpa]
+    if self.fp8_initialized and fp8_recipe_dpa == self.fp8_meta['recipe']: return
+pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention.set_meta_tensor
+    num_gemms = [2, 1] if len(recipe) == 2 else [3]
+    num_fp8_tensors = [x * 3 if fwd else x * 2 for x in num_gemms]
+    primary_idx = -1 if len(recipe) == 2 else 0
+    self.fp8_meta[fp8_meta_tensor_key] = recipe_states[primary_idx]
 pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention.forward
+    num_gemms=3
     'is_training': self.training
+    if sum([use_flash_attention, use_fused_attention, use_unfused_attention]) == 0: raise ValueError
 pytorch/attention/dot_product_attention/utils.py:get_attention_backend
     if device_compute_capability < (10, 0): logger.debug('Disabling FusedAttention for MXFP8
     if cudnn_version < (9, 21, 0):
     elif cudnn_version in ((9, 23, 0), (9, 23, 1)):
     if device_compute_capability == (12, 0):
+    if device_compute_capability < (10, 0): logger.debug('Disabling FusedAttention for FP8 current
+    if cudnn_version < (9, 14, 0):
+    and (device_compute_capability < (9, 0) or cudnn_version < (9, 19, 0))
+    if use_flash_attention_3 and is_training:
+    logger.debug('Disabling UnfusedDotProductAttention for FP8 attention')
+    os.environ.get('NVTE_UnfusedDPA_Emulate_FP8', '0') == '1'
+    int(os.environ.get('NVTE_FUSED_ATTN', '1'))
 pytorch/attention/dot_product_attention/utils.py:combine_and_quantize
     assert s_q % 128 == 0 and s_kv % 128 == 0 and (d_qk % 32 == 0) and (d_v % 32 == 0)
+    qkv = torch.cat([x.view(-1) for x in tensors], dim=0) qkv_fp8 = qkv_quantizer(qkv)
 pytorch/attention/dot_product_attention/backends.py:_fused_attn_forward_impl
     fp8_tensors = (q_fp8, k_fp8, v_fp8, None) f16_tensors = (None, None, None, out_f16)
+    fp8_tensors = (q_fp8, k_fp8, v_fp8, out_fp8)
+    is_bwd_fp8 = fp8 and int(os.getenv('NVTE_FP8_DPA_BWD', '1'))
+    S_quantizer.scale = S_quantizer.scale.clone()
+pytorch/attention/dot_product_attention/backends.py:
+    _dpa_fp8_cs_o_in_f16 = os.getenv('NVTE_DPA_FP8CS_O_in_F16', '1') == '1'
 pytorch/quantized_tensor.py:restore_from_func_ctx
     ctx.tensor_objects = None
 pytorch/utils.py:assert_dim_for_fp8_exec
@@ -278,6 +302,7 @@ def test_operands_have_the_places_that_transformer_engine_gives_them(te):
     assert (FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2) == (0, 2)
 
 
+ATTENTION = "attention/dot_product_attention/dot_product_attention.py"
 CHANGES = [
     ("pytorch/module/linear.py", "is_first_microbatch: Optional", "first_microbatch: Optional"),
     ("pytorch/module/linear.py", "params_dtype: Optional", "parameters_dtype: Optional"),
@@ -290,6 +315,9 @@ CHANGES = [
     ("pytorch/module/base.py", "num_gemms: int = 1", "gemms: int = 1"),
     ("pytorch/quantization.py", 'recipe: Optional["Recipe"] = None', "quantization=None"),
     ("common/recipe/__init__.py", "amax_history_len: int", "history_length: int"),
+    ("common/recipe/__init__.py", "fp8_dpa: bool", "fp8_attention: bool"),
+    (f"pytorch/{ATTENTION}", "num_gqa_groups: Optional", "groups: Optional"),
+    (f"pytorch/{ATTENTION}", "key_layer: Optional", "keys: Optional"),
     ("common/recipe/__init__.py", "disable_rht: bool", "without_rht: bool"),
     ("common/recipe/__init__.py", "nvfp4_4over6: str", "nvfp4_over6: str"),
     ("pytorch/constants.py", "GEMM1_INPUT=", "FIRST1_INPUT="),
@@ -311,6 +339,8 @@ def a_step_with(source):
     with installed(source):
         for recipe in ("delayed", "nvfp4"):
             loss_of(gpt(recipe), 1).backward()
+        wide = {"width": 64, "heads": 2, "context": 128}
+        loss_of(gpt("delayed", model=wide, attention="delayed"), 1, 128).backward()
 
 
 @pytest.mark.parametrize(("file", "old", "new"), CHANGES, ids=[f"{c[0]} {c[1]}" for c in CHANGES])
@@ -939,140 +969,10 @@ def test_layers_that_do_not_train_leave_no_trace_in_the_state(te, quiet):
     assert state("te") == state("emulate")
 
 
-# Attention in MXFP8
-
-
-WIDE = {"width": 64, "heads": 2, "kv_heads": 1, "context": 128}
-
-
-def test_attention_in_mxfp8_is_transformer_engines(te):
-    model = gpt("mxfp8", model=WIDE, attention="mxfp8")
-    backend = model.backend
-    q, k, v = (normal(2, heads, 128, 32, seed=n) for n, heads in enumerate((2, 1, 1)))
-    leaves = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
-    y = backend.attention(*leaves, dropout=0.0)
-    assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
-
-    # Operands are cast in blocks of 32 along what is summed over: elements, or keys.
-    def in_mxfp8(x: Tensor) -> Tensor:
-        rows = x.bfloat16().reshape(-1, x.shape[-1])
-        values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
-        return values.double().view(x.shape)
-
-    scores = in_mxfp8(q) @ in_mxfp8(k).transpose(-1, -2) / 32**0.5
-    weights = scores.masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf).softmax(-1)
-    expected = weights @ in_mxfp8(v.transpose(-1, -2)).transpose(-1, -2)
-    exact = Backend.attention(backend, *leaves, dropout=0.0)
-    assert distance(expected, y) < 0.005 < distance(expected, exact)
-    y.float().pow(2).sum().backward()
-    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in leaves)
-    made = [given for name, given in te.made if name == "DotProductAttention"]
-    assert len(made) == 1  # for all layers
-    assert te.calls[-1].is_first_microbatch  # it trains
-    with torch.no_grad():
-        backend.attention(q, k, v.bfloat16(), dropout=0.0)
-    assert not te.calls[-1].is_first_microbatch
-
-
-def test_attention_of_anything_but_whole_sequences_is_in_the_compute_dtype(te):
-    backend = gpt("mxfp8", model=WIDE, attention="mxfp8").backend
-    plain = gpt("mxfp8", model=WIDE).backend
-    q, k, v = (normal(1, heads, 160, 32, seed=n).bfloat16() for n, heads in enumerate((2, 1, 1)))
-    mask = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
-    long = [part[:, :, :128] for part in (q, k, v)]
-    cases = [((q, k, v), None), ((q[:, :, -1:], k, v), None), (tuple(long), mask)]
-    for operands, given in cases:
-        found, expected = (
-            one.attention(*operands, dropout=0.0, mask=given) for one in (backend, plain)
-        )
-        assert torch.equal(found, expected)
-    assert not any(name == "DotProductAttention" for name, _ in te.made)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_nearest"])
-def test_a_model_trains_with_attention_in_mxfp8(te, recipe):
-    def trained(**options):
-        model = gpt(recipe, model=WIDE, **options)
-        optimizer = adam(model)
-        found = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, step, length=128)
-            loss.backward()
-            optimizer.step()
-            found.append(float(loss.detach()))
-        return found
-
-    found, expected = trained(attention="mxfp8"), trained()
-    assert found != expected
-    assert found == pytest.approx(expected, rel=0.03)
-    calls = kinds(te)
-    assert calls["DotProductAttention"] == 2 * 4
-
-
-REFUSED = [
-    ("mxfp8", CPU, {}, "needs Transformer Engine on compute capability 10.x. This is a CPU"),
-    ("delayed", H100, {}, "This is compute capability 9.0, with delayed run by te. Give another"),
-    ("rowwise", B200, {}, "with rowwise run by torch"),
-    ("bf16", B200, {}, "with bf16 run by reference"),
-    ("mxfp8", B200, {"width": 96}, "needs heads of 32, 64, 96 or 128 elements, not 48"),
-    ("mxfp8", B200, {"width": 512}, "elements, not 256"),
-    ("mxfp8", B200, {"dropout": 0.1}, "no dropout"),
-]
-
-
-@pytest.mark.parametrize(("recipe", "hardware", "model", "why"), REFUSED)
-def test_attention_in_mxfp8_is_refused_where_it_does_not_run(recipe, hardware, model, why):
-    config = GPTConfig(**TINY | WIDE | model)
-    with pytest.raises(UserError, match=re.escape(why)):
-        real_plan_for(config, load_recipe(recipe, {"attention": "mxfp8"}), hardware)
-
-
-def test_attention_in_mxfp8_needs_a_cudnn_that_has_it(te, monkeypatch):
-    for version, good in ((92000, False), (92100, True), (92301, False), (92400, True)):
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        if good:
-            gpt("mxfp8", model=WIDE, attention="mxfp8")
-        else:
-            with pytest.raises(UserError, match=r"needs cuDNN 9\.21 or later"):
-                gpt("mxfp8", model=WIDE, attention="mxfp8")
-        gpt("mxfp8", model=WIDE)
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--context", "64"], "a --context divisible by 128, not 64"),
-        (["--context", "128", "--document-mask"], "takes no --document-mask"),
-    ],
-)
-def test_a_run_whose_sequences_attention_in_mxfp8_does_not_take_is_refused(
-    te, flags, why, command: Command, on_gpus, capsys
-):
-    own = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "recipe.attention=mxfp8"]
-    assert command("pretrain", "--recipe", "mxfp8", *FLAGS, *own, *flags) == 2
-    assert why in capsys.readouterr().err
-
-
 # Whole runs
 
 
 SHORT = ["--steps", "8", "--eval-every", "4", "--schedule", "constant"]
-
-
-@pytest.fixture
-def on_gpus(monkeypatch):
-    """Runs are planned for a GPU of the kind that their recipe wants, and go on on the CPU."""
-
-    def plan_for(config, recipe, hardware, backend, strict, tokens, **more):
-        name = recipe if isinstance(recipe, str) else recipe.name
-        # Without `tokens`: for speed, layers as small as these would stay out of FP8.
-        plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
-        return replace(plan, device="cpu")
-
-    monkeypatch.setattr(variants, "plan_for", plan_for)
-    monkeypatch.setattr(start, "probe", lambda device: H100)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
 
 
 def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:

@@ -454,3 +454,19 @@ def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():
     assert low.activations - plain.activations == more
     same = [replace(one, activations=0, first_block=0) for one in (plain, low)]
     assert same[0] == same[1]
+
+
+@pytest.mark.parametrize(("kind", "output", "slots"), [("delayed", 1, 6), ("current", 2, 2)])
+def test_attention_in_fp8_keeps_bytes_and_has_amax_histories(kind, output, slots):
+    sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
+    config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
+    plain, low = (
+        estimate(on(gpu, config, "mxfp8", 128, attention=asked)) for asked in ("compute", kind)
+    )
+    # A byte in place of bf16, per token and block of 4 + 2 + 2 heads of 32, and of the output.
+    more = config.layers * 128 * 32 * (8 * (1 - 2) + 4 * (output - 2))
+    assert low.activations - plain.activations == more
+    # A row, four float32, a bool and two places for each; and two flags.
+    assert low.buffers - plain.buffers == config.layers * slots * (4 * (1 + 4) + 1 + 2 * 8) + 2
+    same = [replace(one, activations=0, first_block=0, buffers=0) for one in (plain, low)]
+    assert same[0] == same[1]

@@ -166,9 +166,10 @@ def test_delayed_scaling_is_measured_as_current(model, windows):
     assert found["delayed"].forward == found["current"].forward
 
 
-def test_linear_layers_alone_are_measured_whatever_the_residual_stream_is_in(model, windows):
+@pytest.mark.parametrize("attention", ["mxfp8", "delayed"])
+def test_linear_layers_alone_are_measured_whatever_the_rest_is_in(model, windows, attention):
     alone = measured(model, windows, "mxfp8")["mxfp8"]
-    changed = {"residual": "bf16", "attention": "mxfp8"}
+    changed = {"residual": "bf16", "attention": attention}
     recipes = {"first": load_recipe("mxfp8", changed), "mxfp8": load_recipe("mxfp8")}
     both = dict(sensitivities(model, recipes, windows, CPU, batch=8))
     for one in both.values():

@@ -679,7 +679,10 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
     ("key", "asked", "usual", "hardware", "backend"),
     [
         ("attention", "fp32", "compute", CPU, "emulate"),
-        ("attention", "mxfp8", "compute", Hardware("cuda", (10, 0), has_te=True), "te"),
+        *(
+            ("attention", kind, "compute", Hardware("cuda", (10, 0), has_te=True), "te")
+            for kind in ("mxfp8", "current", "delayed")
+        ),
         ("residual", "bf16", "fp32", CPU, "emulate"),
     ],
 )

@@ -357,3 +357,40 @@ def test_attention_in_mxfp8_is_in_the_plan_and_in_the_casts():
         ("blocks.0.attention", "bf16", "e4m3")
     }
     assert [one.runs for one in added] == ["forward"] * 6 + ["backward"] * 2
+
+
+# What attention casts to FP8, and from what; in backward, to E5M2.
+KERNEL = [("softmax", "fp32")], [("softmax, gradient", "fp32")]
+CASTS = {
+    "current": KERNEL,
+    "delayed": (
+        [*KERNEL[0], ("output", "fp32")],
+        [*KERNEL[1], *((f"{what}, gradient", "fp32") for what in ("queries", "keys", "values"))],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASTS)
+def test_attention_in_fp8_with_a_scale_per_tensor_is_in_the_plan_and_in_the_casts(kind):
+    gpu = Hardware("cuda", (10, 0), has_te=True)
+    config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
+    plans = [
+        plan_for(config, load_recipe("current", {"attention": asked}), gpu)
+        for asked in ("compute", kind)
+    ]
+    plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
+    why = f"the recipe says attention = {kind}"
+    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=why)]
+    assert plans[1].summary()[-1] == f"attention: {kind}, the recipe says so"
+    history = [any(x.name == "amax history" for x in operations_of(config, p)) for p in plans]
+    assert history == [False, True]
+    before, after = (casts_of(config, plan) for plan in plans)
+    added = [one for one in after if one not in before]
+    assert [one for one in after if one not in added] == before
+    given = [(what, "bf16") for what in ("queries", "keys", "values")]
+    forward, backward = CASTS[kind]
+    assert [(one.what, one.source, one.target, one.runs) for one in added] == [
+        *((*cast, "e4m3", "forward") for cast in [*given, *forward]),
+        *((*cast, "e5m2", "backward") for cast in [("output, gradient", "bf16"), *backward]),
+    ]
+    assert {one.path for one in added} == {"blocks.0.attention"}

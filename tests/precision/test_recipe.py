@@ -110,6 +110,38 @@ def test_a_shipped_recipe_holds_the_documented_quantizers_for_good_and_survives_
     assert recipe_from_json(json.loads(json.dumps(recipe.to_json())), "here") == recipe
 
 
+E4M3, E5M2 = ("QKV", "S", "O"), ("dO", "dP", "dQKV")
+NEWEST = {"history_length": 1, "amax_algorithm": "most_recent"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings"),
+    [
+        ("delayed", {}, {}),
+        ("delayed", {"history_length": 7, "margin": 2}, {"history_length": 7, "margin": 2}),
+        ("delayed", {"input": {"amax": "current"}, "margin": 3}, {"margin": 3}),
+        ("current", {}, NEWEST),  # what Transformer Engine has where linears have no history
+        ("nvfp4", {}, NEWEST),
+        ("bf16", {}, NEWEST),
+    ],
+)
+def test_attention_has_the_delayed_scaling_of_the_recipes_linears(name, options, settings):
+    for attention, operands in (("delayed", (*E4M3, *E5M2)), ("current", ("S", "dP"))):
+        recipe = load_recipe(name, {"attention": attention} | options)
+        assert (recipe.fp8_attention, recipe.delayed) == (True, True)
+        assert recipe.attention_slots == {
+            operand: Quantizer(
+                format="e4m3" if operand in E4M3 else "e5m2", amax="delayed", **settings
+            )
+            for operand in operands
+        }
+    for attention in ("compute", "fp32", "mxfp8"):
+        recipe = load_recipe(name, {"attention": attention} | options)
+        assert recipe.attention_slots == {}
+        assert recipe.fp8_attention == (attention == "mxfp8")
+        assert recipe.delayed == (name == "delayed")
+
+
 def test_the_last_block_of_nvfp4_last_bf16_is_not_quantized():
     (rule,) = load_recipe("nvfp4_last_bf16").layers
     assert (rule.match, rule.quantizers) == ("last 1 block", None)

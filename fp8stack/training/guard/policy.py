@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8stack.backends.fsdp import local_shard
-from fp8stack.backends.observe import fp8_linears
+from fp8stack.backends.observe import fp8_parts
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.validation import can_go_on, load_sound
@@ -244,7 +244,7 @@ class Guard:
                 which = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which} were bad: " if len(bad) > 1 else ""
                 return self._roll_back(step, saved, bad, several + bad[-1].why)
-        culprit, in_fp8 = self._find(bad), fp8_linears(self.run.model)
+        culprit, in_fp8 = self._find(bad), fp8_parts(self.run.model)
         if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
@@ -282,7 +282,7 @@ class Guard:
     def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
         precision, what, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
         if what == WHOLE:
-            what, layers = "the whole model", list(fp8_linears(self.run.model))
+            what, layers = "the whole model", fp8_parts(self.run.model)
         self._tried.append(f"ran {what} in {precision}")
         self._add_event(step, "demote", why, **where, precision=precision, until_step=last)
         self._outcome.leave_fp8 = tuple(layers)

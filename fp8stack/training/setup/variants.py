@@ -182,19 +182,20 @@ def plan_recipe(
         vocabulary_multiple=vocabulary_multiple,
         without=unwanted_backends(config),
     )
-    if plan.recipe.attention == "mxfp8":
-        _require_whole_sequences(config, model)
+    if plan.recipe.fp8_attention:
+        _require_whole_sequences(plan.recipe.attention, config, model)
     _, note = is_compiled(config.compile, plan, hardware, config.activation_checkpointing)
     return replace(plan, reasons=(*plan.reasons, note)) if note else plan
 
 
-def _require_whole_sequences(config: RunConfig, model: GPTConfig) -> None:
-    """Raise a UserError if sequences are not what attention in MXFP8 takes."""
+def _require_whole_sequences(attention: str, config: RunConfig, model: GPTConfig) -> None:
+    """Raise a UserError if sequences are not what attention in FP8 takes."""
+    what = f"attention = '{attention}'"
     if config.document_mask:
-        raise UserError("attention = 'mxfp8' takes no --document-mask. Leave one of the two out.")
+        raise UserError(f"{what} takes no --document-mask. Leave one of the two out.")
     context = config.context or model.context
     if context % 128:
-        raise UserError(f"attention = 'mxfp8' needs a --context divisible by 128, not {context}.")
+        raise UserError(f"{what} needs a --context divisible by 128, not {context}.")
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:

@@ -130,6 +130,9 @@ class StandIn:
     made: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # class, arguments
     calls: list[Call] = field(default_factory=list)
     casts: list[tuple[Module, str]] = field(default_factory=list)  # operand: gemm1_weight, ...
+    # Module, operand and amax, of casts that attention makes one of a tensor for.
+    attention_casts: list[tuple[nn.Module, str, float]] = field(default_factory=list)
+    no_kernel: bool = False  # whether cuDNN has none for attention
     gemms: int = 0  # that ran
     depth: int = 0
     enabled: bool = False
@@ -494,7 +497,7 @@ class LayerNormMLP(Module):
 
 
 class DotProductAttention(nn.Module):
-    """TE's attention, in MXFP8: operands are cast, what is between them is float32."""
+    """TE's attention in FP8: operands are cast, what is between them is float32."""
 
     REAL = "pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention"
 
@@ -502,29 +505,135 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.given = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
         NOW.made.append(("DotProductAttention", self.given))
+        self.fp8_meta: dict[str, Any] = {}
+        self.quantizers: dict[str, AttentionQuantizer] = {}
+
+    def init_fp8_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Make scales, amaxes and quantizers once: all delayed, or with current scaling a state
+        for what the third GEMM casts, the softmax and its gradient."""
+        gemms = NOW.bind(f"{self.REAL}.init_fp8_metadata", self, *args, **kwargs)["num_gemms"]
+        recipe, of_third = NOW.recipe, 0
+        if not NOW.enabled or self.fp8_meta.get("global_recipe") == recipe:
+            return
+        assert gemms == 3
+        self.fp8_meta["global_recipe"] = recipe
+        if recipe.float8_current_scaling():
+            kind = sys.modules["transformer_engine.common.recipe"].DelayedScaling
+            recipe, of_third = kind(amax_history_len=1, amax_compute_algo="most_recent"), 2
+        forward = State(recipe, True, 3 * (gemms - of_third))
+        backward = State(recipe, False, 2 * (gemms - of_third))
+        self.fp8_meta |= {"scaling_fwd": forward, "scaling_bwd": backward}
+        for operand, name in META.items():
+            state, first = (backward, 2) if operand[0] == "d" else (forward, 3)
+            place = getattr(NOW.source.indices(f"FP8{name[:3]}TensorIdx"), name[3:])
+            place -= first * of_third
+            self.quantizers[operand] = AttentionQuantizer(self, operand, state, place)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[B, T, heads, E] and twice [B, T, groups, E] -> [B, T, heads E]."""
         given = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
         q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
         NOW.calls.append(Call(self, self.training, NOW.recipe, q.dtype, tuple(q.shape), None))
-        if not (NOW.enabled and NOW.recipe.mxfp8() and NOW.recipe.fp8_dpa):
-            raise NotImplementedError("the stand-in has no attention but in MXFP8")
+        if not (NOW.enabled and NOW.recipe.fp8_dpa):
+            raise NotImplementedError("the stand-in has no attention but in FP8")
+        self.init_fp8_metadata(num_gemms=3)
+        key = FP8GlobalStateManager.get_buffer_info()
+        if not NOW.recipe.mxfp8() and key not in self.fp8_meta:
+            self.fp8_meta[key] = []
+            NOW.registered += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
+        if NOW.no_kernel:
+            raise ValueError("No dot product attention backend is available")
         heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
         asked = (self.given["num_attention_heads"], self.given["num_gqa_groups"])
         if (heads, groups) != asked or self.given["kv_channels"] != width:
             raise ValueError(f"made for other heads than {(heads, groups, width)}")
-        if q.shape[1] % 128 or k.shape[1] % 128 or width % 32 or width > 128:
-            raise AssertionError("MXFP8 quantization requires s_q % 128 == 0")
         if not (self.given["qkv_format"], self.given["attn_mask_type"]) == ("bshd", "causal"):
             raise NotImplementedError("the stand-in has no other form")
         if not all(part.is_contiguous() for part in (q, k, v)):
             raise NotImplementedError("TE would find out how they lie, or copy them")
+        if NOW.recipe.mxfp8():
+            y = self._by_blocks(q, k, v)
+        else:
+            y = _Attend.apply(*(part.transpose(1, 2) for part in (q, k, v)), self)
+        return y.transpose(1, 2).flatten(2).to(given["query_layer"].dtype)
+
+    def _by_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        width = q.shape[3]
+        if q.shape[1] % 128 or k.shape[1] % 128 or width % 32 or width > 128:
+            raise AssertionError("MXFP8 quantization requires s_q % 128 == 0")
         q, k = (_in_mxfp8(part, -1) for part in (q, k))
         v = _in_mxfp8(v, 1)
         q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return y.transpose(1, 2).flatten(2).to(given["query_layer"].dtype)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+# cpp_extensions/fused_attn.py: META_QKV = FP8FwdTensorIdx.GEMM1_OUTPUT, and so on.
+META = {
+    "QKV": "FwdGEMM1_OUTPUT",
+    "O": "FwdGEMM2_INPUT",
+    "S": "FwdGEMM3_OUTPUT",
+    "dQKV": "BwdGRAD_OUTPUT1",
+    "dO": "BwdGRAD_INPUT2",
+    "dP": "BwdGRAD_INPUT3",
+}
+
+
+class AttentionQuantizer:
+    """Casts an operand of attention: with current scaling by its own amax, if the state is not
+    delayed scaling's for it (its place is before those), else with its scale."""
+
+    def __init__(self, module: DotProductAttention, operand: str, state: State, place: int) -> None:
+        self.module, self.operand = module, operand
+        self.format = "e5m2" if operand[0] == "d" else "e4m3"
+        self.current = place < 0
+        self.scale, self.amax = state.scale[max(place, 0)], state.amax_history[0][max(place, 0)]
+
+    def __call__(self, *parts: Tensor) -> list[Tensor]:
+        """Tensors that share a scale, as the float32 values of their casts. TE's kernels keep the
+        largest amax; cuDNN, which casts what it computes, is taken to write the last."""
+        amax = torch.stack([numerics.amax(part) for part in parts]).amax()
+        NOW.attention_casts.append((self.module, self.operand, float(amax)))
+        scale = numerics.tensor_scale(amax, self.format) if self.current else self.scale.clone()
+        if not self.current:
+            kept = self.operand in ("QKV", "dO")
+            self.amax.copy_(torch.fmax(self.amax, amax) if kept else amax)
+        return [numerics.cast_to_fp8(part, scale, self.format).float() / scale for part in parts]
+
+
+class _Attend(torch.autograd.Function):
+    """`_fused_attn_forward_impl` and `_fused_attn_backward_impl` of [B, H, T, E], and of fewer keys
+    and values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, module: DotProductAttention) -> Tensor:
+        cast, dtype = module.quantizers, q.dtype
+        is_current = cast["QKV"].current
+        q, k, v = cast["QKV"](q.float(), k.float(), v.float())
+        copies = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(copies, 1) for part in (k, v))
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        exact = scores.masked_fill(later, -torch.inf).softmax(-1)
+        (s,) = cast["S"](exact)
+        y = s @ v
+        y = y.to(dtype).float() if is_current else cast["O"](y)[0]
+        ctx.save_for_backward(q, k, v, exact, y)
+        # A later pass may change the scale of S, so TE keeps it; others are read in the backward.
+        ctx.module, ctx.s, ctx.copies = module, s, copies
+        return y.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        q, k, v, exact, y = ctx.saved_tensors
+        cast, dtype = ctx.module.quantizers, dy.dtype
+        (dy,) = cast["dO"](dy.float())
+        dv = ctx.s.transpose(-1, -2) @ dy
+        ds = exact * (dy @ v.transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
+        (ds,) = cast["dP"](ds)
+        dq, dk = ds @ k / q.shape[-1] ** 0.5, ds.transpose(-1, -2) @ q / q.shape[-1] ** 0.5
+        dk, dv = (part.unflatten(1, (-1, ctx.copies)).sum(2) for part in (dk, dv))
+        found = [dq, dk, dv] if cast["QKV"].current else cast["dQKV"](dq, dk, dv)
+        return (*(part.to(dtype) for part in found), None)
 
 
 def _in_mxfp8(x: Tensor, dim: int) -> Tensor:
