@@ -66,7 +66,7 @@ class WeightChanges:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _WATCHES.add(self)  # a copy watches for itself, and has quantized nothing yet
-        self.mark()
+        self.mark()  # what happens to its weights before its first pass is not noticed
 
     def watch(self, layers: Iterable[nn.Module]) -> None:
         """Watch the `own_weight` of each of `layers`; of others, optimizers' steps tell."""

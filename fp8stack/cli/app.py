@@ -89,7 +89,8 @@ def _no_command(
 def _completion_script(shell: str) -> str:
     if shell not in ("bash", "zsh", "fish"):
         raise UserError(
-            f"No completion for the shell {quoted(shell)}. Set SHELL to bash, zsh or fish."
+            f"No completion for the shell {quoted(shell) or '(SHELL is not set)'}. Set SHELL to "
+            "bash, zsh or fish."
         )
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 

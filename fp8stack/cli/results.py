@@ -17,7 +17,9 @@ OUT = option("HTML file. [report.html in the run, or beside several runs]")
 TEXT = option("Print a summary; write a page only with --out.", "--text")
 EVALUATED = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option("Precision recipes or TOML files, separated by commas. [the run's own]")
-DATA = option("Data, as for `pretrain --data`. [the run's own held-out part]")
+DATA = option(
+    "Data, as for `pretrain --data`; any other single file whole. [the run's own held-out part]"
+)
 
 
 def list_(

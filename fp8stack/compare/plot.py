@@ -14,12 +14,13 @@ from fp8stack.compare.summary import RecipeFigures
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 ROOM = 0.06
+LONGEST_NAME = 32
 
 
 def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
     """A PNG of the validation losses by step, mean and range over seeds, and of the gaps in
     percent."""
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    figure = Figure(figsize=(12, max(4.8, 0.4 * len(rows))), layout="constrained")
     colors = {row.recipe: f"C{index % 10}" for index, row in enumerate(rows)}
     with rc_context({"text.parse_math": False}):  # a name with $ in it is a name
         figure.suptitle(title)
@@ -37,7 +38,7 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
             continue
         steps, means, lows, highs = zip(*row.curve, strict=True)
         axes.fill_between(steps, lows, highs, color=colors[row.recipe], alpha=0.15, linewidth=0)
-        label = row.recipe if row.done else f"{row.recipe} (not done)"
+        label = _name(row) if row.done else f"{_name(row)} ({row.verdict})"
         marks: dict[str, Any] = {
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
@@ -55,10 +56,28 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
     axes.grid(alpha=0.3)
     if any(row.curve for row in rows):
         axes.legend(frameon=False, fontsize=9)
+    else:
+        _say(axes, "no run has a validation loss")
+
+
+def _name(row: RecipeFigures) -> str:
+    """The recipe's name; of a long one, such as a file's path, the end."""
+    name = row.recipe
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+
+
+def _say(axes: Axes, message: str) -> None:
+    """What a panel has in place of figures."""
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", va="center")
 
 
 def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict[str, str]) -> None:
     others = [row for row in rows if row.recipe != baseline]
+    axes.set_title("gap, 95 % interval over seeds", fontsize=10)
+    if all(row.gap_percent is None for row in others):
+        of = "\n".join(f"{_name(row)}: {row.verdict}" for row in rows)
+        return _say(axes, f"no gap to {baseline} is known\n\n{of}")
     axes.axvline(0, color="0.5", linewidth=0.8)
     for place, row in enumerate(others):
         if row.gap_percent is None:
@@ -69,9 +88,8 @@ def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict
         # A verdict over its own line, where no interval lies.
         above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
         axes.annotate(row.verdict, (mean, place), (0, 7), **above)
-    axes.set_yticks(range(len(others)), [row.recipe for row in others])
+    axes.set_yticks(range(len(others)), [_name(row) for row in others])
     axes.set_ylim(len(others) - 0.5, -0.7)
     axes.margins(x=0.25)
     axes.set(xlabel=f"validation loss at the end, % above {baseline}")
-    axes.set_title("gap, 95 % interval over seeds", fontsize=10)
     axes.grid(alpha=0.3, axis="x")

@@ -68,7 +68,7 @@ def _cells(score: Score) -> tuple[str, ...]:
         f"{sum(layer.fp8 for layer in layers)}/{len(layers)}",
         f"{score.fp8_gemms:,}",
         f"{score.loss:.4f}",
-        f"{score.perplexity:.4g}",
+        f"{score.perplexity:#.4g}".rstrip("."),
         bits,
         difference + error,
     )

@@ -96,7 +96,7 @@ def load_trained(request: Request) -> Trained:
     require_text(request.run, run, request.data)
     for note in source.notes:
         print(note, file=sys.stderr)
-    config, tokens = run or RunConfig(data=request.data), request.tokens
+    config, tokens = run or RunConfig(), request.tokens
     if tokens is None and source.checkpoint and not config.init_from:  # else unknown
         tokens = source.checkpoint.step * config.batch * context_of(config, source.shape)
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))

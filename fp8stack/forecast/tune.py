@@ -186,14 +186,19 @@ def _without_stdout() -> Iterator[None]:
     """Discard what C code within writes to stdout. HiGHS in SciPy 1.17 prints a line for debugging
     ("transformNewIntegerFeasibleSolution"), whatever its options; to be deleted when it does not.
     """
-    library, kept = ctypes.CDLL(None), os.dup(1)
-    library.fflush(None)
+    try:
+        flush = ctypes.CDLL(None).fflush
+    except (AttributeError, OSError, TypeError):  # TypeError: on Windows
+        yield
+        return
+    kept = os.dup(1)
+    flush(None)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
         yield
     finally:
-        library.fflush(None)  # what C buffered within
+        flush(None)  # what C buffered within
         os.dup2(kept, 1)
         os.close(kept)
 

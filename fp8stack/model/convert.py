@@ -47,7 +47,9 @@ def convert(
     Convert before torch.compile.
 
     Delayed scaling begins with scale 1 and needs a few training passes; for a model that is only
-    evaluated, use current scaling. `nn.TransformerEncoderLayer` reads its weights past its linears
+    evaluated, use current scaling. A copy (`copy.deepcopy`, pickle) that is made between a training
+    pass and the optimizer's step takes the scales of weights that the original takes after the
+    step. `nn.TransformerEncoderLayer` reads its weights past its linears
     in eval mode without gradients: there it is not in FP8.
 
     Args:
@@ -176,6 +178,8 @@ def _left_out(
             reasons[name] = f"its {computed[0]} is computed and no parameter"
         elif is_lazy(part.get_parameter("weight")):
             reasons[name] = "it has no size before its first pass"
+        elif not all(_shape(part)):
+            reasons[name] = "its weight has no elements"
     return reasons
 
 

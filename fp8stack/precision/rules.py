@@ -174,6 +174,7 @@ def _resolve_fp8(
             device=hardware.device,
             compute_dtype="bf16" if half else "fp32",
             reasons=reasons,
+            of_backend=reasons,
             others=_others(recipe, backend, hardware),
         )
 

@@ -4,6 +4,8 @@ kind."""
 import json
 import os
 import stat
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -66,7 +68,7 @@ Kind = Literal["text", "lines", "parquet", "hf"]
 PACKED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv")
-NAMED_BINARIES = 3
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,12 @@ def find_sources(settings: Settings) -> list[Source]:
             raise UserError(f"{quoted(name)} is empty. Give a file with text in it.")
         else:
             found.append(_source(path, status, number))
+    counts = Counter(os.path.abspath(source.path) for source in found)
+    if again := [path for path, count in counts.items() if count > 1]:
+        say(
+            f"note: inputs that are given more than once are read as often, so a document "
+            f"may be both held out and trained on: {_named(again)}"
+        )
     return found
 
 
@@ -134,9 +142,7 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
             else:
                 found.append(source)
     if binary:
-        count, hidden = len(binary), len(binary) - NAMED_BINARIES
-        named = quoted(", ".join(map(str, binary[:NAMED_BINARIES])))
-        named += f" and {hidden} more" if hidden > 0 else ""
+        count, named = len(binary), _named(binary)
         if not settings.skip_binary:
             raise UserError(
                 f"{count} of {len(selected)} files look binary: {named}. Leave them out by "
@@ -148,6 +154,13 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
             f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."
         )
     return found
+
+
+def _named(paths: Sequence[object]) -> str:
+    """The first of some paths, in words."""
+    hidden = len(paths) - MOST_NAMED
+    named = quoted(", ".join(map(str, paths[:MOST_NAMED])))
+    return f"{named} and {hidden} more" if hidden > 0 else named
 
 
 def _is_selected(inside: str, settings: Settings) -> bool:

@@ -122,3 +122,5 @@ def test_a_shell_completes_commands_and_presets(command, capsys, monkeypatch, ty
 def test_a_shell_without_completion_is_named(refused, monkeypatch):
     monkeypatch.setenv("SHELL", "/bin/csh")
     refused("--completion", said="No completion for the shell csh. Set SHELL to bash, zsh or fish.")
+    monkeypatch.setenv("SHELL", "")
+    refused("--completion", said="No completion for the shell (SHELL is not set). Set SHELL to")

@@ -146,6 +146,27 @@ def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
     assert losses_panel.get_ylim()[1] < 9  # what diverged does not set the scale
 
 
+def test_a_plot_says_what_it_does_not_know_and_shortens_long_names(monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: drawn.append(figure))
+    names = ["fp32", "recipes/in/a/folder/that/has/a/long/path/mine.toml"]
+    for curve in ((), ((1, 5.0), (2, 9.0))):
+        runs = [run(name, 0, None, diverged_at=2, curve=curve) for name in names]
+        comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
+        losses_panel, gaps_panel = drawn[-1].axes
+        (said,) = gaps_panel.texts
+        assert "no gap to fp32 is known" in said.get_text()
+        assert "long/path/mine.toml: diverged at step 2 (seed 0)" in said.get_text()
+        if curve:
+            labels = [text.get_text() for text in losses_panel.get_legend().get_texts()]
+            assert labels[0] == "fp32 (diverged at step 2 (seed 0), baseline)"
+            assert len(labels[1].partition(" (")[0]) == 32
+        else:
+            assert [one.get_text() for one in losses_panel.texts] == [
+                "no run has a validation loss"
+            ]
+
+
 # What a run folder says
 
 

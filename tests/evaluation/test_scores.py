@@ -201,6 +201,15 @@ def on_tokens(folder: Path, **more: Any) -> Path:
     return trained(folder, data=str(folder / "tokens.bin"), model_overrides=shape, **more)
 
 
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(math.log(3.9), "3.900"), (math.log(1234), "1234"), (20.0, "4.852e+08")]
+)
+def test_a_perplexity_keeps_its_zeros(run, monkeypatch, loss, shown):
+    (score,) = scores(run, recipes=["fp32"])
+    score = replace(score, losses_N=torch.tensor([loss], dtype=torch.float64))
+    assert f" {shown} " in evaluation.text_lines([score])[1]
+
+
 def test_what_is_not_known_or_not_finite_is_null_in_json(tmp_path, monkeypatch):
     run = on_tokens(tmp_path)
     (score,) = scores(run)  # without a tokenizer

@@ -263,6 +263,16 @@ def test_what_the_solver_prints_is_not_in_the_output(monkeypatch, capfd):
     assert capfd.readouterr().out == "after\n"
 
 
+def test_recipes_are_chosen_where_ctypes_cannot_open_the_program_itself(monkeypatch):
+    def on_windows(name):
+        raise TypeError("argument of type 'NoneType' is not a container or iterable")
+
+    monkeypatch.setattr(ctypes, "CDLL", on_windows)
+    numbers = np.full((2, 2), 0.01)
+    made = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
+    assert made.best(LAW, 6.0) is not None
+
+
 def test_bits_are_those_of_the_wider_operand():
     for name, expected in {
         "nvfp4": (4, 4, 4),
@@ -448,3 +458,6 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
     assert recipe.reason == ""
     assert recipe.gap is not None
     assert recipe.gap.mean > 0
+    held = {"windows": 8, "data": str(tmp_path / "text.txt"), "tokenizer": "bytes"}
+    (score,) = fp8stack.evaluate(f"hf:{tmp_path / 'theirs'}", **held)  # the same windows
+    assert found.trained.loss == pytest.approx(score.loss, abs=1e-6)

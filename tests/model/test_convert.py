@@ -790,6 +790,14 @@ def test_a_lazy_linear_is_left_alone_until_it_knows_its_size():
     assert replaced(convert(grown, plan())) == ["0"]
 
 
+@pytest.mark.parametrize("size", [(0, 32), (32, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_linear_without_elements_is_left_alone(size):
+    model = convert(nn.Sequential(nn.Linear(*size), nn.Linear(32, 32)), plan())
+    assert reason(model, "0") == "unchanged, its weight has no elements"
+    assert model[0](torch.zeros(8, size[0])).shape == (8, size[1])
+
+
 def test_a_model_without_linears_has_nothing_to_convert():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LSTM(8, 8))
     with pytest.raises(UserError, match="Nothing to convert: no linear layer"):

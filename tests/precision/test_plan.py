@@ -1158,6 +1158,13 @@ def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
     assert second.startswith("FP8 layers 0/2 (a: bf16, 7 in features, not divisible by 16")
 
 
+def test_a_plan_without_a_layer_in_fp8_has_no_reason_for_emulating_it():
+    made = layered(CPU, exclude=("*",))
+    assert not made.runs_fp8
+    assert "emulated" not in " ".join(made.summary() + made.to_json()["reasons"])
+    assert "emulated" in " ".join(layered(CPU).to_json()["reasons"])
+
+
 @pytest.mark.parametrize(("machine", "word"), [(H100, "delayed"), (CPU, "delayed-emulated")])
 def test_the_active_precision_is_that_of_the_recipe_if_any_layer_runs_in_it(machine, word):
     assert resolve("delayed", machine).precision == word

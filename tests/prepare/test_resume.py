@@ -95,6 +95,21 @@ def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monk
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
+def test_a_command_that_is_stopped_while_a_tokenizer_is_trained_saves_none(
+    mixed, tmp_path, command, capsys, monkeypatch
+):
+    def stopped(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(run, "_train", stopped)
+    words = ["prepare", *mixed, "--train-bpe", "300", "--out", str(tmp_path / "out")]
+    assert command(*words) == 75
+    said = "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
+    assert capsys.readouterr().err == said
+    assert contents(tmp_path / "out") == {}
+
+
 COMMAND = (
     "import sys; from fp8stack.cli import main; from fp8stack.prepare import run;"
     "run.ITEM_BYTES = 20000; run.SAVE_EVERY_S = 0.05; main(sys.argv[1:])"

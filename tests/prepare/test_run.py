@@ -318,6 +318,16 @@ def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path):
     assert "No split 'test'" in refusal(f"hf:{tmp_path}/two@test", out=out)
 
 
+def test_an_input_that_is_given_twice_is_read_twice_with_a_note(corpus, out, capsys):
+    prepared(corpus, f"{corpus.parent}/./{corpus.name}", out=out)
+    require(out, documents(300) * 2)
+    said = capsys.readouterr().out
+    assert (
+        "note: inputs that are given more than once are read as often, so a document may be" in said
+    )
+    assert f"both held out and trained on: {corpus}\n" in said
+
+
 @pytest.mark.parametrize("bad", ["hf:nowhere/at-all", "a.png"])
 def test_an_input_that_fails_at_its_beginning_leaves_a_folder_that_takes_another(
     bad, corpus, out, tmp_path, monkeypatch
