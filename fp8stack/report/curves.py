@@ -61,7 +61,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
         if len(runs) == 1:
             mark_events(axes, runs[0].events)
         low, high = axes.set_ylim(*view_range(values, each))
-        if beyond := sum(not low <= value <= high for value in each):
+        if beyond := sum(not low <= value <= high for value in each or values):
             captions.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)

@@ -124,11 +124,13 @@ def whole_steps(axes: Any) -> None:
 
 
 def legend_above(figure: Figure, axes: Any) -> None:
-    """Place the legend above the plot."""
+    """Place the legend above the plot, which keeps its height. Long labels lose their middle."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
+        labels = [f"{one[:18]}…{one[-18:]}" if len(one) > 40 else one for one in labels]
         fit = int(12 * figure.get_figwidth() / (max(map(len, labels)) + 6))
         columns = max(1, min(fit, 7))
+        figure.set_figheight(figure.get_figheight() + 0.17 * ((len(labels) - 1) // columns))
         figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=8)
 
 

@@ -20,7 +20,14 @@ from rich.console import Console
 from fp8stack.report import page, summary
 from fp8stack.report import text as terminal
 from fp8stack.report.analysis import Analysis, analyze, verdict
-from fp8stack.report.drawing import MOST_POINTS, Picture, thinned
+from fp8stack.report.drawing import (
+    MOST_POINTS,
+    Picture,
+    legend_above,
+    new_figure,
+    style,
+    thinned,
+)
 from fp8stack.report.events import folded
 from fp8stack.report.read import joined, read_run
 from fp8stack.report.summary import headline, what_if
@@ -509,6 +516,7 @@ def test_a_long_run_makes_no_large_page(tmp_path):
 def test_a_long_line_keeps_its_extremes_and_spikes_do_not_set_the_axis():
     low, high = view_range([3.0, 2.0], [4.0, 3.9, 1.5, 40.0, 0.1])
     assert 1.0 < low < 1.5 < 4.0 < high < 5.0
+    assert 5.0 < view_range([5.0, 2.0, 6.0, 1e9], [])[1] < 7.0  # one of the runs diverged
     values = np.zeros(100_000)
     values[[777, 60_001]] = [9.0, -9.0]
     steps, kept = thinned(list(range(100_000)), list(values))
@@ -516,6 +524,20 @@ def test_a_long_line_keeps_its_extremes_and_spikes_do_not_set_the_axis():
     assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[777] == 9.0
     assert kept.min() == -9.0
     assert (np.diff(steps) > 0).all()
+
+
+def test_a_long_legend_leaves_the_plot_its_height():
+    heights = []
+    with style():
+        for count in (1, 14):
+            figure = new_figure(7.4, 2.9)
+            axes = figure.add_subplot()
+            for number in range(count):
+                axes.plot([0, 1], label=f"{number:02}{'-in-a-folder-with-a-long-name' * 4}")
+            legend_above(figure, axes)
+            figure.draw_without_rendering()
+            heights.append(axes.get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]
 
 
 def test_samples_that_are_joined_show_the_worst_and_a_terminals_map_bad_ones_dark():

@@ -57,9 +57,10 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def view_range(usual: Sequence[float], each: Sequence[float]) -> tuple[float, float]:
-    """The y limits for the losses `usual` and `each`, with a margin. Losses in `each` above twice
-    the largest usual one, or below half the smallest, are left out: they would flatten the rest."""
-    low, high = min(usual), max(usual)
+    """The y limits for the losses `usual` and `each`, with a margin. What would flatten the rest is
+    left out: usual losses above three times the first, as where a run diverges, and losses in
+    `each` above twice the largest usual one or below half the smallest."""
+    low, high = min(usual), max(loss for loss in usual if loss <= max(3 * usual[0], min(usual)))
     low = min([low, *(loss for loss in each if loss >= low / 2)])
     high = max([high, *(loss for loss in each if loss <= 2 * high)])
     room = 0.08 * (high - low) or 0.1
