@@ -145,7 +145,7 @@ class LayerOperands:
         reduces over its rows; `record` its amax, if amaxes are recorded at all; the values in
         float32, or in bfloat16."""
         if both and (at_once := self._both.get(name)) is not None:
-            one, other = at_once(x, bf16=bf16)
+            one, other = at_once.round(x, bf16=bf16)
             return one, other
         first = self._round(x, name, False, record, bf16)
         if not both or name in self._turned:
@@ -161,7 +161,7 @@ class LayerOperands:
         scale = None if slot is None else slot.scale()
         into = slot if record else None
         recorded, counts = (None, None) if into is None else (into.recorded, into.counts)
-        return rounding(x, bits, scale, recorded, counts, bf16)[0]
+        return rounding.round(x, bits, scale, recorded, counts, bf16)[0]
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits | None:
         """Those that a copy of an operand of `rows` rows is rounded by, where that is drawn."""

@@ -285,7 +285,7 @@ def as_values(
     if sweep:
         made: Sequence[Rounded] = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
     else:
-        made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
+        made = [rounding(quantizer, [dim]).round(x, drawn, fuse=False)[0] for dim in (1, 0)]
     one = torch.ones((), device=x.device)
     return [p for r in made for p in (r.values, one if r.factor is None else r.factor)]
 

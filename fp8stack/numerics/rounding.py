@@ -69,7 +69,7 @@ class Rounding:
     blocks: tuple[Block, ...]
     dim: int = 1
 
-    def __call__(
+    def round(
         self,
         x: Tensor,
         generator: RandomBits | None = None,
@@ -210,7 +210,7 @@ def round_to(
         ValueError: no matrix, or as `quantize`.
     """
     check_arguments(quantizer, generator, scale)
-    return rounding(quantizer, [matrix_dim(x, dim)])(x, generator, scale)[0]
+    return rounding(quantizer, [matrix_dim(x, dim)]).round(x, generator, scale)[0]
 
 
 def matrix_dim(x: Tensor, dim: int) -> int:
@@ -237,7 +237,7 @@ def round_both(
     at_once = rounding_of_both(along, across)
     if at_once is None:
         return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
-    one, other = at_once(x)
+    one, other = at_once.round(x)
     return one, other
 
 
@@ -265,7 +265,9 @@ def round_to_mxfp8(
     """
     rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
     quantizer = fp8_quantizer(format, **rules)
-    return [each.values for each in rounding(quantizer, [matrix_dim(x, dim) for dim in dims])(x)]
+    return [
+        each.values for each in rounding(quantizer, [matrix_dim(x, dim) for dim in dims]).round(x)
+    ]
 
 
 def round_to_blocks(

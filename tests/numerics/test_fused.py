@@ -25,7 +25,7 @@ DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)
 
 def rounded(x: Tensor, name: str, dims: tuple[int, ...] = (1,), **options) -> list[Rounded]:
     quantizer = EVERY[name]
-    return rounding(quantizer, dims)(x, DRAWN if quantizer.stochastic else None, **options)
+    return rounding(quantizer, dims).round(x, DRAWN if quantizer.stochastic else None, **options)
 
 
 def assert_equal(ours: list[Rounded], theirs: list[Rounded]) -> None:
@@ -51,7 +51,7 @@ def test_blocks_of_different_sizes_share_a_sweep():
     assert alike(quantizer, other)
     x = uneven(200, 100)
     one, two = Rounding(quantizer, ((1, 64), (16, 1)))(x)
-    assert_equal([one, two], [*rounding(quantizer, [1])(x), *rounding(other, [0])(x)])
+    assert_equal([one, two], [*rounding(quantizer, [1]).round(x), *rounding(other, [0]).round(x)])
 
 
 @pytest.mark.parametrize("name", [n for n, q in EVERY.items() if q.exact_in_bf16])
@@ -78,7 +78,7 @@ def test_delayed_scaling_records_the_amax_that_counts(before, counts, after, way
     flag = None if counts is None else torch.tensor(counts)
     quantizer = Quantizer(amax="delayed")
     with cast_by(way):
-        (ours,) = rounding(quantizer, [1])(x, None, torch.tensor(3.0), recorded, flag)
+        (ours,) = rounding(quantizer, [1]).round(x, None, torch.tensor(3.0), recorded, flag)
     assert recorded.item() == after
     assert ours.factor == given_scale(torch.tensor(3.0)).factor
 
