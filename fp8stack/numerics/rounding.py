@@ -283,7 +283,7 @@ def round_to_blocks(
     """
     scale = "power_of_two" if power_of_two else "float32"
     quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
-    return [Rounding(quantizer, (block,))(x)[0].values for block in blocks]
+    return [Rounding(quantizer, (block,)).round(x)[0].values for block in blocks]
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:
