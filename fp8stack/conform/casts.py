@@ -520,7 +520,8 @@ def bits_check(context: Context, compiled: bool) -> Facts:
     """Check the bits of several keys, passes and rows."""
     draw, pairs = context.compiled(_draw) if compiled else _draw, {}
     first, *known = KNOWN_BITS
-    for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):
+    others = (*DRAWN, 5), (0, 2**31, 0, 0), (1, 0, 2**63 - 1, 2**31 + 5)
+    for seed, stream, counter, row in ((*known, 0), (*known, first), *others):
         found = draw(seed, stream, torch.tensor(counter, device=context.device), row)
         name = f"seed {seed:#x}, stream {stream:#x}, pass {counter:#x}, from row {row:#x}"
         pairs[name] = found, _tensor(oracles.philox(seed, stream, counter, 9, 14, row))
