@@ -446,7 +446,7 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
     [
         ("delayed", {"backward_format": "e4m3"}),
         ("current", {"power_of_two": True}),
-        ("current", {"eps": 8.0}),
+        ("current", {"eps": 50.0}),
         ("block", {"power_of_two": False}),
         ("nvfp4_nearest", {"hadamard": 0}),
         ("nvfp4_nearest", {"weight": {"block": [1, 16]}}),

@@ -109,8 +109,8 @@ def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> lis
     kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
     kept.cast()
     kept.cast()  # of the first time nothing is left, such as amaxes
-    kinds = {(1, 32): Scales.MX, (128, 128): Scales.SQUARES}
-    kind = kinds.get(quantizer.blocks or (), Scales.PER_TENSOR)
+    kinds = {None: Scales.PER_TENSOR, (1, 32): Scales.MX, (128, 128): Scales.SQUARES}
+    kind = kinds[quantizer.blocks]
     for x, copies in zip(found, kept.copies, strict=True):
         known = [known_of(x, quantizer, dim) for dim in (1, 0)]
         wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, kind)
