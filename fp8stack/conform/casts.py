@@ -423,7 +423,7 @@ def blocks_check(context: Context, name: str, kind: Scales) -> Facts:
         x = made_of(each, context.seed).to(context.device)
         made = cast_blocks(Product("cast", x), quantizer, across=True, sums=False)
         copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
-        parts[" ".join(each)] = _packed_copies(
+        parts[" ".join(each)] = packed_copies(
             copies, expected_of(each, context.seed, quantizer), kind
         )
     return merged(parts)
@@ -442,11 +442,11 @@ def weights_check(context: Context, name: str, kind: Scales) -> Facts:
         for each, copies in zip(chosen, kept.copies, strict=True):
             known = expected_of(each, context.seed, quantizer)
             pairs = [copy[:2] for copy in copies]
-            parts[" ".join(each)] = _packed_copies(pairs, known, kind)
+            parts[" ".join(each)] = packed_copies(pairs, known, kind)
     return merged(parts)
 
 
-def _packed_copies(
+def packed_copies(
     found: Sequence[tuple[Any, ...]], known: list[oracles.Quantized], kind: Scales
 ) -> Facts:
     """Compare the data and scales of two copies, of which the second lies transposed."""
@@ -520,7 +520,8 @@ def bits_check(context: Context, compiled: bool) -> Facts:
     """Check the bits of several keys, passes and rows."""
     draw, pairs = context.compiled(_draw) if compiled else _draw, {}
     first, *known = KNOWN_BITS
-    for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):
+    others = (*DRAWN, 5), (0, 2**31, 0, 0), (1, 0, 2**63 - 1, 2**31 + 5)
+    for seed, stream, counter, row in ((*known, 0), (*known, first), *others):
         found = draw(seed, stream, torch.tensor(counter, device=context.device), row)
         name = f"seed {seed:#x}, stream {stream:#x}, pass {counter:#x}, from row {row:#x}"
         pairs[name] = found, _tensor(oracles.philox(seed, stream, counter, 9, 14, row))

@@ -185,12 +185,19 @@ def _bound(
 
 
 def linear(
-    context: Context, recipe: str, backend: str, shape: Shape, compiled: bool = False
+    context: Context,
+    recipe: str,
+    backend: str,
+    shape: Shape,
+    compiled: bool = False,
+    **overrides: Any,
 ) -> Facts:
-    """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16."""
-    chosen = load_recipe(recipe)
+    """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16. `overrides` are
+    those of the recipe."""
+    chosen = load_recipe(recipe, overrides)
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
-        chosen = load_recipe(recipe, {"rounding": "nearest"})  # by bits that only TE knows
+        # Its bits only TE knows.
+        chosen = load_recipe(recipe, overrides | {"rounding": "nearest"})
     plan = plan_of(chosen, context, backend)
     made = backend_for(plan, {"linear": shape[1:3]})
     quantizers = chosen.quantizers.each.values() if chosen.quantizers else ()

@@ -21,7 +21,6 @@ from fp8stack.backends.compiler import is_compiled, require_compilable
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.formats import ScaleRounding
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -120,33 +119,6 @@ def test_compiled_rounding_and_amax_give_eagers_values():
         for x in every.view(torch.float32).view(-1, 256, 256):
             for format, found in zip(FORMATS, compiled(x, one)[1:], strict=True):
                 assert torch.equal(found, numerics.cast_to_fp8(x, one, format).float())
-
-
-def test_compiled_mxfp8_gives_the_values_of_the_bytes():
-    rules: tuple[ScaleRounding, ...] = ("rceil", "floor", "even")
-    dims = (1, 0)
-    compiled = torch.compile(
-        lambda x: [numerics.round_to_mxfp8(x, dims, "e4m3", rule) for rule in rules],
-        fullgraph=True,
-    )
-    for x in hard_cases():
-        for rule, found in zip(rules, compiled(x), strict=True):
-            for dim, values in zip(dims, found, strict=True):
-                exact = numerics.quantize_mxfp8(x, dim, "e4m3", rule)
-                assert equal_bits(values, numerics.dequantize_mxfp8(*exact, dim))
-
-
-def test_compiled_blocks_give_the_values_of_the_bytes():
-    cases = list(product((True, False), ([(1, 128), (128, 1)], [(128, 128)])))
-    compiled = torch.compile(
-        lambda x: [numerics.round_to_blocks(x, blocks, "e4m3", power) for power, blocks in cases],
-        fullgraph=True,
-    )
-    for x in hard_cases():
-        for (power, blocks), found in zip(cases, compiled(x), strict=True):
-            for block, values in zip(blocks, found, strict=True):
-                exact = numerics.quantize_blocks(x, block, "e4m3", power)
-                assert equal_bits(values, numerics.dequantize_blocks(*exact, block))
 
 
 # Models

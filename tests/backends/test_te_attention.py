@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from fp8stack import numerics
 from fp8stack.backends import delayed, fp8_state
 from fp8stack.backends.base import Backend
+from fp8stack.conform.oracles import Slot
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
@@ -232,22 +232,23 @@ def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, ki
     assert {n for n in state if ".attention." in n and n.count(".") == 4} == {
         f"{slot}.{what}" for slot in slots for what in ("amax_history", "scale")
     }
-    length = options.get("history_length", 1)
-    seen: dict[str, list[float]] = {slot: [] for slot in slots}
+    length, algorithm = options.get("history_length", 1), options.get("amax_algorithm", "max")
+    expected = {
+        slot: Slot(
+            "e5m2" if slot.rpartition(".")[2][0] == "d" else "e4m3",
+            *(length, options.get("margin", 0), algorithm),
+        )
+        for slot in slots
+    }
     optimizer = adam(model)
     for step in range(6):
         for part in range(2):
             found = recorded(te, model, step=2 * step + part)
-            for slot in slots:
-                seen[slot].append(found[slot])
             state = state_of(model)
-            for slot in slots:
-                window = np.array(seen[slot][-length:], dtype=np.float32)
-                newest = options.get("amax_algorithm", "max") == "most_recent"
-                amax = window[-1] if newest else window.max()
-                largest = 57344 if slot.rpartition(".")[2][0] == "d" else 448
-                expected = np.float32(largest * 2.0 ** -options.get("margin", 0)) / amax
-                assert float(state[f"{slot}.scale"]) == expected, (slot, step, part)
+            for slot, one in expected.items():
+                one.record(found[slot])
+                one.update()
+                assert float(state[f"{slot}.scale"]) == one.scale, (slot, step, part)
         optimizer.step()
         optimizer.zero_grad()
         if step == 3:  # evaluations, and a sequence that is not whole, leave no trace

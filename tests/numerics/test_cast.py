@@ -1,4 +1,5 @@
-"""The FP8 cast and the per-tensor scale, to the bit, against ml_dtypes and numpy float32."""
+"""The FP8 cast and the per-tensor scale, to the bit, against ml_dtypes and by hand; every bfloat16,
+float32's ties and scales of all magnitudes are in `fp8stack conform`."""
 
 from __future__ import annotations
 
@@ -8,19 +9,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fp8stack.conform.inputs import fp32_values
 from fp8stack.numerics import cast_to_fp8, tensor_scale
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
-    FP8_MAX,
-    MAX_CODE,
-    STEADY,
     codes,
-    decoded,
     default_dtype,
     every_value,
     fp8_codes,
@@ -31,41 +25,18 @@ from tests.support.oracles import (
 FORMATS = ["e4m3", "e5m2"]
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = [1.0, 0.1, 448 / 3, 2.0**-20, 3e7, 2.0**127, FLT_MAX, 2.0**-140]
-positive_floats = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
 
 
 def cast_codes(x: torch.Tensor, scale: torch.Tensor | float, name: str) -> np.ndarray:
     return codes(cast_to_fp8(x, scale, name))
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**60])
 @pytest.mark.parametrize("name", FORMATS)
-def test_all_256_codes_come_back(name, scale):
-    values = decoded(name)
-    expected = np.arange(256, dtype=np.uint8)
-    expected[np.isnan(values)] = 0x7F
-    expected[values == np.inf] = MAX_CODE[name]
-    expected[values == -np.inf] = MAX_CODE[name] | 0x80
-    data = cast_to_fp8(torch.from_numpy(values / np.float32(scale)), scale, name)
-    assert data.dtype == FP8_DTYPES[name]
-    np.testing.assert_array_equal(codes(data), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_16_bit_value_casts_as_ml_dtypes_does(name, dtype):
-    x = every_value(dtype)  # every NaN too; multiplied in bfloat16, other codes would come out
+def test_every_float16_casts_as_ml_dtypes_does(name):
+    x = every_value(torch.float16)  # every NaN too
     for scale in SCALES:
         expected = fp8_codes(to_numpy(x), scale, name)
         np.testing.assert_array_equal(cast_codes(x, scale, name), expected)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_tie_with_its_neighbours_and_random_float32_bits_cast_as_ml_dtypes_does(name, scale):
-    for seed in (0, 1):
-        x = fp32_values(seed)
-        np.testing.assert_array_equal(cast_codes(x, scale, name), fp8_codes(x.numpy(), scale, name))
 
 
 @pytest.mark.parametrize(
@@ -183,39 +154,10 @@ def test_hand_computed_scales(name, amax, margin, power_of_two, expected):
     assert (scale.item(), scale.dtype, scale.shape) == (expected, torch.float32, ())
 
 
-def test_an_amax_below_eps_counts_as_eps():
-    amax = torch.tensor([0.0, 2.0**-9, 2.0**-8, 2.0**-7, math.nan, math.inf])
-    expected = [448.0 * 256, 448.0 * 256, 448.0 * 256, 448.0 * 128, 1.0, 1.0]
-    assert tensor_scale(amax, "e4m3", eps=2.0**-8).tolist() == expected
-
-
 def test_an_overflowing_scale_becomes_what_the_caller_says():
     amax = torch.tensor([2.0**-130, 448.0])
     assert tensor_scale(amax, overflow=65504.0).tolist() == [65504.0, 1.0]
     assert tensor_scale(amax, overflow=65504.0, power_of_two=True).tolist() == [32768.0, 1.0]
-
-
-@STEADY
-@given(st.lists(positive_floats, min_size=1, max_size=20), st.sampled_from(FORMATS), st.booleans())
-def test_a_scale_is_the_float32_quotient(amaxes, name, power_of_two):
-    expected = [scale_of(amax, name, power_of_two) for amax in amaxes]
-    scale = tensor_scale(torch.tensor(amaxes), name, power_of_two=power_of_two)
-    np.testing.assert_array_equal(scale.numpy(), np.array(expected))
-
-
-@STEADY
-@given(positive_floats, st.sampled_from(FORMATS))
-def test_a_truncated_scale_never_saturates_its_amax(amax, name):
-    scale = tensor_scale(amax, name, power_of_two=True).item()
-    assert amax * scale <= FP8_MAX[name]
-    assert math.frexp(scale)[0] == 0.5
-
-
-def test_the_inverse_scale_is_not_amax_over_fp8_max():
-    scale = tensor_scale(11.0)
-    assert (1 / scale).item() == float(np.float32(1) / (np.float32(448) / np.float32(11)))
-    assert (1 / scale).item() == 0.02455357275903225
-    assert float(np.float32(11) / np.float32(448)) == 0.0245535708963871
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8stack.conform.inputs import EVERY, uneven, with_specials
+from fp8stack.conform.inputs import EVERY, uneven
 from fp8stack.numerics import Quantizer, RandomBits, fused
 from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
 from fp8stack.numerics.scales import given_scale
@@ -35,14 +35,6 @@ def assert_equal(ours: list[Rounded], theirs: list[Rounded]) -> None:
         assert (one.factor is None) == (other.factor is None)
         if one.factor is not None:
             torch.testing.assert_close(one.factor, other.factor, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", [n for n, q in EVERY.items() if alike(q, q)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_both_copies_at_once_are_those_of_one_after_the_other(name, dtype):
-    x = with_specials(uneven(90, 140)).to(dtype)
-    both = rounded(x, name, (1, 0))
-    assert_equal(both, rounded(x, name, (1,)) + rounded(x, name, (0,)))
 
 
 def test_blocks_of_different_sizes_share_a_sweep():

@@ -21,7 +21,6 @@ from fp8stack.conform.inputs import (
     MXFP8,
     NVFP4,
     PLAIN,
-    STOCHASTIC,
     extreme,
     fp32_values,
     uneven,
@@ -53,13 +52,14 @@ from tests.support.oracles import (
 )
 from tests.support.quantizers import DRAWN, RULES, generator_of, numbers
 
-# One quantizer of each way through the code; compiling takes ten seconds each.
+# One quantizer of each way through the code; compiling takes seconds each.
 COMPILED = [
-    *("mxfp4", "nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
+    *("mxfp4", "mxfp4 even", "mxfp8", "mxfp8 e5m2 floor", "1x64", "1x128", "128x128"),
+    *("nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
-            *("tensor e5m2", "row", "1x64", "mxfp8 e5m2 floor", "mxfp6 e2m3", "fp6 power of two"),
+            *("tensor e5m2", "row", "mxfp6 e2m3", "fp6 power of two"),
             *("nvfp4", "hadamard nvfp4", "hadamard tensor", "stochastic tensor e5m2"),
             *("stochastic row e5m2", "stochastic hadamard nvfp4"),
         )
@@ -133,20 +133,6 @@ def test_the_values_are_those_of_the_bytes(name):
         assert ours.values.numel() == (0 if 0 in shape else max(1, quantizer.hadamard))
         if quantizer.block == "row":
             assert ours.factor.shape == (shape[1 - dim],)
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *STOCHASTIC])
-def test_a_nan_reaches_the_output_of_the_gemm(name):
-    quantizer = EVERY[name]
-    x = uneven(64, 64)
-    x[3, 5] = math.nan
-    for dim in (0, 1):
-        rounded = round_to(x, quantizer, dim, generator_of(quantizer))
-        factor = 1.0 if rounded.factor is None else rounded.factor
-        assert (rounded.values.mT if dim == 0 else rounded.values).shape == (64, 64)
-        product = rounded.values.sum(dim) * factor
-        row = 5 if dim == 0 else 3
-        assert product[row].isnan()
 
 
 # Both directions at once

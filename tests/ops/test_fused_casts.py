@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from fp8stack.conform.casts import packed_copies
 from fp8stack.conform.oracles import quantize
 from fp8stack.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.ops import fused_casts
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
-from fp8stack.ops.scaled_gemm import Scales, pack_scales
+from fp8stack.ops.scaled_gemm import Scales
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of, spilled_bytes
 
@@ -214,25 +215,12 @@ def of_mx(device: str) -> list[str]:
 def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
     made = cast_blocks(moved(one, device), quantizer, across=True, sums=True)
     values, limit = expected_exactly(one), float(torch.finfo(one.x.dtype).max)
-    wrong = []
-    for turned in (False, True):
-        data, inverse = (
-            (made.transposed, made.inv_scale_across) if turned else (made.data, made.inv_scale)
-        )
-        seen = np.ascontiguousarray(values.T if turned else values)
-        oracle = quantize(seen, quantizer, 1, overflow=limit)
-        inverse, known = inverse.cpu(), torch.from_numpy(oracle.stored)
-        if quantizer.scale == "e8m0":
-            known = pack_scales(known.to(torch.uint8).view(torch.float8_e8m0fnu), Scales.MX)
-            inverse, known = inverse.view(torch.uint8), known.view(torch.uint8)
-        told = f"blocks of {one.name} {tuple(one.shape)}, {turned}: "
-        if not np.array_equal(codes(data.cpu()), oracle.codes):
-            wrong.append(told + "data")
-        if not torch.equal(inverse, known):
-            wrong.append(told + "scales")
-        if not inverse.t().is_contiguous():
-            wrong.append(told + "layout")
-    return wrong
+    known = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
+    kind = Scales.MX if quantizer.scale == "e8m0" else Scales.ROWS
+    copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
+    told = f"blocks of {one.name} {tuple(one.shape)}: "
+    wrong = [told + line for line in packed_copies(copies, known, kind).get("first", [])]
+    return wrong + [told + "layout" for _, inverse in copies if not inverse.t().is_contiguous()]
 
 
 def expected_exactly(one: Product) -> np.ndarray:

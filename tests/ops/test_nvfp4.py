@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from fp8stack import numerics
+from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.ops import nvfp4
 from fp8stack.ops.nvfp4 import cast_nvfp4
-from fp8stack.ops.scaled_gemm import Scaled
 from tests.support.triton_code import launched_on_a_cpu, launched_ptx, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,25 +67,14 @@ def bits(device: str = "cpu") -> tuple[RandomBits, RandomBits]:
 
 
 def expected(x: torch.Tensor, quantizer: Quantizer, across: bool, drawn: RandomBits) -> list[Any]:
-    """The codes of each line of a copy, the scales of its blocks, not packed, the upper scale."""
+    """The codes of each line of a copy, the scales of its blocks in tiles, the upper scale."""
     made = numerics.quantize(x, quantizer, 0 if across else 1, drawn)
     data, scales = made.data, made.scales.view(torch.uint8)
     if across:
         data, scales = data.t(), scales.t()
     assert quantizer.blocks is not None
     upper = torch.where(made.has_nan, torch.nan, made.amax * torch.tensor(1 / 2688))
-    return [data, scales.repeat_interleave(quantizer.blocks[0], 0), upper]
-
-
-def unpacked(found: Scaled) -> list[Any]:
-    """A copy as `expected` has it; the scales' place by the rule of cuBLAS, one by one."""
-    lines, width = found.data.shape[0], found.data.shape[1] * 2
-    packed, wide = found.inv_scale.view(torch.uint8).flatten().cpu(), -(-width // 64)
-    line, part = torch.arange(lines)[:, None], torch.arange(width // 16)[None, :]
-    tile = line // 128 * wide + part // 4
-    scales = packed[tile * 512 + line % 32 * 16 + line % 128 // 32 * 4 + part % 4]
-    assert found.whole is not None
-    return [found.data.cpu(), scales, found.whole.cpu()]
+    return [data, tiles(scales.repeat_interleave(quantizer.blocks[0], 0)), upper]
 
 
 def differences(device: str = "cpu") -> list[str]:
@@ -105,10 +94,13 @@ def differences(device: str = "cpu") -> list[str]:
         for copy, (quantizer, turned) in found.items():
             one = made[copy]
             assert one is not None
+            assert one.whole is not None
+            packed = one.inv_scale.view(torch.uint8).flatten()
             wanted = expected(x, quantizer, turned, bits()[turned])
-            parts = zip(("data", "scales", "upper"), unpacked(one), wanted, strict=True)
-            for what, ours, theirs in parts:
-                if not torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0)):
+            for what, ours, theirs in zip(
+                ("data", "scales", "upper"), (one.data, packed, one.whole), wanted, strict=True
+            ):
+                if not torch.equal(ours.cpu().nan_to_num(-1.0), theirs.nan_to_num(-1.0)):
                     wrong.append(f"{name}, {way}, {copy}: {what}")
     return wrong
 

@@ -10,19 +10,18 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.conform.checks import same_bits
-from fp8stack.conform.oracles import quantize
+from fp8stack.conform.casts import known_of, packed_copies
+from fp8stack.conform.oracles import Quantized, quantize
 from fp8stack.formats import Quantizer
 from fp8stack.ops import weights
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
+from fp8stack.ops.scaled_gemm import Scaled, Scales
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
-from tests.support.oracles import block_amax, fp8_codes, to_numpy
+from tests.support.oracles import block_amax, to_numpy
 from tests.support.triton_code import ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,7 +85,8 @@ def of_given_scales(
     which some serve several."""
     cases = [(x, place) for x, tried in found for place in reversed(tried)]
     given = [x.to(device) for x, _ in cases]
-    kept = KeptWeights(given, Quantizer(format=name), [place for _, place in cases])
+    quantizer = Quantizer(format=name)
+    kept = KeptWeights(given, quantizer, [place for _, place in cases])
     scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
     memory[2, 0] = math.inf
     before, wrong = memory.clone(), []
@@ -98,11 +98,9 @@ def of_given_scales(
     for (x, place), copies in zip(cases, kept.copies, strict=True):
         values = to_numpy(x)
         largest[place] = max(largest[place], block_amax(values))
-        with np.errstate(all="ignore"):
-            inverse = np.float32(1) / np.float32(SCALES[place])
-        expected = fp8_codes(values, SCALES[place], name)
+        known = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
         told = f"{x.shape} {x.dtype} {name} {place}"
-        wrong += compared(told, copies, [expected, expected.T], [torch.tensor(inverse)] * 2)
+        wrong += compared(told, copies, known, Scales.PER_TENSOR)
     before[:, 0] = torch.tensor(largest)
     return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
 
@@ -111,41 +109,21 @@ def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> lis
     kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
     kept.cast()
     kept.cast()  # of the first time nothing is left, such as amaxes
+    kinds = {None: Scales.PER_TENSOR, (1, 32): Scales.MX, (128, 128): Scales.SQUARES}
+    kind = kinds[quantizer.blocks]
     for x, copies in zip(found, kept.copies, strict=True):
-        values, largest = to_numpy(x), float(torch.finfo(x.dtype).max)
-        known = [
-            quantize(np.ascontiguousarray(seen), quantizer, 1, overflow=largest)
-            for seen in (values, values.T)
-        ]
-        inverses = [stored(torch.from_numpy(made.stored), quantizer) for made in known]
-        told = f"{x.shape} {x.dtype} {quantizer}"
-        wrong += compared(told, copies, [made.codes for made in known], inverses)
+        known = [known_of(x, quantizer, dim) for dim in (1, 0)]
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, kind)
     return wrong
-
-
-def stored(inverse: Tensor, quantizer: Quantizer) -> Tensor:
-    """Inverse scales as GEMMs take them."""
-    if quantizer.per_tensor:
-        return inverse.reshape(())
-    if quantizer.scale == "e8m0":
-        return pack_scales(inverse.to(torch.uint8).view(torch.float8_e8m0fnu), Scales.MX)
-    return pack_scales(inverse, Scales.SQUARES)
 
 
 def compared(
-    told: str, copies: tuple[Scaled, Scaled], expected: list[np.ndarray], inverses: list[Tensor]
+    told: str, copies: tuple[Scaled, Scaled], known: list[Quantized], kind: Scales
 ) -> list[str]:
-    """What of a weight's copies is not as expected."""
-    wrong = []
-    for copy, data, inverse in zip(copies, expected, inverses, strict=True):
-        pairs = {
-            "bytes": (copy.data, torch.from_numpy(np.ascontiguousarray(data))),
-            "inverse scales": (copy.inv_scale, inverse),
-        }
-        wrong += [f"{told}: {line}" for line in same_bits(pairs).get("first", [])]
-        if not copy.data.is_contiguous():
-            wrong.append(f"{told}: layout {copy.data.stride()}")
-    return wrong
+    """What of a weight's copies is not as the reference has it."""
+    facts = packed_copies([copy[:2] for copy in copies], known, kind)
+    wrong = [f"{told}: {line}" for line in facts.get("first", [])]
+    return wrong + [f"{told}: layout" for copy in copies if not copy.data.is_contiguous()]
 
 
 def few_differences() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
@@ -17,6 +18,9 @@ from fp8stack.precision import Hardware, Plan, load_recipe, resolve
 CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))
 H100, B200 = (Hardware("cuda", (major, 0), has_te=True) for major in (9, 10))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
+# All that ship and quantize every layer alike.
+SHIPPED = {name: load_recipe(name) for name in presets.names("recipes")}
+LOW = [name for name, one in SHIPPED.items() if one.is_fp8 and not one.layers]
 PER_TENSOR = ["delayed", "current"]
 BACKENDS = ["emulate", "torch", "te"]
 # Which recipes each backend runs on a CPU.

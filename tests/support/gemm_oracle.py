@@ -1,12 +1,10 @@
 """What a quantized linear must compute: float64 GEMMs on what `conform`'s oracle quantizes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from fp8stack.conform.gemms import multiplied
-from fp8stack.formats import Operand, Quantizer, ScaleFormat
+from fp8stack.formats import Operand, Quantizer
 from fp8stack.precision import load_recipe
 
 
@@ -25,46 +23,24 @@ def run(layer, x, dy, forward=None):
     return y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
 
 
-def quantized(
-    recipe: str, x: Tensor, name: Operand, reduced: int, draws: Any = None, **options: Any
-) -> Tensor:
-    """What a GEMM that reduces `x` [rows, columns] over dimension `reduced` multiplies."""
-    gradient = name == "grad_output"
-    direction = "backward" if gradient else "forward"
-    power: ScaleFormat = "float32"
-    if options.get("power_of_two", recipe == "block"):
-        power = "power_of_two"
-    if recipe in ("delayed", "current"):  # delayed: before the first update
-        format = options.get(f"{direction}_format", "e5m2" if gradient else "e4m3")
-        quantizer = Quantizer(format=format, scale=power, eps=options.get("eps", 0.0))
-    elif recipe == "mxfp8":
-        rounding = options.get("scale_rounding", "rceil")
-        quantizer = Quantizer(block=(1, 32), scale="e8m0", scale_rounding=rounding)
-    elif recipe == "block":
-        quantizer = Quantizer(block=(128 if name == "weight" else 1, 128), scale=power)
-    elif recipe == "rowwise":
-        quantizer = Quantizer(block="row", scale="power_of_two")
-    else:
-        table = load_recipe(recipe).quantizers
-        assert table is not None
-        found = table.along(name) if reduced else table.across(name)
-        assert isinstance(found, Quantizer)
-        quantizer = found
+def quantized(recipe: str, x: Tensor, name: Operand, reduced: int) -> Tensor:
+    """What a GEMM that reduces `x` [rows, columns] over dimension `reduced` multiplies; in delayed
+    scaling before the first update."""
+    table = load_recipe(recipe).quantizers
+    assert table is not None
+    quantizer = table.along(name) if reduced else table.across(name)
+    assert isinstance(quantizer, Quantizer)
     scale = 1.0 if recipe == "delayed" else None
-    return multiplied(x, quantizer, name, reduced, draws, scale)
+    return multiplied(x, quantizer, name, reduced, None, scale)
 
 
-def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor, **options) -> list[Tensor | None]:
+def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor) -> list[Tensor | None]:
     """y, dx, dw, db in float64."""
     w, rows = layer.weight.detach(), x.reshape(-1, layer.in_features)
     dy_rows = dy.reshape(-1, layer.out_features)
-
-    def q(tensor: Tensor, name: Operand, reduced: int) -> Tensor:
-        return quantized(recipe, tensor, name, reduced, **options)
-
-    y = q(rows, "input", 1) @ q(w, "weight", 1).T
-    dx = q(dy_rows, "grad_output", 1) @ q(w, "weight", 0)
-    dw = q(dy_rows, "grad_output", 0).T @ q(rows, "input", 0)
+    y = quantized(recipe, rows, "input", 1) @ quantized(recipe, w, "weight", 1).T
+    dx = quantized(recipe, dy_rows, "grad_output", 1) @ quantized(recipe, w, "weight", 0)
+    dw = quantized(recipe, dy_rows, "grad_output", 0).T @ quantized(recipe, rows, "input", 0)
     db = None
     if layer.bias is not None:
         y, db = y + layer.bias.detach().double(), dy_rows.double().sum(0)

@@ -28,7 +28,6 @@ ML_DTYPES = {
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 MAX = FP8_MAX | {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0}
 BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "e2m3": 6, "e3m2": 6}
-MAX_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 POWERS_OF_TWO = [Fraction(2) ** (code - 127) for code in range(255)]  # E8M0's values
 FLT_MAX = float(np.finfo(np.float32).max)
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
