@@ -49,21 +49,12 @@ def policy(
     Attention that draws a mask is run again: left out, it would not draw, and the dropout after
     it would draw other numbers than in the forward pass.
     """
-    keeps = operator in GEMMS or (
-        operator in ATTENTION and not _argument(operator, "dropout_p", args, kwargs)
-    )
+    keeps = operator in GEMMS
+    if operator in ATTENTION:
+        names = (argument.name for argument in operator._schema.arguments)
+        keeps = not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 contexts = partial(create_selective_checkpoint_contexts, policy)
 """`context_fn` of `torch.utils.checkpoint.checkpoint`."""
-
-
-def _argument(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument `name` of a call, or its default."""
-    if name in kwargs:
-        return kwargs[name]
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else argument.default_value
-    return None

@@ -48,6 +48,8 @@ class Backend:
     """
 
     keeps_weights = False
+    delayed_scaling: type[DelayedScaling] = DelayedScaling  # what keeps its scales
+    observer: Any = None  # whoever looks at what is cast, see `observe.observing`
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         self.plan = plan
@@ -83,10 +85,6 @@ class Backend:
     ) -> LowPrecisionLinear:
         """A linear layer that the plan has quantized, with what quantizes its operands."""
         raise NotImplementedError("The backend 'reference' has no FP8.")
-
-    def delayed_scaling(self) -> DelayedScaling:
-        """What keeps the scales of delayed scaling."""
-        return DelayedScaling()
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension; it takes float32, as it computes."""

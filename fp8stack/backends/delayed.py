@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (
 
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
-from fp8stack.formats import OPERANDS, Operand, Quantizer, Quantizers
+from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
 from fp8stack.numerics.amax import record_amax
 from fp8stack.ops.replay import Replayed
@@ -46,10 +46,10 @@ class Slot:
     like it.
     """
 
-    def __init__(self, delayed: DelayedScaling, name: str, is_weight: bool) -> None:
+    def __init__(self, delayed: DelayedScaling, name: str, operand: Operand) -> None:
         self.name = name
+        self.operand = operand
         self._delayed = delayed
-        self._is_weight = is_weight
         self._column = torch.zeros(1, dtype=torch.int64)
         self.column = 0  # its place in the history
         self.recorded = torch.zeros((), dtype=torch.float32)
@@ -64,7 +64,7 @@ class Slot:
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
         delayed = self._delayed
-        scales = delayed.first_scales if self._is_weight else delayed.history.scales
+        scales = delayed.first_scales if self.operand == "weight" else delayed.history.scales
         if not torch.compiler.is_compiling():
             return scales[self.column]
         return scales.index_select(0, self._column).view(())
@@ -73,7 +73,7 @@ class Slot:
     def counts(self) -> Tensor | None:
         """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
         in its present state. None: it does."""
-        return self._delayed.first if self._is_weight else None
+        return self._delayed.first if self.operand == "weight" else None
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
@@ -102,7 +102,6 @@ class DelayedScaling:
             # The scales when it was, float32 [slots]; read for weights alone.
             self.first_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
-        self._forward: list[str] = []
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
         self._settled = False  # whether `settle` moved all that was recorded
@@ -114,9 +113,7 @@ class DelayedScaling:
         self._announced = False
         self._key: str | None = None  # where the ranks tell their slots, until those were compared
         self.quantizers: dict[str, Quantizer] = {}
-        self._weights: set[str] = set()
-        self._slots: list[Slot] = []
-        self._no_weights: dict[tuple[str, ...], Tensor] = {}
+        self.slots: dict[str, Slot] = {}
         self._updates = Replayed(self.history.update)
         self._takes = Replayed(self._take_scales)
 
@@ -124,17 +121,13 @@ class DelayedScaling:
         """Give the linear layer at the module path `path` a slot for each delayed quantizer; the
         two copies of an operand share one if they are quantized alike."""
         slots: Slots = {}
-        for operand in OPERANDS:
-            along, across = quantizers.along(operand), quantizers.across(operand)
-            if isinstance(along, Quantizer) and along.delayed:
-                slots[operand, False] = self._add(f"{path}.{operand}", along, operand)
-            if isinstance(across, Quantizer) and across.delayed:
-                gemm = "dgrad" if operand == "weight" else "wgrad"
-                own = f"{path}.{operand}.{gemm}"
-                alike = across == along
-                slots[operand, True] = (
-                    slots[operand, False] if alike else self._add(own, across, operand)
-                )
+        for place, quantizer in quantizers.each.items():
+            operand: Any
+            operand, _, gemm = place.partition(".")
+            if quantizer.delayed and place in quantizers.casts:
+                slots[operand, bool(gemm)] = self._add(f"{path}.{place}", quantizer, operand)
+            elif quantizer.delayed:
+                slots[operand, True] = slots[operand, False]
         return slots
 
     def add_attention(self, path: str, quantizers: Mapping[str, Quantizer]) -> None:
@@ -150,12 +143,8 @@ class DelayedScaling:
 
     def _add(self, name: str, quantizer: Quantizer, operand: Operand) -> Slot:
         self.quantizers[name] = quantizer
-        if operand != "grad_output":
-            self._forward.append(name)
-        if operand == "weight":
-            self._weights.add(name)
-        self._slots.append(Slot(self, name, operand == "weight"))
-        return self._slots[-1]
+        self.slots[name] = Slot(self, name, operand)
+        return self.slots[name]
 
     def attach(self, model: nn.Module) -> None:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
@@ -172,14 +161,12 @@ class DelayedScaling:
         model.register_forward_hook(self._after_forward, always_call=True)
 
     def _bind(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots.values():
             slot.bind()
 
     def scale(self, slot: str) -> Tensor:
         """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
-        if slot in self._weights:
-            return self.first_scales[self.history.column(slot)]
-        return self.history.scale(slot)
+        return self.slots[slot].scale()
 
     def records(self, trains: bool) -> bool:
         """Whether a layer that is called now is to record amaxes; `trains`: it is in training mode
@@ -210,20 +197,6 @@ class DelayedScaling:
     def is_recording(self) -> bool:
         """Whether a forward pass that records is under way."""
         return bool(self._under_way) and self._records
-
-    def record_all(self, slots: list[str], amaxes: list[Tensor]) -> None:
-        """Note the amaxes of casts for `slots`, float32 and 0-dim, none of them NaN."""
-        values = torch.where(self.first | self._others(slots), torch.stack(amaxes), 0.0)
-        recorded = [self.history.recorded(slot) for slot in slots]
-        torch._foreach_maximum_(recorded, list(values.unbind()))
-
-    def _others(self, slots: list[str]) -> Tensor:
-        """Which of `slots` are no weights: bool [slots]."""
-        key = tuple(slots)
-        if key not in self._no_weights:
-            flags = [slot not in self._weights for slot in slots]
-            self._no_weights[key] = torch.tensor(flags, device=self.first.device)
-        return self._no_weights[key]
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
@@ -306,7 +279,9 @@ class DelayedScaling:
         if torch.compiler.is_compiling() or self._compiled:
             # Compiled backward passes call nobody back.
             return [] if self._settled and not torch.compiler.is_compiling() else None
-        return self._forward if self._forward_due else []
+        if not self._forward_due:
+            return []
+        return [name for name, slot in self.slots.items() if slot.operand != "grad_output"]
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         device = next(model.parameters()).device
@@ -403,7 +378,6 @@ class DelayedScaling:
             self.weights.flag = self.weights.flag.to(device)
             self.first = self.first.to(device)
             self.first_scales = self.first_scales.to(device)
-            self._no_weights.clear()
             self._bind()
 
 

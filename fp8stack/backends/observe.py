@@ -56,9 +56,8 @@ def observing(
     chosen = fp8_linears(model) if layers is None else layers
     observer = Observer(see, chosen, outputs)
     # Backends that run a linear together with others show its operands by themselves.
-    owners = {id(x.backend): x.backend for x in chosen.values() if hasattr(x, "backend")}
-    backends: list[Any] = [owner for owner in owners.values() if hasattr(owner, "observer")]
-    before = [backend.observer for backend in backends]
+    backends: set[Any] = {x.backend for x in chosen.values() if hasattr(x, "backend")}
+    before = [(backend, backend.observer) for backend in backends]
     handles = [handle for layer in chosen.values() for handle in observer.watch(layer)]
     for backend in backends:
         backend.observer = observer
@@ -66,7 +65,7 @@ def observing(
         yield
     finally:
         observer.active = False  # hooks on tensors outlive the context
-        for backend, one in zip(backends, before, strict=True):
+        for backend, one in before:
             backend.observer = one
         for handle in handles:
             handle.remove()
@@ -122,9 +121,7 @@ class Observer:
     def fused(self, linear: nn.Linear, x: Tensor, y: Tensor) -> None:
         """Show a linear that ran together with what stands before it: its input `x` [..., in], in
         the dtype that is cast, and its output `y` [..., out]."""
-        if not _recomputes():
-            self._show(linear, "input", x)
-            self._show(linear, "weight", _matrix(linear))
+        self._show_operands(linear, x)
         self._follow(linear, y)
 
     def fused_mlp(
@@ -144,11 +141,8 @@ class Observer:
             bias = None if up.bias is None else up.bias.to(dtype)
             hidden = F.linear(x.to(dtype), _matrix(up).to(dtype), bias).float()
             inner = ACTIVATIONS[activation](hidden).to(inner_dtype)
-        if not _recomputes():
-            self._show(up, "input", x)
-            self._show(up, "weight", _matrix(up))
-            self._show(down, "input", inner)
-            self._show(down, "weight", _matrix(down))
+        self._show_operands(up, x)
+        self._show_operands(down, inner)
         self._follow(down, y)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
@@ -172,9 +166,7 @@ class Observer:
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         x: Tensor = args[0] if args else kwargs["input"]
-        if not _recomputes():
-            self._show_cast(layer, "input", x)
-            self._show(layer, "weight", _matrix(layer))
+        self._show_operands(layer, _as_cast(layer, x))
         if not (self._outputs and x.requires_grad):
             return None
         # Others may read `x` too: the gradient of a view of it is that of this layer alone.
@@ -193,8 +185,13 @@ class Observer:
             )
 
     def _show_cast(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
-        """Show `x` in the dtype in which the layer computes."""
-        self._show(layer, operand, x.detach().to(getattr(layer, "compute_dtype", x.dtype)))
+        self._show(layer, operand, _as_cast(layer, x))
+
+    def _show_operands(self, layer: nn.Module, x: Tensor) -> None:
+        """Show what a forward pass casts, the first time that it runs."""
+        if not _recomputes():
+            self._show(layer, "input", x)
+            self._show(layer, "weight", _matrix(layer))
 
     def _show(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
         if isinstance(x, FullWeight):  # ranks gathered its bytes; no rank has the whole in float32
@@ -208,6 +205,11 @@ class Observer:
 def _recomputes() -> bool:
     """Whether a block runs again, in a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _as_cast(layer: nn.Module, x: Tensor) -> Tensor:
+    """`x` in the dtype in which the layer computes."""
+    return x.detach().to(getattr(layer, "compute_dtype", x.dtype))
 
 
 def _matrix(layer: nn.Module) -> Tensor:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -31,40 +30,38 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from fp8stack.backends.base import Backend, Norm
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
-from fp8stack.backends.observe import Observer
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, Quantizers
 from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.ops.attention import Mask
+from fp8stack.precision.attention import FP8_ATTENTION, SEQUENCE_MULTIPLE
 from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import Recipe
 
-_FWD, _BWD = "scaling_fwd", "scaling_bwd"  # TE's names of a module's two states
-Slots = dict[str, dict[str, int]]
-"""By TE's name of a state the FP8 slots in it, each with its place in TE's buffers."""
+# TE's names of a module's two states, of what it casts in the forward and in the backward pass.
+_FWD, _BWD = "scaling_fwd", "scaling_bwd"
+Place = tuple[str, int]
+"""Where TE keeps the scale and the amax of an operand: the state, and the place in its buffers."""
 
-# Where a module of one or two GEMMs keeps its operands' scales and amaxes.
-_FORWARD = [
-    {"input": FP8FwdTensorIdx.GEMM1_INPUT, "weight": FP8FwdTensorIdx.GEMM1_WEIGHT},
-    {"input": FP8FwdTensorIdx.GEMM2_INPUT, "weight": FP8FwdTensorIdx.GEMM2_WEIGHT},
+# Of the linears of a module, which has one or two.
+_LINEARS: list[dict[str, Place]] = [
+    {
+        "input": (_FWD, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
+        "weight": (_FWD, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_WEIGHT")),
+        "grad_output": (_BWD, getattr(FP8BwdTensorIdx, f"GRAD_OUTPUT{gemm}")),
+    }
+    for gemm in (1, 2)
 ]
-_BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
-
-
-# So in attention, as TE's META_QKV and its kin have it.
-_ATTENTION = {
-    _FWD: {
-        "QKV": FP8FwdTensorIdx.GEMM1_OUTPUT,
-        "O": FP8FwdTensorIdx.GEMM2_INPUT,
-        "S": FP8FwdTensorIdx.GEMM3_OUTPUT,
-    },
-    _BWD: {
-        "dQKV": FP8BwdTensorIdx.GRAD_OUTPUT1,
-        "dO": FP8BwdTensorIdx.GRAD_INPUT2,
-        "dP": FP8BwdTensorIdx.GRAD_INPUT3,
-    },
+# Of attention, as TE's META_QKV and its kin have it.
+_ATTENTION: dict[str, Place] = {
+    "QKV": (_FWD, FP8FwdTensorIdx.GEMM1_OUTPUT),
+    "O": (_FWD, FP8FwdTensorIdx.GEMM2_INPUT),
+    "S": (_FWD, FP8FwdTensorIdx.GEMM3_OUTPUT),
+    "dQKV": (_BWD, FP8BwdTensorIdx.GRAD_OUTPUT1),
+    "dO": (_BWD, FP8BwdTensorIdx.GRAD_INPUT2),
+    "dP": (_BWD, FP8BwdTensorIdx.GRAD_INPUT3),
 }
 _FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}  # the third GEMM's places, a state of their own beside current
 
@@ -128,113 +125,76 @@ def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
     made.fp8_quant_bwd_grad = options
 
 
+class TEState:
+    """What serves slots of ours in one of the two states of a TE module, which has `buffers`."""
+
+    def __init__(self, buffers: Any, places: dict[str, int]) -> None:
+        self.wanted = False  # whether the amaxes count that TE records from now on, as always
+        self.slots = list(places)
+        self.scales = [buffers.scale[place] for place in places.values()]
+        self.amaxes = [buffers.amax_history[0, place] for place in places.values()]
+        self.recorded: Tensor = buffers.amax_history
+
+
 class StatelessTEModule:
     """A TE module, made on the meta device and without parameters of its own, the recipe and the
-    number of GEMMs for which it has FP8 buffers, and the slots of ours in them."""
+    number of GEMMs for which it has FP8 buffers, and the places of slots of ours in them."""
 
     def __init__(
         self,
         module: nn.Module,
-        backend: TEBackend,
+        delayed: DelayedScaling | None,
         recipe: te_recipes.Recipe,
         gemms: int,
-        slots: Slots,
+        places: dict[str, Place],
     ) -> None:
-        assert backend.delayed is None or isinstance(backend.delayed, TEDelayedScaling)
         self.module = module
         self.recipe = recipe
         self.gemms = gemms
-        self.slots = slots
-        self.compute_dtype = backend.compute_dtype
-        self.delayed = backend.delayed if slots else None
-        self._wanted = {_FWD: False, _BWD: False}
-        self._views: dict[str, list[tuple[str, Tensor]]] = {}  # recorded amaxes, 0-dim
-        self._buffers: dict[str, Tensor] = {}
+        self.places = places
+        self.generation = -1  # of the weights that TE holds as FP8
+        self._delayed = delayed
+        self._states: dict[str, TEState] = {}
         self._ready = False
-        self._weights_of = -1  # the generation of the weights that TE holds as FP8
 
     def __call__(
-        self, x: Tensor, parameters: dict[str, Tensor | None], generation: int | None
+        self, *inputs: Tensor, parameters: dict[str, Tensor | None] | None = None, **options: Any
     ) -> Tensor:
-        """The module's output for `x` [..., in], in the compute dtype; `parameters` are by TE's
-        names. `generation` counts how often the weights changed, so that each state of them is
-        quantized once; None quantizes them for this call alone."""
-        first = None if generation is None else generation != self._weights_of
-        cast = torch.autocast(x.device.type, dtype=self.compute_dtype)
-        with cast, self._lent(parameters):
-            y = self.call(x, is_first_microbatch=first)
-        if generation is not None:
-            self._weights_of = generation
-        return y
-
-    def call(self, *inputs: Tensor, **options: Any) -> Tensor:
-        """The module's output in FP8, as TE takes its inputs."""
-        with te.autocast(enabled=True, recipe=self.recipe):
-            if not self._ready:
-                self._prepare()
-            y: Tensor = self.module(*inputs, **options)
-        return y
-
-    @contextmanager
-    def _lent(self, parameters: dict[str, Tensor | None]) -> Iterator[None]:
+        """The module's output in FP8, as TE takes its inputs; `parameters` are by TE's names."""
         own = dict(self.module._parameters)
-        self.module._parameters.update(parameters)  # type: ignore[arg-type]
+        self.module._parameters.update(parameters or {})  # type: ignore[arg-type]
         try:
-            yield
+            with te.autocast(enabled=True, recipe=self.recipe):
+                y: Tensor = self.module(*inputs, **options)
         finally:
             self.module._parameters.update(own)
+        return y
 
     def expect(self, key: str, records: bool) -> None:
-        """Note whether the amaxes that TE records from now on, as it always does, are wanted."""
-        if self._wanted[key] == records:
-            return
-        if self.delayed is not None and self._ready:
-            self.delayed.take([self], (key,))  # what it recorded so far
-        self._wanted[key] = records
-
-    def recorded(self, key: str) -> tuple[list[tuple[str, Tensor]], Tensor]:
-        """The slots whose amaxes are wanted, each with what TE recorded, and TE's whole buffer."""
-        return self._views[key] if self._wanted[key] else [], self._buffers[key]
+        """Note whether the amaxes that TE records from now on are wanted."""
+        if not self._ready:
+            self._prepare()
+        state = self._states.get(key)
+        if state is not None and state.wanted != records:
+            assert isinstance(self._delayed, TEDelayedScaling)
+            self._delayed.take([state])  # what it recorded so far
+            state.wanted = records
 
     def _prepare(self) -> None:
         """Have TE make its FP8 buffers now, to be filled before the first cast."""
         module: Any = self.module
         # A module that counts as registered is left out of TE's own update of the scales.
         module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
-        with torch.inference_mode(False):  # inference tensors could not be written to later
+        # Inference tensors could not be written to later.
+        with torch.inference_mode(False), te.autocast(enabled=True, recipe=self.recipe):
             module.init_fp8_metadata(num_gemms=self.gemms)
+            if self.places:
+                assert isinstance(self._delayed, TEDelayedScaling)
+                for key in (_FWD, _BWD):
+                    own = {slot: place for slot, (of, place) in self.places.items() if of == key}
+                    self._states[key] = TEState(module.fp8_meta[key], own)
+                self._delayed.serve(self._states.values())
         self._ready = True
-        if self.delayed is not None:
-            for key, slots in self.slots.items():
-                state = module.fp8_meta[key]
-                self._buffers[key] = state.amax_history
-                self._views[key] = [(name, state.amax_history[0, i]) for name, i in slots.items()]
-                self.delayed.serve([(name, state.scale[i]) for name, i in slots.items()])
-            self.delayed.cores.append(self)
-
-
-def _slots_of_linears(paths: list[str]) -> Slots:
-    """Of one or two linears in the order of their module's GEMMs."""
-    found: Slots = {_FWD: {}, _BWD: {}}
-    for path, forward, backward in zip(paths, _FORWARD, _BACKWARD, strict=False):
-        found[_FWD] |= {f"{path}.{operand}": place for operand, place in forward.items()}
-        found[_BWD][f"{path}.grad_output"] = backward
-    return found
-
-
-def _slots_of_attention(path: str, recipe: Recipe) -> Slots:
-    """Of the attention at `path`; none, if its scales are not delayed."""
-    wanted = recipe.attention_slots
-    if not wanted:
-        return {}
-    return {
-        key: {
-            f"{path}.{operand}": place - _FIRST_OF_THIRD[key] * (recipe.attention == "current")
-            for operand, place in places.items()
-            if operand in wanted
-        }
-        for key, places in _ATTENTION.items()
-    }
 
 
 class TEDelayedScaling(DelayedScaling):
@@ -242,48 +202,50 @@ class TEDelayedScaling(DelayedScaling):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cores: list[StatelessTEModule] = []
-        self._served: list[str] = []
-        self._scales: list[Tensor] = []
+        self._states: list[TEState] = []
 
-    def serve(self, scales: list[tuple[str, Tensor]]) -> None:
-        """Keep TE's scales of some slots in step with the history from now on."""
-        for slot, scale in scales:
-            self._served.append(slot)
-            self._scales.append(scale)
-            scale.copy_(self.scale(slot))
+    @torch.no_grad()
+    def serve(self, states: Iterable[TEState]) -> None:
+        """Keep some of TE's states in step with the history from now on."""
+        self._states += states
+        self.distribute()
 
     def collect(self) -> None:
         """See `DelayedScaling.collect`: from TE's buffers."""
-        self.take(self.cores, (_FWD, _BWD))
+        self.take(self._states)
 
     @torch.no_grad()
-    def take(self, cores: list[StatelessTEModule], keys: tuple[str, ...]) -> None:
-        """Move what TE recorded for some modules into the history, in a few operations for all."""
-        found = [core.recorded(key) for core in cores for key in keys]
-        wanted = [pair for pairs, _ in found for pair in pairs]
-        if wanted:
-            self.record_all([slot for slot, _ in wanted], [amax for _, amax in wanted])
-        if found:
-            torch._foreach_zero_([buffer for _, buffer in found])
+    def take(self, states: list[TEState]) -> None:
+        """Move what TE recorded in some states into the history, in a few operations for all."""
+        wanted = [state for state in states if state.wanted]
+        slots = [self.slots[name] for state in wanted for name in state.slots]
+        if slots:
+            amaxes = torch.stack([amax for state in wanted for amax in state.amaxes])
+            always = torch.ones_like(self.first)
+            counts = torch.stack([always if s.counts is None else s.counts for s in slots])
+            # A comparison with NaN is false: cuDNN may give one.
+            found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
+            torch._foreach_maximum_([slot.recorded for slot in slots], list(found.unbind()))
+        if states:
+            torch._foreach_zero_([state.recorded for state in states])
 
     @torch.no_grad()
     def distribute(self) -> None:
         """See `DelayedScaling.distribute`: to TE's buffers."""
-        if self._served:
-            torch._foreach_copy_(self._scales, [self.scale(slot) for slot in self._served])
+        scales = [scale for state in self._states for scale in state.scales]
+        if scales:
+            slots = [self.slots[name] for state in self._states for name in state.slots]
+            torch._foreach_copy_(scales, [slot.scale() for slot in slots])
 
 
 class TELinear(LowPrecisionLinear):
     """A linear that TE computes, alone or together with what stands around it."""
 
-    delayed: TEDelayedScaling | None
-
     def __init__(self, size: Size, path: str, backend: TEBackend) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
         self.path = path
         self.backend = backend
-        self.cores: dict[str, StatelessTEModule] = {}
+        self.cores: dict[type, StatelessTEModule] = {}  # that begin with it, by TE's class
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
@@ -293,19 +255,8 @@ class TELinear(LowPrecisionLinear):
         missing = -rows % backend.row_multiple
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
-        core = self.cores.get("linear")
-        if core is None:
-            module = te.Linear(self.in_features, self.out_features, **self.options())
-            core = self.cores["linear"] = backend.core(module, self)
-        y = backend.run(core, x, self.parameters_for(""), [self])
+        y = backend.run(te.Linear, x, [self], self.parameters_for(""))
         return y[:rows] if missing else y
-
-    def options(self, norm: nn.Module | None = None) -> dict[str, Any]:
-        """What every TE module that takes this linear is made with, after a `norm` or without."""
-        made = {"bias": self.bias is not None, "params_dtype": torch.float32, "device": "meta"}
-        if norm is not None:
-            made |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
-        return made
 
     def parameters_for(self, prefix: str) -> dict[str, Tensor | None]:
         """The weight and bias as a TE module calls them."""
@@ -319,6 +270,7 @@ class TEBackend(Backend):
     """FP8 on the hardware, by Transformer Engine."""
 
     keeps_weights = True
+    delayed_scaling = TEDelayedScaling
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
@@ -329,17 +281,10 @@ class TEBackend(Backend):
         self.te_recipe = te_recipe(quantizers)
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
-        self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
         # By heads, groups and width, and by path if each has a state.
         self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
-        self._attention_slots = plan.recipe.attention_slots
         if plan.recipe.fp8_attention:
-            _require_cudnn(plan.recipe.attention)
-            _require_usual_settings(plan.recipe.attention)
-
-    def delayed_scaling(self) -> DelayedScaling:
-        """See `Backend.delayed_scaling`."""
-        return TEDelayedScaling()
+            _require_attention(plan.recipe.attention)
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> TELinear:
         """See `Backend.fp8_linear`."""
@@ -347,23 +292,17 @@ class TEBackend(Backend):
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """See `Backend.norm`: TE's, where TE has one."""
-        if kind == "rmsnorm":
-            return _RMSNorm(width, eps=eps, device="cpu", dtype=torch.float32)
-        if bias:
-            return _LayerNorm(width, eps=eps, device="cpu", dtype=torch.float32)
-        return super().norm(kind, width, eps, bias)
+        if kind == "layernorm" and not bias:
+            return super().norm(kind, width, eps, bias)
+        made = _RMSNorm if kind == "rmsnorm" else _LayerNorm
+        return made(width, eps=eps, device="cpu", dtype=torch.float32)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
         """See `Backend.norm_linear`: TE's LayerNormLinear."""
         if not _is_fp8(linear) or not self._fuses(x, norm):
             return super().norm_linear(x, norm, linear)
-        core = linear.cores.get("norm")
-        if core is None:
-            size = linear.in_features, linear.out_features
-            module = te.LayerNormLinear(*size, **linear.options(norm))
-            core = linear.cores["norm"] = self.core(module, linear)
         lent = _norm_parameters(norm) | linear.parameters_for("")
-        y = self.run(core, x, lent, [linear])
+        y = self.run(te.LayerNormLinear, x, [linear], lent, norm)
         if self.observer is not None:
             self.observer.fused(linear, self._normed(x, norm), y)
         return y
@@ -374,13 +313,8 @@ class TEBackend(Backend):
         activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
         if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
-        core = up.cores.get("mlp")
-        if core is None:
-            size = up.in_features, down.in_features
-            module = te.LayerNormMLP(*size, activation=activation, **up.options(norm))
-            core = up.cores["mlp"] = self.core(module, up, down)
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
-        y = self.run(core, x, lent, [up, down])
+        y = self.run(te.LayerNormMLP, x, [up, down], lent, norm, activation=activation)
         if self.observer is not None:
             # With these scales TE computes the activation and casts it in one kernel.
             fused = self.input.delayed or self.input.scale == "e8m0"
@@ -388,12 +322,6 @@ class TEBackend(Backend):
             normed = self._normed(x, norm)
             self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
         return y
-
-    def core(self, module: nn.Module, *linears: TELinear) -> StatelessTEModule:
-        """What computes one or two linears by a TE module."""
-        slots = _slots_of_linears([linear.path for linear in linears])
-        slots = slots if self.te_recipe.delayed() else {}
-        return StatelessTEModule(module, self, self.te_recipe, len(linears), slots)
 
     def attention(
         self,
@@ -408,38 +336,39 @@ class TEBackend(Backend):
         """See `Backend.attention`. In FP8, if the recipe says so, by TE's DotProductAttention,
         which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
         compute dtype."""
-        whole = q.shape[2] == k.shape[2] and q.shape[2] % 128 == 0 and mask is None
+        whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
         if not self.plan.recipe.fp8_attention or path is None or not whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
         core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
         # Those that have slots train always: else FlashAttention 3, if there, could take over from
         # cuDNN on Hopper, with other numbers.
-        core.module.train(torch.is_grad_enabled() or bool(core.slots))
+        core.module.train(torch.is_grad_enabled() or bool(core.places))
         records = self.delayed is not None and self.delayed.records(False)
-        core.expect(_FWD, records)
         rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
         try:
             with no_autocast(v.device.type):
-                y = core.call(*rows)
+                y = self._call(core, records, 0, *rows)
         except ValueError as error:
             if "attention backend" not in str(error):
                 raise
             # TE has just asked cuDNN, and it has no kernel.
             raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
-        if y.requires_grad:
-            y.register_hook(  # type: ignore[no-untyped-call]
-                lambda dy: self._expect_backward(core, records)
-            )
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
 
     def _attention_core(self, path: str, heads: int, groups: int, width: int) -> StatelessTEModule:
-        key = (path if self._attention_slots else "", heads, groups, width)
+        recipe = self.plan.recipe
+        slots = FP8_ATTENTION[recipe.attention].slots
+        key = (path if slots else "", heads, groups, width)
         if key not in self._attention:
             options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
             module = te.DotProductAttention(heads, width, **options)
-            recipe, slots = self.plan.recipe, _slots_of_attention(path, self.plan.recipe)
-            made = StatelessTEModule(module, self, te_attention_recipe(recipe), 3, slots)
-            self._attention[key] = made
+            places: dict[str, Place] = {}
+            for operand in slots:
+                state, place = _ATTENTION[operand]
+                place -= _FIRST_OF_THIRD[state] if recipe.attention == "current" else 0
+                places[f"{path}.{operand}"] = state, place
+            te_recipe = te_attention_recipe(recipe)
+            self._attention[key] = StatelessTEModule(module, self.delayed, te_recipe, 3, places)
         return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -456,57 +385,70 @@ class TEBackend(Backend):
 
     def run(
         self,
-        core: StatelessTEModule,
+        kind: type,
         x: Tensor,
-        parameters: dict[str, Tensor | None],
         linears: list[TELinear],
+        parameters: dict[str, Tensor | None],
+        norm: nn.Module | None = None,
+        **options: str,
     ) -> Tensor:
-        """What `core` makes of `x`. Weights are quantized once per optimizer step in training."""
+        """What TE's module of a `kind`, which takes these linears and the `norm` before them, makes
+        of `x`. Weights are quantized once per optimizer step in training."""
+        core = linears[0].cores.get(kind)
+        if core is None:
+            core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
         trains = linears[0].training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
         self.count_gemms(len(linears))
+        generation = self.weights.generation
+        first = core.generation != generation if records else None  # None: for this call alone
+        given: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
+        with torch.autocast(x.device.type, dtype=self.compute_dtype):
+            y = self._call(core, records, _backward_gemms(x, parameters), x, **given)
+        if records:
+            core.generation = generation
+        return y
+
+    def _core(
+        self, kind: type, linears: list[TELinear], norm: nn.Module | None, options: dict[str, Any]
+    ) -> StatelessTEModule:
+        first, inner = linears[0], linears[1].in_features if linears[1:] else None
+        options |= {"bias": first.bias is not None, "params_dtype": torch.float32, "device": "meta"}
+        if norm is not None:
+            options |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
+        module = kind(first.in_features, inner or first.out_features, **options)
+        places = {
+            f"{linear.path}.{operand}": place
+            for linear, of_linear in zip(linears, _LINEARS, strict=False)
+            for operand, place in of_linear.items()
+            if self.te_recipe.delayed()
+        }
+        return StatelessTEModule(module, self.delayed, self.te_recipe, len(linears), places)
+
+    def _call(
+        self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any
+    ) -> Tensor:
+        """What `core` makes of its inputs. Amaxes are recorded or not in both passes, of which the
+        second takes so many GEMMs of linears."""
         core.expect(_FWD, records)
-        y = core(x, parameters, self.weights.generation if records else None)
+        y = core(*inputs, **options)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._before_backward, core, _backward_gemms(x, parameters), records)
+                partial(self._before_backward, core, records, gemms)
             )
         return y
 
     def _before_backward(
-        self, core: StatelessTEModule, gemms: int, records: bool, dy: Tensor
+        self, core: StatelessTEModule, records: bool, gemms: int, dy: Tensor
     ) -> Tensor | None:
         self.count_gemms(gemms)
-        self._expect_backward(core, records)
-        return _with_infinities(dy) if self.hides_nan else None
-
-    def _expect_backward(self, core: StatelessTEModule, records: bool) -> None:
         core.expect(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()
+        return _with_infinities(dy) if gemms and self.hides_nan else None
 
 
-# The first cuDNN that has it, and those with known errors, says TE 2.20; itself it needs 9.12.
-_CUDNN: dict[str, tuple[int, tuple[int, ...], str]] = {
-    "mxfp8": (92100, (92300, 92301), "9.21 or later, not 9.23.0 or 9.23.1"),
-    "current": (91400, (), "9.14 or later"),
-    "delayed": (91200, (), "9.12 or later"),
-}
 _REPEATABLE_CUDNN = 91900
-
-
-def _require_cudnn(attention: str) -> None:
-    """Raise a UserError if cuDNN has no such attention in FP8."""
-    least, bad, words = _CUDNN[attention]
-    found = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
-    is_bad = found < least or found in bad
-    if not is_bad and torch.are_deterministic_algorithms_enabled():
-        is_bad, words = found < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
-    if is_bad:
-        version = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
-        raise UserError(f"attention = '{attention}' needs cuDNN {words}. This is {version}.")
-
-
 # With other values TE computes attention, or its gradients, in another precision and says nothing,
 # or finds no kernel.
 _USUAL_SETTINGS = {
@@ -518,13 +460,22 @@ _USUAL_SETTINGS = {
 }
 
 
-def _require_usual_settings(attention: str) -> None:
-    """Raise a UserError if an environment variable makes TE's attention something else."""
+def _require_attention(attention: str) -> None:
+    """Raise a UserError if cuDNN has no such attention in FP8, or an environment variable makes
+    TE's something else."""
+    (least, *bad), needs = FP8_ATTENTION[attention].cudnn, FP8_ATTENTION[attention].cudnn_in_words
+    found = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
+    is_bad = found < least or found in bad
+    if not is_bad and torch.are_deterministic_algorithms_enabled():
+        is_bad, needs = found < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
+    if is_bad:
+        version = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+        raise UserError(f"attention = '{attention}' needs cuDNN {needs}. This is {version}.")
     for name, usual in _USUAL_SETTINGS.items():
-        if (found := os.environ.get(name, usual)) != usual:
+        if (told := os.environ.get(name, usual)) != usual:
             raise UserError(
                 f"attention = '{attention}' is another with the environment variable {name} = "
-                f"'{found}'. Unset it."
+                f"'{told}'. Unset it."
             )
 
 

@@ -66,9 +66,16 @@ _Saved = tuple[Tensor | None, ...]
 """The data and inverse scales of x and of w, for the GEMMs that reduce over their rows, as
 `_tensors` gives them."""
 
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 def _tensors(copy: Scaled | None) -> _Saved:
     return (None,) * 3 if copy is None else (copy.data, copy.inv_scale, copy.whole)
+
+
+def _restored(kind: Scales, tensors: _Saved) -> Scaled | None:
+    data, inv_scale, whole = tensors
+    return None if data is None or inv_scale is None else Scaled(data, inv_scale, kind, whole)
 
 
 def _forward(
@@ -76,7 +83,7 @@ def _forward(
     x: Tensor | Product,
     weight: Tensor,
     bias: Tensor | None,
-    needs: tuple[bool, bool],
+    needs: tuple[bool, ...],
     record: bool,
     rows: int | None = None,
 ) -> tuple[Tensor, _Saved, _Ran]:
@@ -94,29 +101,22 @@ def _forward(
     return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None, rows)
 
 
-def _backward(
-    ran: _Ran, dy: Tensor | Product, saved: _Saved, apart: bool = False
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _backward(ran: _Ran, dy: Tensor | Product, saved: _Saved, apart: bool = False) -> _Gradients:
     """The gradients of x, w and b."""
     layer = ran.layer
-    x_data, x_scale, x_whole, w_data, w_scale, w_whole = saved
-    dx = dw = db = None
+    x_across = _restored(layer.kind("input"), saved[:3])
+    w_across = _restored(layer.kind("weight"), saved[3:])
+    dx = dw = None
     apart = apart or ran.has_bias  # whose sum over rows is a reduction, too
     along, across, db = layer.quantize(
-        dy, "grad_output", ran.record, x_data is not None, ran.has_bias, apart, ran.rows
+        dy, "grad_output", ran.record, x_across is not None, ran.has_bias, apart, ran.rows
     )
     if ran.gathers:
         _, w_across = layer.quantized_weight(layer.weight, False, True)
-    elif w_data is not None and w_scale is not None:
-        w_across = Scaled(w_data, w_scale, layer.kind("weight"), w_whole)
-    else:
-        w_across = None
     if w_across is not None:
         dx = scaled_gemm(along, w_across, dy.dtype if isinstance(dy, Tensor) else dy.x.dtype)
     if across is not None:
-        assert x_data is not None
-        assert x_scale is not None
-        x_across = Scaled(x_data, x_scale, layer.kind("input"), x_whole)
+        assert x_across is not None
         dw = scaled_gemm(across, x_across, torch.float32).to(ran.weight_dtype)
     if db is not None:
         db = db.to(ran.weight_dtype)
@@ -128,8 +128,8 @@ def _backward(
 
 
 class _Multiply(torch.autograd.Function):
-    """One linear, see `_forward`. The gradient of what attention takes after a norm does not come
-    from a reduction; that of what goes to the residual sum does, by the next norm."""
+    """One linear; or two around an activation, of which neither what it gives nor the gradient of
+    what it takes is written but in FP8, see `fused_casts`."""
 
     @staticmethod
     def forward(
@@ -137,61 +137,48 @@ class _Multiply(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layer: ScaledLinear,
-        needs: tuple[bool, bool],
-        record: bool,
-        after_norm: bool,
-        rows: int,
-    ) -> Tensor:
-        y, saved, ctx.ran = _forward(layer, x, weight, bias, needs, record, rows)
-        ctx.save_for_backward(*saved)
-        ctx.apart = not after_norm
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with no_autocast(dy.device.type):
-            found = _backward(ctx.ran, dy, ctx.saved_tensors, ctx.apart)
-        return *found, None, None, None, None, None
-
-
-class _MultiplyTwice(torch.autograd.Function):
-    """Two linears around an activation, of which neither what it gives nor the gradient of what it
-    takes is written but in FP8, see `fused_casts`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up_weight: Tensor,
-        up_bias: Tensor | None,
-        down_weight: Tensor,
+        down_weight: Tensor | None,
         down_bias: Tensor | None,
         up: ScaledLinear,
-        down: ScaledLinear,
+        down: ScaledLinear | None,
         activation: str,
-        needs: tuple[bool, bool, bool, bool],  # gradients of x, up's, what up gives, down's
-        records: tuple[bool, bool],
+        needs: tuple[bool, ...],  # gradients of x and the weight; of what it gives, and down's
+        records: tuple[bool, ...],
+        apart: bool,  # whether the gradient of y comes from a reduction
+        rows: int | None,
     ) -> Tensor:
-        hidden, of_up, ctx.up = _forward(up, x, up_weight, up_bias, needs[:2], records[0])
-        inner = Product(activation, hidden)
-        y, of_down, ctx.down = _forward(down, inner, down_weight, down_bias, needs[2:], records[1])
-        ctx.save_for_backward(hidden, *of_up, *of_down)
-        ctx.activation = activation
+        y, saved, ctx.up = _forward(up, x, weight, bias, needs[:2], records[0], rows)
+        ctx.down, ctx.activation, ctx.apart = None, activation, apart
+        if down is not None:
+            assert down_weight is not None
+            hidden, inner = y, Product(activation, y)
+            given = (inner, down_weight, down_bias, needs[2:], records[1])
+            y, of_down, ctx.down = _forward(down, *given)
+            saved = (*saved, *of_down, hidden)
+        ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *saved = ctx.saved_tensors
-        of_up: Any = (None, None, None)
+        saved = ctx.saved_tensors
+        gradient: Tensor | Product | None = dy
+        of_up: _Gradients = (None, None, None)
+        of_down = of_up
         with no_autocast(dy.device.type):
-            inner, *of_down = _backward(ctx.down, dy, tuple(saved[6:]))
-            if inner is not None:
-                gradient = Product(ctx.activation, hidden, inner)
-                of_up = _backward(ctx.up, gradient, tuple(saved[:6]))
-        return *of_up, *of_down, None, None, None, None, None
+            if ctx.down is not None:
+                of_down = _backward(ctx.down, dy, saved[6:12])
+                inner = of_down[0]
+                gradient = None if inner is None else Product(ctx.activation, saved[12], inner)
+            if gradient is not None:
+                of_up = _backward(ctx.up, gradient, saved[:6], ctx.apart)
+        return *of_up, *of_down[1:], None, None, None, None, None, None, None
+
+
+def _both(data: Tensor, transposed: Tensor | None, scale: Tensor) -> tuple[Scaled, Scaled | None]:
+    """Both copies of what was cast by one scale."""
+    along = Scaled(data, numerics.inverse(scale), Scales.PER_TENSOR)
+    return along, None if transposed is None else along._replace(data=transposed)
 
 
 _BY_BLOCKS = {Scales.ROWS, Scales.MX}  # of which a kernel makes both copies
@@ -240,12 +227,16 @@ class ScaledLinear(LowPrecisionLinear):
         weight = self.matrix
         grad = torch.is_grad_enabled()
         needs = (grad and x.requires_grad, grad and weight.requires_grad)
+        # The gradient of what attention takes after a norm comes from no reduction; that of what
+        # goes to the residual sum does, by the next norm.
+        apart = not self.backend.after_norm
         rows = len(x)
         missing = -rows % MULTIPLES[self.kind("input")]
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self, needs, self.records(), self.backend.after_norm, rows
+            *(x, weight, self.bias, None, None, self, None, ""),
+            *(needs, (self.records(),), apart, rows),
         )
         return y[:rows] if missing else y
 
@@ -265,9 +256,8 @@ class ScaledLinear(LowPrecisionLinear):
     ) -> tuple[Scaled, Scaled | None]:
         """See `quantize`, for the weight."""
         if isinstance(weight, FullWeight):
-            inverse = numerics.inverse(weight.scale)
-            along = Scaled(weight.data8, inverse, Scales.PER_TENSOR)
-            return along, along._replace(data=along.data.t().contiguous()) if across else None
+            turned = weight.data8.t().contiguous() if across else None
+            return _both(weight.data8, turned, weight.scale)
         kept = self._kept
         # A part that is called by itself may have changed since the model's last pass.
         if (
@@ -321,39 +311,41 @@ class ScaledLinear(LowPrecisionLinear):
         made `x`; but for the transpose if `apart`, for what reduces rows would write it byte by
         byte. `rows`: how many it had before it was padded, for ranks to draw the bits of their own
         rows."""
-        kind = self.kind(name)
-        if not isinstance(x, Tensor):
-            return self._made(x, name, record, across, sums)
-        if kind in _BY_BLOCKS and has_kernel(x.device):
-            return self._made(Product("cast", x), name, record, across, sums)
-        total = x.sum(0, dtype=torch.float32) if sums else None
-        if kind is Scales.PER_TENSOR:
-            data, transposed, scale = self._cast(x, name, record, across, apart)
-            along = Scaled(data, numerics.inverse(scale), kind)
-            return along, None if transposed is None else along._replace(data=transposed), total
-        if kind is Scales.NV:
-            turned = self.operands.quantizers.across(name) if across else None
-            assert turned != "forward"
-            own = len(x) if rows is None else rows
-            bits = self.operands.bits(name, False, own), self.operands.bits(name, True, own)
-            return *cast_nvfp4(x, self.quantizer(name), turned, bits), total
-        return *_copies(x, self.quantizer(name), kind, across), total
-
-    def _made(
-        self, product: Product, name: Operand, record: bool, across: bool, sums: bool
-    ) -> tuple[Scaled, Scaled | None, Tensor | None]:
-        """`quantize` of what is not in memory."""
         quantizer, kind = self.quantizer(name), self.kind(name)
-        if kind in _BY_BLOCKS:
+        product = Product("cast", x) if isinstance(x, Tensor) else x
+        if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
             made = cast_blocks(product, quantizer, across=across, sums=sums)
             assert made.inv_scale is not None
             along = Scaled(made.data, made.inv_scale, kind)
             if made.transposed is None or made.inv_scale_across is None:
                 return along, None, made.sums
             return along, Scaled(made.transposed, made.inv_scale_across, kind), made.sums
-        slot = self.operands.slots.get((name, False))
+        if not isinstance(x, Tensor):
+            return self._cast(product, name, record, across, sums)
+        total = x.sum(0, dtype=torch.float32) if sums else None
+        if kind is Scales.PER_TENSOR:
+            # Compiled, a cast is fused with what made x, but not where the amax comes first.
+            by_kernel = has_kernel(x.device) and across
+            if torch.compiler.is_compiling() and (quantizer.delayed or not by_kernel):
+                return *self._compiled_cast(x, name, record, across, by_kernel and apart), total
+            return *self._cast(product, name, record, across, False)[:2], total
+        if kind is Scales.NV:
+            turned = self.operands.quantizers.across(name) if across else None
+            assert turned != "forward"
+            own = len(x) if rows is None else rows
+            bits = self.operands.bits(name, False, own), self.operands.bits(name, True, own)
+            return *cast_nvfp4(x, quantizer, turned, bits), total
+        return *_copies(x, quantizer, kind, across), total
+
+    def _cast(
+        self, product: Product, name: Operand, record: bool, across: bool, sums: bool
+    ) -> tuple[Scaled, Scaled | None, Tensor | None]:
+        """`quantize` by one scale."""
+        quantizer, slot = self.quantizer(name), self.operands.slots.get((name, False))
         if slot is None:  # current scaling: the amax comes first
-            scale, record = numerics.current_scale(product_amax(product), quantizer), False
+            in_memory = product.name == "cast"
+            largest = numerics.amax(product.x) if in_memory else product_amax(product)
+            scale, record = numerics.current_scale(largest, quantizer), False
         else:
             scale = slot.scale()
         made = cast_product(
@@ -361,9 +353,21 @@ class ScaledLinear(LowPrecisionLinear):
         )
         if made.amax is not None and slot is not None:
             slot.record(made.amax)
-        along = Scaled(made.data, numerics.inverse(scale), kind)
-        turned = None if made.transposed is None else along._replace(data=made.transposed)
-        return along, turned, made.sums
+        return *_both(made.data, made.transposed, scale), made.sums
+
+    def _compiled_cast(
+        self, x: Tensor, name: Operand, record: bool, across: bool, apart: bool
+    ) -> tuple[Scaled, Scaled | None]:
+        """`_cast` in code that the compiler can see, but for the transpose if `apart`."""
+        format, scale = self.quantizer(name).format, self.operands.scale(x, name, record)
+        assert scale is not None
+        if not apart:
+            data = numerics.cast_to_fp8(x, scale, format).contiguous()
+            return _both(data, data.t().contiguous() if across else None, scale)
+        codes, dtype = codes_of_cast(x, scale, format), fp8_format(format).dtype
+        assert dtype is not None
+        turned = transpose_bytes(codes)  # before the view: so it is of what was stored
+        return _both(codes.view(dtype), turned.view(dtype), scale)
 
     @property
     def takes_products(self) -> bool:
@@ -373,31 +377,6 @@ class ScaledLinear(LowPrecisionLinear):
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks)
         plain = self.in_fp8 and not self.keeps_dtype and not any(hooks)
         return plain and kinds <= {Scales.PER_TENSOR, *_BY_BLOCKS}
-
-    def _cast(
-        self, x: Tensor, name: Operand, record: bool, across: bool, apart: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The FP8 bytes of `x` by one scale, those of its transpose if `across`, and the scale."""
-        format = self.quantizer(name).format
-        slot = self.operands.slots.get((name, False))
-        kernel = across and has_kernel(x.device)
-        # Compiled, a cast is fused with what made x, but not where the amax comes first.
-        if torch.compiler.is_compiling() and not (kernel and slot is None):
-            scale = self.operands.scale(x, name, record)
-            assert scale is not None
-            if kernel and apart:
-                codes, dtype = codes_of_cast(x, scale, format), fp8_format(format).dtype
-                assert dtype is not None
-                turned = transpose_bytes(codes)  # before the view: so it is of what was stored
-                return codes.view(dtype), turned.view(dtype), scale
-            data = numerics.cast_to_fp8(x, scale, format).contiguous()
-            return data, data.t().contiguous() if across else None, scale
-        scale, record = self.operands.scale(x, name, False), record and slot is not None
-        assert scale is not None
-        data, transposed, largest = cast_transpose(x, scale, format, across=across, record=record)
-        if largest is not None and slot is not None:
-            slot.record(largest)
-        return data, transposed, scale
 
 
 class TorchBackend(Backend):
@@ -467,8 +446,8 @@ class TorchBackend(Backend):
             parameters = (up.matrix, up.bias, down.matrix, down.bias)
             needs = (of_x, of_up, of_hidden, of_down)
             records = (up.records(), down.records())
-            y: Tensor = _MultiplyTwice.apply(  # type: ignore[no-untyped-call]
-                rows, *parameters, up, down, mlp.activation, needs, records
+            y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+                rows, *parameters, up, down, mlp.activation, needs, records, False, None
             )
             return y.view(*x.shape[:-1], down.out_features)
 
@@ -527,7 +506,6 @@ class _Together:
 
     def __init__(self) -> None:
         self._groups: list[tuple[KeptWeights, bool]] = []  # and whether scaling is delayed
-        self._kept: list[Kept] = []  # by layer
         self._where: list[tuple[int, int, torch.dtype]] = []  # the weights are
         self._versions: list[Version] = []
 
@@ -552,30 +530,27 @@ class _Together:
                 kept.cast(delayed.first_scales, delayed.history.all_recorded if record else None)
             else:
                 kept.cast()
-        for (layer, weight), found in zip(layers, self._kept, strict=True):
-            found.version = seen.get(layer) or version_of(weight)
-        versions = [found.version for found in self._kept]
+        copies = []
+        for layer, weight in layers:
+            assert layer._kept is not None
+            layer._kept.version = seen.get(layer) or version_of(weight)
+            copies.append(layer._kept)
+        versions = [found.version for found in copies]
         if versions != self._versions:  # what was saved of the copies is no longer there
-            tensors = [copy.data for found in self._kept for copy in found.copies]
+            tensors = [copy.data for found in copies for copy in found.copies]
             torch.autograd.graph.increment_version(tensors)
             self._versions = versions
 
     def _make(self, layers: list[tuple[ScaledLinear, Tensor]]) -> None:
-        self._groups, self._kept = [], []
-        for layer, _ in layers:  # before others take as much memory
-            layer._kept = None
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for place, (layer, weight) in enumerate(layers):
-            groups[layer.quantizer("weight"), weight.dtype, weight.device].append(place)
-        copies: dict[int, tuple[Scaled, Scaled]] = {}
-        for (quantizer, *_), places in groups.items():
-            slots = [layers[place][0].operands.slots for place in places if quantizer.delayed]
+        self._groups = []
+        groups: dict[Any, list[tuple[ScaledLinear, Tensor]]] = defaultdict(list)
+        for layer, weight in layers:
+            layer._kept = None  # before others take as much memory
+            groups[layer.quantizer("weight"), weight.dtype, weight.device].append((layer, weight))
+        for (quantizer, *_), members in groups.items():
+            slots = [layer.operands.slots for layer, _ in members if quantizer.delayed]
             columns = [of_layer["weight", False].column for of_layer in slots]
-            kept = KeptWeights([layers[place][1].detach() for place in places], quantizer, columns)
+            kept = KeptWeights([weight.detach() for _, weight in members], quantizer, columns)
             self._groups.append((kept, quantizer.delayed))
-            for place, (along, across) in zip(places, kept.copies, strict=True):
-                turned = layers[place][0].transposed
-                copies[place] = (across, along) if turned else (along, across)
-        self._kept = [Kept(copies[place], ()) for place in range(len(layers))]
-        for (layer, _), found in zip(layers, self._kept, strict=True):
-            layer._kept = found
+            for (layer, _), (along, across) in zip(members, kept.copies, strict=True):
+                layer._kept = Kept((across, along) if layer.transposed else (along, across), ())

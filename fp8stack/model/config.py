@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, PositiveFloat, model_validator
 from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
+from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.shapes import load_measured
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -165,11 +166,7 @@ def plan_for(
 
 def _require_fp8_attention(config: GPTConfig, attention: str, hardware: Hardware) -> None:
     """Raise a UserError if a GPT has attention of a shape that the kernels in FP8 do not take."""
-    multiple, widths = 32, "32, 64, 96 or 128 elements"
-    if hardware.capability == (9, 0):  # for gradients
-        multiple, widths = 128, "128 elements on compute capability 9.0"
-    elif attention != "mxfp8":
-        multiple, widths = 16, "16, 32, 48 ... 128 elements"
+    multiple, widths = FP8_ATTENTION[attention].widths_on(hardware.capability)
     width = config.head_width
     if width % multiple or width > 128:
         raise UserError(f"attention = '{attention}' needs heads of {widths}, not {width}.")

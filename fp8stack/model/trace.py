@@ -36,6 +36,7 @@ from fp8stack.model import gpt, meta
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
+from fp8stack.precision.attention import FP8_ATTENTION
 
 Rate = Literal["half", "fp8", "fp4", "attention"]
 
@@ -357,11 +358,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run = _scaled_dot_product_attention if self._composed else meta.fused_attention
         with patch.object(self, "_one", "attention"):
             y = run(q, k, v, **options)
-        if "attention" in self._by_te:  # two copies in MXFP8, or one; the output, and statistics
-            kind, values = self._plan.recipe.attention, sum(x.numel() for x in (q, k, v))
-            copies = 2 * values * 33 // 32 if kind == "mxfp8" else values
-            output = y.numel() if kind == "delayed" else y.nbytes
-            self._kept[self._part] += copies + output + 4 * q[..., 0].numel()
+        if "attention" in self._by_te:  # what it casts; the output, and statistics
+            kind = FP8_ATTENTION[self._plan.recipe.attention]
+            casts = kind.copies * sum(x.numel() for x in (q, k, v))
+            if not kind.slots:  # a scale for 32 elements
+                casts = casts * 33 // 32
+            output = y.numel() if kind.keeps_fp8_output else y.nbytes
+            self._kept[self._part] += casts + output + 4 * q[..., 0].numel()
         self._labels[_place(y)] = "output"
         return y
 

@@ -37,17 +37,13 @@ def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
     signs = 1.0 - 2.0 * ((MINUS[size] >> torch.arange(size, device=x.device)) & 1)
     signs = signs.to(torch.float32).view(size, *[1] * x.ndim)
     values = _rounded(blocks.to(torch.float32)) * signs
+    plus_minus = 1.0 - 2.0 * torch.arange(2, dtype=torch.float32, device=x.device)
+    plus_minus = plus_minus.view(1, 2, *[1] * values.ndim)
     for level in range(size.bit_length() - 1):
         # One sum: a + b above, a - b below; a product with -1 is exact.
         pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
-        values = (pairs.flip(1) + pairs * _plus_minus(pairs)).flatten(0, 2)
+        values = (pairs.flip(1) + pairs * plus_minus).flatten(0, 2)
     return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1).contiguous()
-
-
-def _plus_minus(pairs: Tensor) -> Tensor:
-    """1 and -1 along dimension 1."""
-    signs = 1.0 - 2.0 * torch.arange(2, dtype=torch.float32, device=pairs.device)
-    return signs.view(1, 2, *[1] * (pairs.ndim - 2))
 
 
 def _rounded(x: Tensor) -> Tensor:

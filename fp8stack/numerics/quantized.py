@@ -251,17 +251,11 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
     else:
         values = values * _per_element(scales, quantized, values)
         if quantizer.scale == "e4m3":
-            return values, upper_scale(quantized)
+            factor = quantized.amax * OUT_OF_TWO_LEVELS  # the upper of two levels
     if FORMATS[quantizer.format].dtype is None:
         one = torch.ones_like(quantized.amax) if factor is None else factor
         factor = torch.where(quantized.has_nan, torch.nan, one)
     return values, factor
-
-
-def upper_scale(quantized: Quantized) -> Tensor:
-    """Of two levels of scales the upper one, which multiplies out: float32, 0-dim; NaN if there was
-    a NaN, which FP4 has no code for."""
-    return torch.where(quantized.has_nan, torch.nan, quantized.amax * OUT_OF_TWO_LEVELS)
 
 
 def _elements(quantized: Quantized) -> Tensor:

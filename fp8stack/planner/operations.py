@@ -17,6 +17,7 @@ from fp8stack.formats import FormatName, Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.trace import Step, Trace, trace
 from fp8stack.precision import LayerPlan, Plan
+from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.kernels import SCALED_AFTERWARDS, kernel_of
 
 IN_COMPUTE_DTYPE = {
@@ -258,25 +259,23 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
-    """The casts of attention in FP8: in MXFP8 in blocks along a head's elements and along tokens;
-    else those within the kernel, from float32, as well."""
-    kind, given = plan.recipe.attention, ["queries", "keys", "values", f"output{GRADIENT}"]
-    if kind == "mxfp8":
-        both = [name for what in given for name in (what, f"{what}, along tokens")]
-        casts = [(what, plan.attention) for what in both]
-    else:
-        names = {"S": "softmax", "O": "output", "dP": f"softmax{GRADIENT}"}
-        inside = [names[slot] for slot in names if slot in plan.recipe.attention_slots]
-        if kind == "delayed":
-            inside += [f"{what}{GRADIENT}" for what in given[:3]]
-        casts = [(what, plan.attention) for what in given] + [(what, "fp32") for what in inside]
+    """The casts of attention in FP8: of what it is given, in blocks along a head's elements and
+    along tokens if there are two copies, and within the kernel, from float32."""
+    kind, given = FP8_ATTENTION[plan.recipe.attention], ["queries", "keys", "values"]
+    within = {"S": ["softmax"], "O": ["output"], "dP": [f"softmax{GRADIENT}"]}
+    within["dQKV"] = [f"{what}{GRADIENT}" for what in given]
+    copies = ("", ", along tokens")[: kind.copies]
+    casts = [
+        (f"{x}{copy}", plan.attention) for x in [*given, f"output{GRADIENT}"] for copy in copies
+    ]
+    casts += [(what, "fp32") for slot in kind.slots for what in within.get(slot, ())]
     for what, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
         back = GRADIENT in what
         yield Cast(
             path=path,
             what=what,
             source=source,
-            target="e5m2" if back and kind != "mxfp8" else "e4m3",
+            target=kind.gradient_format if back else "e4m3",
             runs="backward" if back else "forward",
         )
 

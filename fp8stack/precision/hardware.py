@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,17 +40,18 @@ class Hardware:
 
     device: str = "cpu"
     capability: tuple[int, int] | None = None
-    has_te: bool = field(default=False, kw_only=True)
-    cuda_version: tuple[int, int] | None = field(default=None, kw_only=True)
-    name: str = field(default="", kw_only=True)
-    cpu_bf16: bool = field(default=False, kw_only=True)
-    memory_gib: float = field(default=0.0, kw_only=True)
-    torch_version: str = field(default="", kw_only=True)
-    te_version: str | None = field(default=None, kw_only=True)
-    te_problem: str = field(default="", kw_only=True)
-    gpu_problem: str = field(default="", kw_only=True)
-    numba_problem: str = field(default="", kw_only=True)
-    compiler_problem: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    has_te: bool = False
+    cuda_version: tuple[int, int] | None = None
+    name: str = ""
+    cpu_bf16: bool = False
+    memory_gib: float = 0.0
+    torch_version: str = ""
+    te_version: str | None = None
+    te_problem: str = ""
+    gpu_problem: str = ""
+    numba_problem: str = ""
+    compiler_problem: str = ""
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.capability is None:

@@ -11,54 +11,50 @@ from dataclasses import dataclass, replace
 from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs from compute capability `least` on, of the `majors` if they are given; in words."""
+
+    words: str
+    least: tuple[int, int]
+    majors: tuple[int, ...] | None = None
+
+    def have(self, capability: tuple[int, int] | None) -> bool:
+        """Whether a compute capability is one of theirs; None is a CPU."""
+        return (
+            capability is not None
+            and capability >= self.least
+            and (self.majors is None or capability[0] in self.majors)
+        )
+
+
+FROM_ADA, FROM_HOPPER = Gpus("8.9", (8, 9)), Gpus("9.0", (9, 0))
+BLACKWELL = Gpus("10.x", (10, 0), (10,))
+HOPPER_OR_BLACKWELL = Gpus("9.0 or 10.x", (9, 0), (9, 10))
+ALL_BLACKWELL = Gpus("10.x or 12.x", (10, 0), (10, 12))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kind of GEMM on quantized operands that GPUs from compute capability `least` on have, of
-    the `majors` if they are given. It `needs`, in words, that GPU, and a torch for `cuda` or later.
+    """A kind of GEMM on quantized operands that some `gpus` have, with a torch for `cuda` or later.
     In and out features are divisible by `feature_multiple`."""
 
     name: str
-    needs: str
-    least: tuple[int, int]
-    majors: tuple[int, ...] | None = None
+    gpus: Gpus
     cuda: tuple[int, int] | None = None
     feature_multiple: int = 16
-
-    def served_by(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability has it."""
-        return capability >= self.least and (self.majors is None or capability[0] in self.majors)
 
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel(name="delayed", needs="compute capability 8.9", least=(8, 9)),
-        Kernel(name="current", needs="compute capability 8.9", least=(8, 9)),
-        Kernel(
-            name="block",
-            needs="compute capability 9.0 or 10.x",
-            least=(9, 0),
-            majors=(9, 10),
-            cuda=(12, 9),
-        ),
-        Kernel(
-            name="mxfp8",
-            needs="compute capability 10.x",
-            least=(10, 0),
-            majors=(10,),
-            cuda=(12, 8),
-            feature_multiple=32,
-        ),
-        Kernel(name="rowwise", needs="compute capability 9.0", least=(9, 0)),
+        Kernel(name="delayed", gpus=FROM_ADA),
+        Kernel(name="current", gpus=FROM_ADA),
+        Kernel(name="block", gpus=HOPPER_OR_BLACKWELL, cuda=(12, 9)),
+        Kernel(name="mxfp8", gpus=BLACKWELL, cuda=(12, 8), feature_multiple=32),
+        Kernel(name="rowwise", gpus=FROM_HOPPER),
         # torch asks for 8.9 alone and leaves the rest to cuBLAS, which has FP4 from 12.8 on.
-        Kernel(
-            name="nvfp4",
-            needs="compute capability 10.x or 12.x",
-            least=(10, 0),
-            majors=(10, 12),
-            cuda=(12, 8),
-            feature_multiple=32,
-        ),
+        Kernel(name="nvfp4", gpus=ALL_BLACKWELL, cuda=(12, 8), feature_multiple=32),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
@@ -41,12 +41,8 @@ class LayerPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
-        told = asdict(replace(self, quantizers=None))
-        del told["quantizers"]
-        return told if self.backend else {k: v for k, v in told.items() if k not in _OTHERS}
-
-
-_OTHERS = ("backend", "why")
+        left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,31 +168,32 @@ class Plan:
         layers = []
         for name, shape in shapes.items():
             reason, doubted = (left_out or {}).get(name) or "", ""
-            quantizers, called, backend, why = None, recipe.name, None, ""
+            quantizers, called = None, recipe.name
             if recipe.quantizers is not None and not reason:
                 place = blocks.get(name), name in heads
                 quantizers, called, reason = recipe.for_layer(name, *place)
             if quantizers is not None:
-                backend, why = self._served_by(quantizers)
                 reason = self.unserved(name, shape, quantizers)
                 if tokens is not None and not reason:
                     doubted = self._doubt((tokens, *shape), quantizers, measured or {})
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
-            fp8 = quantizers is not None and not reason
+            if reason:
+                quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
+            backend, why = self._served_by(quantizers)
             layers.append(
                 LayerPlan(
                     name=name,
                     in_features=shape[0],
                     out_features=shape[1],
-                    fp8=fp8,
-                    precision=called if fp8 else without,
+                    fp8=quantizers is not None,
+                    precision=called if quantizers is not None else without,
                     reason=reason,
                     doubt=doubted,
-                    quantizers=quantizers if fp8 else None,
-                    backend=backend if fp8 else None,
-                    why=why if fp8 else "",
+                    quantizers=quantizers,
+                    backend=backend,
+                    why=why,
                 )
             )
         made = replace(self, layers=tuple(layers))
@@ -208,7 +205,7 @@ class Plan:
         new = [sentence for sentence in told if sentence not in said]
         return replace(made, reasons=(*said, *new))
 
-    def _served_by(self, quantizers: Quantizers) -> tuple[BackendName | None, str]:
+    def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
         """Who multiplies a layer of these quantizers, if not the plan's backend, and why."""
         return next(
             ((who, why) for table, who, why in self.others if table == quantizers), (None, "")

@@ -26,6 +26,7 @@ from fp8stack.formats import (
     ScaleFormat,
     ScaleRounding,
 )
+from fp8stack.precision.attention import FP8_ATTENTION
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPrecision = Literal["compute", "fp32", "mxfp8", "delayed", "current"]
@@ -134,24 +135,25 @@ class Recipe(BaseModel):
     @property
     def fp8_attention(self) -> bool:
         """Whether attention multiplies in FP8."""
-        return self.attention in ("mxfp8", "delayed", "current")
+        return self.attention in FP8_ATTENTION
 
     @property
     def attention_slots(self) -> dict[str, Quantizer]:
         """The quantizers of attention whose scales come from the amaxes of earlier passes, by
-        operand; those of gradients begin with d. With current scaling that is what the kernel casts
-        before all of it is known: the softmax S and its gradient dP.
+        operand, see `Fp8Attention.slots`.
 
         Their history, algorithm and margin are those of the recipe's delayed linears; if it has
         none, the newest amax counts, which is Transformer Engine's default.
         """
-        operands = {"delayed": ("QKV", "S", "O", "dO", "dP", "dQKV"), "current": ("S", "dP")}
+        if not self.fp8_attention:
+            return {}
+        kind = FP8_ATTENTION[self.attention]
         each = (quantizer for table in self.tables for quantizer in table.each.values())
         newest = Quantizer(amax="delayed", history_length=1, amax_algorithm="most_recent")
         like = next((quantizer for quantizer in each if quantizer.delayed), newest)
         return {
-            operand: replace(like, format="e5m2" if operand[0] == "d" else "e4m3")
-            for operand in operands.get(self.attention, ())
+            operand: replace(like, format=kind.gradient_format if operand[0] == "d" else "e4m3")
+            for operand in kind.slots
         }
 
     def for_layer(
@@ -198,8 +200,8 @@ class Recipe(BaseModel):
             UserError: one does not.
         """
         names, heads = list(layers), set(heads)
-        counts = {f"'{r.match}'": _IN_BLOCKS.fullmatch(r.match) for r in self.layers}
-        asked = {what: int(found[2]) for what, found in counts.items() if found}
+        matches = [rule.match for rule in self.layers]
+        asked = {f"'{m}'": int(found[2]) for m in matches if (found := _IN_BLOCKS.fullmatch(m))}
         for key in ("exclude_first_blocks", "exclude_last_blocks"):
             if count := getattr(self, key):
                 asked[f"{key} = {count}"] = count
@@ -378,6 +380,8 @@ def plain(compute_dtype: ComputeDtype, instead_of: Recipe) -> Recipe:
 
 _NO_RECIPE = Recipe(name="")
 _CHANGED = ", changed"
+# What a recipe's file sets as it is.
+_PLAIN_KEYS = Recipe.model_fields.keys() - {"name", "quantizers", "layers"}
 
 
 def _expanded(table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
@@ -402,12 +406,8 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[s
     if file.like is not None and file.scaling is not None:
         raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
     quantizers = _with_tables(start.quantizers, file, where, above)
-    plain_keys = {"name": file.name, "description": file.description or start.description}
-    keys = ("attention", "residual", "compute_dtype", "head", "exclude")
-    for key in (*keys, "exclude_first_blocks", "exclude_last_blocks"):
-        if (value := getattr(file, key)) is not None:
-            plain_keys[key] = value
-    made = start.model_copy(update={**plain_keys, "quantizers": quantizers})
+    told = {key: getattr(file, key) for key in _PLAIN_KEYS if getattr(file, key) not in (None, "")}
+    made = start.model_copy(update={**told, "name": file.name, "quantizers": quantizers})
     if file.layers:
         rules = tuple(
             _rule(entry, made, f"{where}: layers entry {place}", above)

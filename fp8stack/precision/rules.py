@@ -13,8 +13,9 @@ from typing import get_args
 from fp8stack import presets
 from fp8stack.errors import UserError, unknown
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
-from fp8stack.precision.kernels import KERNELS, SCALED_AFTERWARDS, kernel_of
+from fp8stack.precision.kernels import BLACKWELL, KERNELS, SCALED_AFTERWARDS, kernel_of
 from fp8stack.precision.plan import BackendName, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 
@@ -58,21 +59,22 @@ def resolve(
             )
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if chosen.quantizers is None:
-        plan, substitutions = _resolve_plain(asked, chosen, hardware, backend)
+        plan, substitution = _resolve_plain(asked, chosen, hardware, backend)
     else:
         unwanted = {name: why for name, why in (without or {}).items() if name != backend}
-        plan, substitutions = _resolve_fp8(asked, chosen, hardware, backend, unwanted)
+        plan, substitution = _resolve_fp8(asked, chosen, hardware, backend, unwanted)
     if hardware.gpu_problem:
-        notes = (f"{hardware.gpu_problem}; until then the CPU runs", *notes)
-        substitutions = [notes[0], *substitutions]
-    if strict and substitutions:
-        raise UserError(f"--strict: '{asked}' does not run as asked: {substitutions[0]}.")
-    if chosen.fp8_attention and not (plan.backend == "te" and _has_attention(chosen, hardware)):
-        gpus = "9.0 or 10.x" if chosen.attention == "delayed" else "10.x"
+        substitution = f"{hardware.gpu_problem}; until then the CPU runs"
+        notes = (substitution, *notes)
+    if strict and substitution:
+        raise UserError(f"--strict: '{asked}' does not run as asked: {substitution}.")
+    kind = FP8_ATTENTION.get(chosen.attention)
+    if kind and not (plan.backend == "te" and kind.gpus.have(hardware.capability)):
         raise UserError(
             f"attention = '{chosen.attention}' needs Transformer Engine on compute capability "
-            f"{gpus}. This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. "
-            "Give another --recipe, or attention = 'compute' (--set recipe.attention=compute)."
+            f"{kind.gpus.words}. This is {_kind(hardware)}, with {plan.recipe.name} run by "
+            f"{plan.backend}. Give another --recipe, or attention = 'compute' "
+            "(--set recipe.attention=compute)."
         )
     # Whatever runs instead, attention and the residual stream stay what was asked for.
     runs = plan.recipe.model_copy(update=chosen.beside_linears)
@@ -98,7 +100,11 @@ def auto_recipe(hardware: Hardware) -> str:
     """The name of the recipe that "auto" stands for on `hardware`."""
     if hardware.capability is None or hardware.capability < (8, 9):
         return best_plain_dtype(hardware)
-    return "mxfp8" if _is_blackwell(hardware) and _has_cuda(hardware, (12, 8)) else "delayed"
+    return (
+        "mxfp8"
+        if BLACKWELL.have(hardware.capability) and not _older(hardware.cuda_version, (12, 8))
+        else "delayed"
+    )
 
 
 def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
@@ -112,7 +118,8 @@ def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
 
 def _resolve_plain(
     asked: str, recipe: Recipe, hardware: Hardware, backend: str
-) -> tuple[Plan, list[str]]:
+) -> tuple[Plan, str]:
+    """The plan for a recipe without FP8, and what was substituted or ""."""
     wanted = recipe.compute_dtype
     assert wanted is not None
     capability = hardware.capability
@@ -147,7 +154,7 @@ def _resolve_plain(
         compute_dtype=runs,
         reasons=tuple(substitutions + notes),
     )
-    return plan, substitutions
+    return plan, next(iter(substitutions), "")
 
 
 _NEEDS = {"bf16": "compute capability 8.0", "tf32": "a GPU of compute capability 8.0"}
@@ -155,79 +162,78 @@ _NEEDS = {"bf16": "compute capability 8.0", "tf32": "a GPU of compute capability
 
 def _resolve_fp8(
     asked: str, recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
-) -> tuple[Plan, list[str]]:
-    """The plan for an FP8 recipe: native, emulated, or without FP8; and what was substituted."""
+) -> tuple[Plan, str]:
+    """The plan for an FP8 recipe: native, emulated, or without FP8; and what was substituted or
+    ""."""
     capability = hardware.capability
     quantizers = recipe.quantizers
     assert quantizers is not None
 
-    def planned(backend: BackendName, native: bool, *reasons: str) -> Plan:
+    def planned(backend: BackendName, why: str = "", *, instead: bool = True) -> tuple[Plan, str]:
+        """`backend` runs it, `why` says; `instead` of what was asked for."""
+        native = backend != "emulate" and capability is not None
+        reasons = [why] if why else []
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
-            slow = f"its casts are slower than they could be: {hardware.numba_problem}"
-            reasons = (*reasons, slow)
+            reasons += [f"its casts are slower than they could be: {hardware.numba_problem}"]
         half = native or (capability is not None and capability >= (8, 0))
-        return Plan(
+        plan = Plan(
             asked=asked,
             recipe=recipe,
             backend=backend,
             native=native,
             device=hardware.device,
             compute_dtype="bf16" if half else "fp32",
-            reasons=reasons,
-            of_backend=reasons,
+            reasons=tuple(reasons),
+            of_backend=tuple(reasons),
             others=_others(recipe, backend, hardware),
         )
+        return plan, why if instead else ""
 
     if backend == "emulate":
-        return planned("emulate", False, "emulated, as --backend emulate asks"), []
+        return planned("emulate", "emulated, as --backend emulate asks", instead=False)
     if backend == "reference":
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
+    unable: dict[str, str] = {n: _unable(n, quantizers, hardware) for n in PREFERENCE}
     if capability is None:
-        problem = _unable_on_cpu(backend, quantizers, hardware)
-        if backend == "torch" and not problem:
+        lacking = f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
+        problem = unable.get(backend, lacking)
+        if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
-            return planned("torch", False, reason), []
-        problem = problem or f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
-        reason = f"{problem}: emulated, same bytes and scales"
-        return planned("emulate", False, reason), [reason]
-    problem = _lacking_hardware(quantizers, hardware)
-    unable: dict[str, str] = {
-        name: problem or _unable(name, quantizers, hardware) or without.get(name, "")
-        for name in PREFERENCE
-    }
+            return planned("torch", reason, instead=False)
+        return planned("emulate", f"{problem}: emulated, same bytes and scales")
+    unable = {name: why or without.get(name, "") for name, why in unable.items()}
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
         # Emulation on other hardware is near bf16's speed: worth it where nothing else is exact.
         special = capability >= (8, 9) and _too_special(quantizers)
         if special or (kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)):
-            reason = f"{problem}: emulated by bf16 GEMMs on the exact operands"
-            return planned("emulate", False, reason), [reason]
+            return planned("emulate", f"{problem}: emulated by bf16 GEMMs on the exact operands")
         return _without_fp8(asked, problem, hardware)
     chosen = next((name for name in able if name == backend), able[0])
-    if backend not in ("auto", chosen):  # only a backend that was asked for is a substitution
-        reason = f"{unable[backend]}; {chosen} runs instead"
-        return planned(chosen, True, reason), [reason]
+    if backend not in ("auto", chosen):
+        return planned(chosen, f"{unable[backend]}; {chosen} runs instead")
     # One that auto would have preferred, and that is there, but does not work or may not be used.
     mended = replace(hardware, has_te=True, te_problem="")
     better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable(
         "te", quantizers, mended
     )
+    why = ""
     if backend == "auto" and better:
         if hardware.has_te:
-            return planned(chosen, True, f"{without['te']}: {chosen} runs"), []
-        if hardware.te_problem and "te" not in without:
-            return planned(chosen, True, f"{hardware.te_problem}; until then {chosen} runs"), []
-    return planned(chosen, True), []
+            why = f"{without['te']}: {chosen} runs"
+        elif hardware.te_problem and "te" not in without:
+            why = f"{hardware.te_problem}; until then {chosen} runs"
+    return planned(chosen, why, instead=False)
 
 
-def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, list[str]]:
+def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, str]:
     dtype = best_plain_dtype(hardware)
     scaled = " with loss scaling" if dtype == "fp16" else ""
     plan, _ = _resolve_plain(asked, load_recipe(dtype), hardware, "auto")
     sentence = f"{reason}: {dtype}{scaled}"
-    return replace(plan, native=False, reasons=(sentence, *plan.reasons)), [sentence]
+    return replace(plan, native=False, reasons=(sentence, *plan.reasons)), sentence
 
 
 _OR_BF16 = ("delayed", "current", "block")
@@ -242,10 +248,7 @@ def _others(
     found: list[tuple[Quantizers, BackendName, str]] = []
     if backend in ("te", "torch"):
         for table in recipe.tables[1:]:
-            if hardware.capability is None:
-                why = _unable_on_cpu("torch", table, hardware)
-            else:
-                why = _lacking_hardware(table, hardware) or _unable("torch", table, hardware)
+            why = _unable("torch", table, hardware)
             if not why and backend == "te":
                 found.append((table, "torch", "Transformer Engine runs one recipe in a model"))
             elif why:
@@ -260,15 +263,19 @@ def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:
     if name is None:
         return "no GEMM of the GPU backends takes these operands"
     kernel = KERNELS[name]
-    if not kernel.served_by(hardware.capability):
-        return f"{name} needs {kernel.needs}, this is {_kind(hardware)}"
-    if kernel.cuda is not None and not _has_cuda(hardware, kernel.cuda):
+    if not kernel.gpus.have(hardware.capability):
+        return f"{name} needs compute capability {kernel.gpus.words}, this is {_kind(hardware)}"
+    if kernel.cuda is not None and _older(hardware.cuda_version, kernel.cuda):
         return "{} needs CUDA {}.{}".format(name, *kernel.cuda)
     return ""
 
 
 def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
-    """Why `backend` cannot run these operands on a GPU whose FP8 units could; "" if it can."""
+    """Why `backend`, te or torch, cannot run these operands on this machine; "" if it can."""
+    if hardware.capability is None:
+        return _unable_on_cpu(backend, quantizers, hardware)
+    if lacking := _lacking_hardware(quantizers, hardware):
+        return lacking
     if special := _too_special(quantizers):
         return special
     kernel, x = kernel_of(quantizers), quantizers.input
@@ -276,7 +283,7 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
     if backend == "te":
         if kernel == "rowwise":
             return "Transformer Engine has no scale per row"
-        if kernel == "nvfp4" and not _is_blackwell(hardware):
+        if kernel == "nvfp4" and not BLACKWELL.have(hardware.capability):
             # TE's check takes 12.x too, where its casts at random gave gradients of 0 and its
             # Hadamard transforms fail (TransformerEngine issue 3062, pull request 3281).
             return "Transformer Engine's NVFP4 works on 10.x alone"
@@ -284,7 +291,7 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
             return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
         if kernel == "mxfp8" and x.scale_rounding != "rceil":
             return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
-        if kernel == "block" and _is_blackwell(hardware) and x.scale != "power_of_two":
+        if kernel == "block" and BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
         if kernel in ("delayed", "current"):
             # The operands may differ in nothing but a gradient of E5M2.
@@ -293,33 +300,32 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
             if len(settings) > 1 or w is None or w.format != x.format:
                 return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
-    if not _has_torch(hardware, TORCH_MINIMUM):
-        return _old_torch(hardware)
-    if kernel == "block" and _is_blackwell(hardware):
+    if old := _old_torch(hardware):
+        return old
+    if kernel == "block" and BLACKWELL.have(hardware.capability):
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
         return "the torch backend has no block scaling on 10.x"
     return ""
 
 
-def _unable_on_cpu(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
-    """Why the backend that was asked for by name cannot run these operands on a CPU; "" if it
-    can."""
+def _unable_on_cpu(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
     if backend == "te":
         return "Transformer Engine needs a CUDA GPU"
-    if backend != "torch":
-        return ""
-    if not _has_torch(hardware, TORCH_MINIMUM):
-        return _old_torch(hardware)
+    if old := _old_torch(hardware):
+        return old
     kernel = kernel_of(quantizers)
     if kernel not in SCALED_AFTERWARDS:
         return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
-    if kernel == "rowwise" and not _has_torch(hardware, ROWS_ON_CPU):
+    if kernel == "rowwise" and _older(version_pair(hardware.torch_version), ROWS_ON_CPU):
         least = ".".join(map(str, ROWS_ON_CPU))
         return f"torch's scaled_mm on a CPU has no rowwise scaling before torch {least}"
     return _too_special(quantizers)
 
 
 def _old_torch(hardware: Hardware) -> str:
+    """That torch is older than its backend needs; "" if it is not."""
+    if not _older(version_pair(hardware.torch_version), TORCH_MINIMUM):
+        return ""
     needed = ".".join(map(str, TORCH_MINIMUM))
     return (
         f"the torch backend needs torch {needed} or later, this is {hardware.torch_version} "
@@ -335,29 +341,12 @@ def _too_special(quantizers: Quantizers) -> str:
     return ""
 
 
-def _has_attention(recipe: Recipe, hardware: Hardware) -> bool:
-    """Whether Transformer Engine has the recipe's FP8 attention on this GPU. Source: TE 2.20,
-    `get_attention_backend`, which has delayed scaling below 10.0, and nothing on 12.0."""
-    on_hopper = recipe.attention == "delayed" and hardware.capability == (9, 0)
-    return on_hopper or _is_blackwell(hardware)
-
-
-def _is_blackwell(hardware: Hardware) -> bool:
-    return hardware.capability is not None and hardware.capability[0] == 10
-
-
 def _kind(hardware: Hardware) -> str:
     if hardware.capability is None:
         return "a CPU"
     return "compute capability {}.{}".format(*hardware.capability)
 
 
-def _has_cuda(hardware: Hardware, least: tuple[int, int]) -> bool:
-    """Whether torch was built for CUDA `least` or later; a version not known counts as current."""
-    return hardware.cuda_version is None or hardware.cuda_version >= least
-
-
-def _has_torch(hardware: Hardware, least: tuple[int, int]) -> bool:
-    """Whether torch is `least` or later; a version not known counts as current."""
-    found = version_pair(hardware.torch_version)
-    return found is None or found >= least
+def _older(version: tuple[int, int] | None, least: tuple[int, int]) -> bool:
+    """Whether a version is older than `least`; one that is not known counts as current."""
+    return version is not None and version < least

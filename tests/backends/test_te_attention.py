@@ -312,6 +312,25 @@ def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
     assert all(scales[1][name] == scale / 2 != 1 for name, scale in scales[0].items())
 
 
+def test_an_amax_that_is_nan_is_ignored(te, monkeypatch):
+    """TE's casts leave NaN out of an amax; what cuDNN writes for one, its documents do not say."""
+    cast = te_stand_in.AttentionQuantizer.__call__
+
+    def spoil(self, *parts):
+        found = cast(self, *parts)
+        if self.operand == "S":
+            self.amax.fill_(torch.nan)
+        return found
+
+    model = gpt("delayed", "delayed")
+    monkeypatch.setattr(te_stand_in.AttentionQuantizer, "__call__", spoil)
+    for step in range(2):
+        loss_of(model, step, length=128).backward()
+    state = fp8_state(model)
+    assert all(x.isfinite().all() for x in state.values())
+    assert float(state[f"{PATHS[0]}.S.scale"]) == 1 != float(state[f"{PATHS[0]}.O.scale"])
+
+
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_block_that_runs_again_records_what_it_recorded_before(te, kind, use_reentrant):

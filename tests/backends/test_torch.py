@@ -305,6 +305,26 @@ def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype
             assert torch.equal(along.inv_scale, 1 / scale)
 
 
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "rowwise"])
+def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
+    layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
+    for name in ("input", "weight", "grad_output"):
+        x = normal(128, 256, seed=3).bfloat16()
+        for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
+            if recipe == "mxfp8":
+                data, scales = numerics.quantize_mxfp8(part.contiguous())
+            elif recipe == "rowwise":
+                data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
+            else:
+                block = (128, 128) if name == "weight" else (1, 128)
+                data, scales = numerics.quantize_blocks(part.contiguous(), block)
+            assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
+            ours = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
+            sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
+            spread = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+            assert torch.equal(ours, spread)
+
+
 @pytest.mark.parametrize("hardware", [B200, RTX])
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
 def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):

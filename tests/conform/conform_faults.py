@@ -129,7 +129,7 @@ def twice(made: None, self: Any, slots: Any = None) -> None:
 
 
 def of_another(exact: Any, self: Any) -> Tensor:
-    slots = self._delayed._slots
+    slots = list(self._delayed.slots.values())
     return exact(slots[(slots.index(self) + 2) % len(slots)])
 
 

@@ -274,7 +274,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
     tensors += [*delayed.history.all_recorded, delayed.first_scales, delayed.first]
-    tensors += [delayed.weights.flag, *(slot._column for slot in delayed._slots)]
+    tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     draws: Any = model.stochastic_rounding
     tensors += draws.state_dict().values()
     assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)

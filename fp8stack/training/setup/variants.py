@@ -15,6 +15,7 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.precision.attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.precision.recipe import plain
 from fp8stack.training.run import Run, Schedule, Variant
@@ -194,8 +195,10 @@ def _require_whole_sequences(attention: str, config: RunConfig, model: GPTConfig
     if config.document_mask:
         raise UserError(f"{what} takes no --document-mask. Leave one of the two out.")
     context = config.context or model.context
-    if context % 128:
-        raise UserError(f"{what} needs a --context divisible by 128, not {context}.")
+    if context % SEQUENCE_MULTIPLE:
+        raise UserError(
+            f"{what} needs a --context divisible by {SEQUENCE_MULTIPLE}, not {context}."
+        )
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:
