@@ -458,6 +458,8 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
     assert recipe.reason == ""
     assert recipe.gap is not None
     assert recipe.gap.mean > 0
-    held = {"windows": 8, "data": str(tmp_path / "text.txt"), "tokenizer": "bytes"}
+    held: dict[str, Any] = {
+        "windows": 8, "data": str(tmp_path / "text.txt"), "tokenizer": "bytes"
+    }  # fmt: skip
     (score,) = fp8stack.evaluate(f"hf:{tmp_path / 'theirs'}", **held)  # the same windows
     assert found.trained.loss == pytest.approx(score.loss, abs=1e-6)

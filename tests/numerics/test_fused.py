@@ -42,7 +42,7 @@ def test_blocks_of_different_sizes_share_a_sweep():
     other = replace(quantizer, block=(1, 16))
     assert alike(quantizer, other)
     x = uneven(200, 100)
-    one, two = Rounding(quantizer, ((1, 64), (16, 1)))(x)
+    one, two = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
     assert_equal([one, two], [*rounding(quantizer, [1]).round(x), *rounding(other, [0]).round(x)])
 
 
