@@ -1,4 +1,4 @@
-"""Tables of text: in Markdown, in columns, and for a terminal."""
+"""Tables of text: in Markdown, in columns, and for a terminal; names that fit into a plot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+LONGEST_NAME = 32
+
+
+def shortened(name: str) -> str:
+    """A name; of a long one, such as a file's path, the end."""
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

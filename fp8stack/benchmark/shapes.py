@@ -73,11 +73,11 @@ def measure_shapes(
     for name, sizes in config.linear_shapes(vocabulary).items():
         if _in_fp8(plan, {name: sizes}).runs_fp8:
             names.setdefault(sizes, []).append(name)
-    results = []
+    plans, results = {"bf16": resolve("bf16", hardware), "fp8": plan}, []
     for sizes, of in names.items():
         shape = (tokens, *sizes)
         timings = side_by_side(
-            {"bf16": resolve("bf16", hardware), "fp8": plan},
+            plans,
             shape,
             config.bias and of != ["lm_head"],
             rounds=rounds,

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fp8stack.compare.summary import RecipeFigures
+from fp8stack.tables import shortened
 
 # Recipes often lie on one another: markers and dashes tell them apart where colours do not.
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 ROOM = 0.06
-LONGEST_NAME = 32
 
 
 def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
@@ -38,7 +38,8 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
             continue
         steps, means, lows, highs = zip(*row.curve, strict=True)
         axes.fill_between(steps, lows, highs, color=colors[row.recipe], alpha=0.15, linewidth=0)
-        label = _name(row) if row.done else f"{_name(row)} ({row.verdict})"
+        name = shortened(row.recipe)
+        label = name if row.done else f"{name} ({row.verdict})"
         marks: dict[str, Any] = {
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
@@ -60,12 +61,6 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
         _say(axes, "no run has a validation loss")
 
 
-def _name(row: RecipeFigures) -> str:
-    """The recipe's name; of a long one, such as a file's path, the end."""
-    name = row.recipe
-    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
-
-
 def _say(axes: Axes, message: str) -> None:
     """What a panel has in place of figures."""
     axes.set(xticks=[], yticks=[])
@@ -76,7 +71,7 @@ def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict
     others = [row for row in rows if row.recipe != baseline]
     axes.set_title("gap, 95 % interval over seeds", fontsize=10)
     if all(row.gap_percent is None for row in others):
-        of = "\n".join(f"{_name(row)}: {row.verdict}" for row in rows)
+        of = "\n".join(f"{shortened(row.recipe)}: {row.verdict}" for row in rows)
         return _say(axes, f"no gap to {baseline} is known\n\n{of}")
     axes.axvline(0, color="0.5", linewidth=0.8)
     for place, row in enumerate(others):
@@ -88,7 +83,7 @@ def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict
         # A verdict over its own line, where no interval lies.
         above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
         axes.annotate(row.verdict, (mean, place), (0, 7), **above)
-    axes.set_yticks(range(len(others)), [_name(row) for row in others])
+    axes.set_yticks(range(len(others)), [shortened(row.recipe) for row in others])
     axes.set_ylim(len(others) - 0.5, -0.7)
     axes.margins(x=0.25)
     axes.set(xlabel=f"validation loss at the end, % above {baseline}")

@@ -34,17 +34,18 @@ def time_shares(
     micro-batch of the model's run has.
 
     Each distinct shape is measured in each recipe, in turns with bf16, by the backend that trains
-    in the recipe on this machine, compiled where training compiles.
+    in the recipe on this machine, compiled if bf16 would be.
 
     Args:
         trained: the model.
-        tell: called with what is being measured.
+        tell: called with what was measured.
         layers: module paths.
         recipes: by the names of the recipes for the forward and the backward pass.
         measure: what times arms: `interleaved`, or a test's own.
     """
     hardware, config = trained.hardware, trained.model.config
     plain = resolve(PLAIN, hardware)
+    compiled, _ = is_compiled(None, plain, hardware)
     plans = {pair: resolve(recipe, hardware) for pair, recipe in recipes.items()}
     sizes = config.linear_shapes()
     shapes: dict[str, Shape] = {path: (trained.rows, *sizes[path]) for path in layers}
@@ -53,8 +54,6 @@ def time_shares(
     for shape in dict.fromkeys(shapes.values()):
         base[shape], ratios[shape] = math.inf, {(PLAIN, PLAIN): 1.0}
         for pair, plan in plans.items():
-            tell("{} x {} -> {} in {}, {}".format(*shape, *pair))
-            compiled, _ = is_compiled(None, plan, hardware)
             found = side_by_side(
                 {"bf16": plain, "recipe": plan},
                 shape,
@@ -65,6 +64,7 @@ def time_shares(
             )
             base[shape] = min(base[shape], found["bf16"].fastest_ms)
             ratios[shape][pair] = ratio(found["recipe"], found["bf16"])
+            tell("{} x {} -> {} in {}, {}".format(*shape, *pair))
     total = sum(base[shape] for shape in shapes.values())
     return {
         path: {pair: slower * base[shape] / total for pair, slower in ratios[shape].items()}

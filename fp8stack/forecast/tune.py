@@ -206,10 +206,8 @@ def _without_stdout() -> Iterator[None]:
 def _recipe(pair: Pair) -> Recipe | None:
     """The recipe with the first's forward pass and the second's backward pass; None if there can be
     none."""
-    forward, backward = pair
-    changes = {} if forward == backward else {"backward": _backward(backward)}
     try:
-        return load_recipe(forward, changes)
+        return load_recipe(pair[0], _overrides(pair))
     except UserError:
         return None
 
@@ -378,10 +376,12 @@ def as_toml(found: Assignment, description: str) -> str:
 
 def _keys(key: str, pair: Pair) -> dict[str, str]:
     """The keys of a recipe file for a pair, the forward pass's recipe under `key`."""
+    return {key: pair[0]} | _overrides(pair)
+
+
+def _overrides(pair: Pair) -> dict[str, str]:
+    """What the second's backward pass changes in the first's recipe."""
     forward, backward = pair
-    by = {} if forward == backward else {"backward": _backward(backward)}
-    return {key: forward} | by
-
-
-def _backward(recipe: str) -> str:
-    return "high_precision" if recipe == PLAIN else recipe
+    if forward == backward:
+        return {}
+    return {"backward": "high_precision" if backward == PLAIN else backward}

@@ -13,6 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from fp8stack.tables import shortened
+
 INK = "#1a1b1c"  # becomes the colour of the page's text
 COLORS = (
     *("#3b82f6", "#e8710a", "#16a34a", "#a855f7", "#dc2626"),
@@ -124,10 +126,10 @@ def whole_steps(axes: Any) -> None:
 
 
 def legend_above(figure: Figure, axes: Any) -> None:
-    """Place the legend above the plot, which keeps its height. Long labels lose their middle."""
+    """Place the legend above the plot, which keeps its height."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        labels = [f"{one[:18]}…{one[-18:]}" if len(one) > 40 else one for one in labels]
+        labels = [shortened(label) for label in labels]
         fit = int(12 * figure.get_figwidth() / (max(map(len, labels)) + 6))
         columns = max(1, min(fit, 7))
         figure.set_figheight(figure.get_figheight() + 0.17 * ((len(labels) - 1) // columns))
