@@ -21,9 +21,7 @@ MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_sca
 # Fused, the product would not be rounded to float32.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
-
-# Found here: `has_kernel` is compiled, and torch 2.11 compiles none of that.
-TRITON_RUNS = not find_triton_problem()
+TRITON_RUNS = not find_triton_problem()  # a constant, since compiled code asks for it
 
 
 # With fixed strides, inductor would write the bytes twice: for this operator, and for others.
@@ -53,10 +51,16 @@ def run_transpose(data: Tensor) -> Tensor:
     return made
 
 
-@cache
+# A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernel(device: torch.device) -> bool:
     """Whether the kernels run on `device`: Triton works here, and converts to both formats."""
-    if device.type != "cuda" or torch.version.cuda is None or not TRITON_RUNS:
+    return device.type == "cuda" and _has_kernel(device)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    if torch.version.cuda is None or not TRITON_RUNS:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -188,7 +188,7 @@ def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
     small.advance(2)
     inputs: list[float] = []
     up = small.run.model.get_submodule("blocks.0.mlp.up")
-    up.register_forward_pre_hook(lambda _, args: inputs.append(float(args[0].abs().max())))
+    up.register_forward_pre_hook(lambda _, args: inputs.append(float(args[0].detach().abs().max())))
     before = {n: float(p.detach().abs().max()) for n, p in small.run.model.named_parameters()}
     small.advance(1)
     state = fp8_state(small.run.main.model)
