@@ -47,7 +47,7 @@ def run_transpose(data: Tensor) -> Tensor:
     tiles = -(-rows // 128) * -(-columns // 128)
     operands = (data.contiguous(), made, rows, columns)
     with torch.cuda.device(data.get_device()):
-        triton_kernels.transpose_bytes[(tiles,)](*operands, SIZE=128, num_warps=8)
+        triton_kernels.transpose_bytes[(tiles,)](*operands, SIZE=128, **OPTIONS | {"num_warps": 8})
     return made
 
 
