@@ -82,6 +82,7 @@ def _find_the_gpu(capability: tuple[int, int]) -> None:
         "_maybe_exchange_device": lambda device: 0,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, function in {**told(capability), **nothing}.items():
         setattr(torch.cuda, name, function)

@@ -54,7 +54,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_no_step_calls_what_is_refused(recipe, tmp_path):
     refused = refused_on_gpus()
-    assert {"cumsum", "histc", "median", "bincount"} <= refused
+    assert {"histc", "median", "bincount"} <= refused  # cumsum repeats from torch 2.15 on
     small = SmallLoop(tmp_path / "r", recipe, telemetry_every=1, accumulate=2, clip_mode="adaptive")
     with Calls() as calls:
         small.advance(3)
