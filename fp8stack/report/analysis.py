@@ -15,7 +15,7 @@ from fp8stack.report.events import ending, failure, from_events
 from fp8stack.report.formatting import Finding, Level, in_steps, percent, shown, times
 from fp8stack.report.gradients import gradient_findings
 from fp8stack.report.outliers import Outlier, find_outliers, settled
-from fp8stack.report.read import Operand, Run, table
+from fp8stack.report.read import Operand, Run, of_linears, table
 
 MOST = 6  # outliers that have a sentence each
 CLIPPED_BITS = 3.0  # an amax 8 times the largest value in range; less is usual in delayed scaling
@@ -70,7 +70,7 @@ def analyze(run: Run) -> Analysis:
         findings=sorted(findings, key=lambda finding: rank[finding.level]),
         outliers=outliers,
         operands=operands,
-        extremes=_extremes(operands),
+        extremes=_extremes(of_linears(operands)),
         total=total,
         done=done,
         state="failed" if failure(run) is not None else state,

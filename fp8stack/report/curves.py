@@ -19,7 +19,7 @@ from fp8stack.report.drawing import (
     whole_steps,
 )
 from fp8stack.report.formatting import times
-from fp8stack.report.read import Operand, Run, column
+from fp8stack.report.read import Operand, Run, column, of_linears
 from fp8stack.training.metrics.plot import smoothed, view_range
 
 FEW = 3  # with more runs, only the running mean is drawn
@@ -196,8 +196,9 @@ def worst(analysis: Analysis, most: int = WORST) -> list[Operand]:
         for operand in [*analysis.run.operands, *analysis.operands]
     }  # settled samples take precedence
     order = [(out.operand.layer, out.operand.kind) for out in analysis.outliers]
-    by_headroom = sorted(analysis.operands, key=lambda operand: _least(operand, "headroom_bits"))
-    by_sqnr = sorted(analysis.operands, key=lambda operand: _least(operand, "sqnr_db"))
+    usual = of_linears(analysis.operands)  # softmax has no headroom, nor needs any
+    by_headroom = sorted(usual, key=lambda operand: _least(operand, "headroom_bits"))
+    by_sqnr = sorted(usual, key=lambda operand: _least(operand, "sqnr_db"))
     for pair in zip(by_headroom, by_sqnr, strict=True):
         order += [(operand.layer, operand.kind) for operand in pair]
     order += list(everything)

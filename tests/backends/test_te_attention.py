@@ -4,6 +4,7 @@ What stands for Transformer Engine is in te_stand_in.py."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.guard import policy
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
@@ -344,6 +346,37 @@ def test_a_block_that_runs_again_records_what_it_recorded_before(te, kind, use_r
         assert same(*map(fp8_state, models)), step
 
 
+@pytest.mark.parametrize(("recipe", "kind"), [*KINDS[:2], KINDS[4], KINDS[6]])
+def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
+    model = gpt(recipe, kind)
+    telemetry = Telemetry(model.backend.plan, 1)
+    slots = [f"{path}.{operand}" for path in PATHS for operand in SLOTS[kind]]
+    for step in range(3):
+        scales = state_of(model)
+        with telemetry.sampling(model):
+            seen = recorded(te, model, step=step)
+        recorded(te, model, step=9)  # another micro-batch, which is not sampled
+        sample = telemetry.finish(step, None)
+        rows = {f"{r['layer']}.{r['operand']}": r for r in sample.rows if r.get("layer") in PATHS}
+        assert list(rows) == slots
+        for slot, row in rows.items():
+            scale = float(scales[f"{slot}.scale"])
+            assert (row["amax"], row["scale"]) == pytest.approx((seen[slot], scale), rel=1e-8)
+            top = 57344 if slot.rpartition(".")[2][0] == "d" else 448
+            bits = math.log2(top / (row["amax"] * scale))
+            assert row["headroom_bits"] == pytest.approx(bits, rel=1e-5, abs=1e-6)
+            unknown = {"saturated", "underflow", "nonfinite", "sqnr_db"}
+            assert {row[figure] for figure in unknown} == {None}
+            assert f"fp8/amax/{slot}" in sample.numbers
+            assert f"fp8/sqnr_db/{slot}" not in sample.numbers
+    model.blocks[0].attention.in_fp8 = False
+    with telemetry.sampling(model):
+        loss_of(model, 4, length=128).backward()
+    found = {row.get("layer") for row in telemetry.finish(4, None).rows}
+    assert found.isdisjoint(PATHS[:1])
+    assert not slots or PATHS[1] in found
+
+
 RUN = [*FLAGS, "--steps", "8", "--eval-every", "4", "--schedule", "constant", "--context", "128"]
 RUN += ["--set", "model_overrides.context=128"]
 SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
@@ -398,6 +431,37 @@ def te_stand_in_load(file: Path) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = load_file(file)
     return found
+
+
+PHASED = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
+PHASED += ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=1"]
+
+
+def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
+    te, command: Command, tmp_path, on_gpus, capsys
+):
+    flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
+    assert command("pretrain", *PHASED, *flags) == 0
+    rows = metrics(tmp_path / "r")
+    why = {row["phase"]: row["why"] for row in rows if row.get("event") == "phase"}
+    told = "the scales of its attention begin at 1, as in a new run"
+    assert why["stable"] == f"delayed was asked for from this step on; {told}"
+    assert not any(told in said for phase, said in why.items() if phase != "stable")
+    found = (tmp_path / "r/telemetry.jsonl").read_text().splitlines()
+    first = next(r for r in map(json.loads, found) if r.get("operand") == "QKV")
+    assert (first["step"], first["scale"]) == (3, 1)
+    capsys.readouterr()
+    assert command("report", "r", "--text") == 0
+    printed = capsys.readouterr().out
+    (heads,) = [line for line in printed.splitlines() if "darker is worse" in line]
+    assert "grad_output" in heads and "QKV" not in heads  # noqa: PT018
+    assert command("report", "r") == 0
+
+
+def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, te, on_gpus):
+    run = ["pretrain", *PHASED, "--set"]
+    phases = 'phases=[{name="early", recipe="bf16", until=2}, {name="main"}, {name="evaluation"}]'
+    refused(*run, phases, said="validation losses with attention = 'delayed' need a first phase")
 
 
 @pytest.mark.parametrize("most", [3, 0])
