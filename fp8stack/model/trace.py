@@ -38,7 +38,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.attention import FP8_ATTENTION
 
-Rate = Literal["half", "fp8", "fp4", "attention"]
+Rate = Literal["half", "fp8", "fp4", "attention", "fp8_attention"]
 
 
 class Part(NamedTuple):
@@ -450,7 +450,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = 2 * outputs[0].numel() * inner * (2 if packed else 1)
         elif name.startswith("aten::_scaled_dot_product"):
             q, k = inputs[:2] if node is None else inputs[1:3]
-            rate, flops = "attention", (2 if node is None else 5) * q.numel() * k.shape[2]
+            rate = "fp8_attention" if self._plan.recipe.fp8_attention else "attention"
+            flops = (2 if node is None else 5) * q.numel() * k.shape[2]
         elif "embedding" in name:  # only some rows of the table or its gradient
             size = min(x.nbytes for x in (*inputs, *outputs))
             reads = [] if node is None else reads
