@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from fp8stack import presets
-from fp8stack.errors import UserError, unknown
+from fp8stack.errors import UnservedAttention, UserError, unknown
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
@@ -70,11 +70,11 @@ def resolve(
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitution}.")
     kind = FP8_ATTENTION.get(chosen.attention)
     if kind and not (plan.backend == "te" and kind.gpus.have(hardware.capability)):
-        raise UserError(
+        raise UnservedAttention(
             f"attention = '{chosen.attention}' needs Transformer Engine on compute capability "
-            f"{kind.gpus.words}. This is {_kind(hardware)}, with {plan.recipe.name} run by "
-            f"{plan.backend}. Give another --recipe, or attention = 'compute' "
-            "(--set recipe.attention=compute)."
+            f"{kind.gpus.words}",
+            f" This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give "
+            "another --recipe, or attention = 'compute' (--set recipe.attention=compute).",
         )
     # Whatever runs instead, attention and the residual stream stay what was asked for.
     runs = plan.recipe.model_copy(update=chosen.beside_linears)

@@ -24,6 +24,7 @@ from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.guard import policy
+from fp8stack.training.setup.init_from import find_source
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
 from tests.support import backend_models
@@ -431,6 +432,30 @@ def te_stand_in_load(file: Path) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = load_file(file)
     return found
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [("delayed", "9.0"), ("mxfp8", "10.x")])
+def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_compute_dtype(
+    te, recipe, gpu, command: Command, on_gpus, capsys
+):
+    width, heads = SHAPES[gpu]
+    flags = ["--recipe", recipe, "--set", "recipe.attention=delayed", *RUN, "--steps", "2"]
+    flags += ["--set", f"model_overrides.width={width}", "--set", f"model_overrides.heads={heads}"]
+    assert command("pretrain", "--out", "r", *flags) == 0
+    capsys.readouterr()
+    assert command("eval", "r", "--windows", "2", "--device", "cpu") == 0
+    why = "attention = 'delayed' needs Transformer Engine on compute capability 9.0 or 10.x"
+    assert f"{why}: attention runs in the compute dtype" in capsys.readouterr().out
+    given = ["--recipe", recipe, "--device", "cpu", "--tokens", "2"]
+    assert command("generate", "r", "--prompt", "a", *given) == 0
+    assert f"because {why}" in capsys.readouterr().err
+    trained = find_source("r")
+    assert trained.checkpoint is not None
+    saved = trained.checkpoint.tensors["fp8"]
+    assert f"{PATHS[0]}.S.scale" in saved
+    found = fp8_state(trained.model(recipe, CPU))  # those of linears, as they were saved
+    assert same(found, {name: x for name, x in saved.items() if name in found})
+    assert len(found) == (24 if recipe == "delayed" else 0) * trained.shape.layers
 
 
 PHASED = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
