@@ -183,7 +183,7 @@ def trace(
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else [[index] for index in blocks]
-    own = replace(plan, asked="", reasons=(), of_backend=(), gpu="")
+    own = replace(plan, asked="", reasons=(), gpu="")
     rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
     if backward:
         chunk = rows

@@ -214,7 +214,7 @@ def _runs_alike(plan: Plan, other: Plan) -> bool:
     def without_words(plan: Plan) -> Plan:
         recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
         layers = tuple(replace(layer, precision="", reason="", doubt="") for layer in plan.layers)
-        plan = replace(plan, asked="", reasons=(), of_backend=(), native=True)
+        plan = replace(plan, asked="", reasons=(), native=True)
         return replace(plan, recipe=recipe, layers=layers)
 
     return without_words(plan) == without_words(other)
