@@ -1,8 +1,8 @@
 """Runs a preparation, from the inputs to the manifest."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,16 @@ from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_
 SAVE_EVERY_S = 2.0
 
 
-def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
+Stopping = Callable[[str], AbstractContextManager[object]]
+"""A context within which a request to stop is answered with these words."""
+
+
+def prepare(
+    settings: Settings, overwrite: bool = False, stopping: Stopping = nullcontext
+) -> dict[str, Any]:
     """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
-    return its manifest. `overwrite` first removes an existing preparation.
+    return its manifest. `overwrite` first removes an existing preparation. What begins anew if it
+    is stopped runs in a context of `stopping`.
 
     Raises:
         UserError: an input, the tokenizer or the folder cannot be used.
@@ -56,7 +63,10 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
             folder.require_settings(journal.settings, settings)
         elif not cleared:
             folder.require_empty()
-        tokenizer, journal = _begin(folder, settings, sources, journal)
+        trains = settings.train_bpe is not None and not (journal and folder.tokenizer_path.exists())
+        words = "Stopped. The same command trains the tokenizer anew."
+        with stopping(words) if trains else nullcontext():
+            tokenizer, journal = _begin(folder, settings, sources, journal, trains)
         preparation = _Preparation(folder, settings, sources, tokenizer, journal)
         try:
             manifest, speed = preparation.run()
@@ -92,13 +102,18 @@ def _require_same(
 
 
 def _begin(
-    folder: Folder, settings: Settings, sources: Sequence[Source], journal: Journal | None
+    folder: Folder,
+    settings: Settings,
+    sources: Sequence[Source],
+    journal: Journal | None,
+    trains: bool,
 ) -> tuple[Tokenizer, Journal]:
-    """The tokenizer, and the existing or a new journal; both are saved."""
+    """The tokenizer, which it `trains` if asked, and the existing or a new journal; both are
+    saved."""
     trained_on = None
     if settings.train_bpe is None:
         tokenizer = load_tokenizer(settings.tokenizer)
-    elif journal is not None and folder.tokenizer_path.exists():
+    elif not trains:
         text = folder.tokenizer_path.read_bytes().decode(errors="replace")
         tokenizer = tokenizer_from_json(text, f"bpe-{settings.train_bpe}")
     else:
