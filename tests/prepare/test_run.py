@@ -432,6 +432,18 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
     assert manifest["documents"]["replaced"] == 5
 
 
+@pytest.mark.parametrize("item_bytes", [8, 1000])
+def test_a_byte_order_mark_is_no_part_of_a_text(item_bytes, tmp_path, out, monkeypatch):
+    monkeypatch.setattr(run, "ITEM_BYTES", item_bytes)
+    texts = ["one two three four", " spaced out", "\ufeff two", "x \ufeff y", "\ufeff"]
+    marks = ["\ufeff", "\ufeff", "\ufeff", "", ""]  # a file of nothing else is empty
+    for number, (mark, text) in enumerate(zip(marks, texts, strict=True)):
+        written(tmp_path / "in" / f"{number}.txt", (mark + text).encode())
+    manifest = prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, texts[:4], share=0.0)
+    assert manifest["documents"]["empty"] == 0
+
+
 # What is refused
 
 BAD_LINES = {
