@@ -26,6 +26,7 @@ from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, may_be_cut, read_items
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import sample_of, train_bpe
+from fp8stack.tables import counted
 from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
 
@@ -199,7 +200,7 @@ class _Preparation:
             item_bytes=ITEM_BYTES,
         )
         if self.position != Position():
-            say(f"going on after {self.counts.documents:,} documents")
+            say(f"going on after {counted(self.counts.documents, 'document')}")
         try:
             with closing(read_items(self.sources, self.position, how)) as items:
                 self._take_all(items)
@@ -235,8 +236,8 @@ class _Preparation:
                 speed = (self.tokens - self.before) / max(display.elapsed_s, 1e-9)
                 display.update(
                     item.on_disk,
-                    f"{self.counts.documents:,} documents | {self.tokens / 1e6:,.1f}M tokens | "
-                    f"{speed / 1e3:,.0f}k tok/s",
+                    f"{counted(self.counts.documents, 'document')} | "
+                    f"{self.tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s",
                 )
                 if time.monotonic() - saved >= SAVE_EVERY_S:
                     self._save()

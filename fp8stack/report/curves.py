@@ -18,8 +18,8 @@ from fp8stack.report.drawing import (
     thinned,
     whole_steps,
 )
-from fp8stack.report.formatting import times
 from fp8stack.report.read import Operand, Run, column, of_linears
+from fp8stack.tables import counted
 from fp8stack.training.metrics.plot import smoothed, view_range
 
 FEW = 3  # with more runs, only the running mean is drawn
@@ -62,7 +62,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
             mark_events(axes, runs[0].events)
         low, high = axes.set_ylim(*view_range(values, each))
         if beyond := sum(not low <= value <= high for value in each or values):
-            captions.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
+            captions.append(f"{counted(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
         legend_above(figure, axes)
