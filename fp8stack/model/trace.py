@@ -272,6 +272,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_te = {"fused norm"}  # steps of which Transformer Engine saves something else
         if plan.recipe.fp8_attention:
             self._by_te.add("attention")
+        # Linears that Transformer Engine runs, without torch's operators: checkpointing sees none.
+        self._of_te = {x.name for x in plan.layers if x.fp8 and plan.runs(x) == "te"}
         self._alive: list[Any] = []  # or another storage could take a freed one's address
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
         self._rows: set[int] = set()  # gradients of embeddings
@@ -419,6 +421,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values_of[_storage(outputs[0])] = tuple(dict.fromkeys(found))
         else:
             saves = policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+            saves = saves and self._one not in self._by_te and self._path not in self._of_te
             made = self._operator(func, name, inputs, outputs)
             if not made.backward:
                 step = self._step(func, inputs, outputs[0], source, label)
