@@ -458,15 +458,32 @@ def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_comp
     assert len(found) == (24 if recipe == "delayed" else 0) * trained.shape.layers
 
 
-PHASED = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
-PHASED += ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=1"]
+ON_HOPPER = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
+ON_HOPPER += ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=1"]
+
+
+def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
+    te, command: Command, monkeypatch, tmp_path, on_gpus, capsys
+):
+    assert command("pretrain", *ON_HOPPER, "--steps", "1") == 0
+    monkeypatch.undo()
+    run, new = str(tmp_path / "r"), str(tmp_path / "new")
+    capsys.readouterr()
+    assert command("pretrain", "--resume", run, "--steps", "2", "--device", "cpu") == 2
+    assert capsys.readouterr().err == (
+        f"fp8stack: Cannot resume {run}: attention = 'delayed' needs Transformer Engine on compute "
+        "capability 9.0 or 10.x. Leave it as it was, or start a new run in another --out, with its "
+        f"weights by --init-from {run}.\n"
+    )
+    goes_on = ["--init-from", run, "--recipe", "delayed", "--steps", "1", "--device", "cpu"]
+    assert command("pretrain", "--out", new, *goes_on) == 0
 
 
 def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
     te, command: Command, tmp_path, on_gpus, capsys
 ):
     flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
-    assert command("pretrain", *PHASED, *flags) == 0
+    assert command("pretrain", *ON_HOPPER, *flags) == 0
     rows = metrics(tmp_path / "r")
     why = {row["phase"]: row["why"] for row in rows if row.get("event") == "phase"}
     told = "the scales of its attention begin at 1, as in a new run"
@@ -484,7 +501,7 @@ def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
 
 
 def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, te, on_gpus):
-    run = ["pretrain", *PHASED, "--set"]
+    run = ["pretrain", *ON_HOPPER, "--set"]
     phases = 'phases=[{name="early", recipe="bf16", until=2}, {name="main"}, {name="evaluation"}]'
     refused(*run, phases, said="validation losses with attention = 'delayed' need a first phase")
 
