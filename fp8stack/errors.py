@@ -13,6 +13,14 @@ class UserError(ValueError):
     told = False  # to the other ranks of a run
 
 
+class UnservedAttention(UserError):
+    """FP8 attention that this machine, backend or model does not have; `why` in a few words."""
+
+    def __init__(self, why: str, more: str = "") -> None:
+        super().__init__(f"{why}.{more}")
+        self.why = why
+
+
 class NoUsableCheckpoint(UserError):
     """A run was to be resumed and no checkpoint of it can be loaded. Exit code 3."""
 

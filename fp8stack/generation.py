@@ -13,6 +13,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling
 from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
+from fp8stack.tables import counted
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
@@ -218,7 +219,7 @@ class _Speed:
     def close(self) -> None:
         if self._first_s == 0.0:
             return
-        read = f"read {self._read} tokens at {self._read / self._first_s:,.0f} tokens/s"
+        read = f"read {counted(self._read, 'token')} at {self._read / self._first_s:,.0f} tokens/s"
         wrote = f"wrote {self._written}"
         if self._written > 1:
             wrote += f" at {(self._written - 1) / self._rest_s:,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""Tables of text: in Markdown, in columns, and for a terminal; names that fit into a plot."""
+"""Tables of text: in Markdown, in columns, and for a terminal; names and counts in text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ LONGEST_NAME = 32
 def shortened(name: str) -> str:
     """A name; of a long one, such as a file's path, the end."""
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count with what is counted, `many` if not that with an s: "1 step", "3,000 steps".
+
+    >>> counted(1, "step"), counted(3000, "step"), counted(2, "step was", "steps were")
+    ('1 step', '3,000 steps', '2 steps were')
+    """
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

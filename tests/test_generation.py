@@ -279,6 +279,10 @@ def test_the_text_alone_is_on_stdout_and_repeats(write, run):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_one_token_is_not_called_tokens(write):
+    assert "read 1 token at " in write("--prompt", "T", "--tokens", "1")[1]
+
+
 def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
     flags = ["--prompt", "quick", "--tokens", "12", "--recipe", "fp32"]
     likeliest = (["--top-k", "1"], ["--top-p", "1e-9"], ["--temperature", "1e-40"])

@@ -15,11 +15,8 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
 """What torch.compile takes as its backend."""
-SELECTIVE_COMPILED = (
-    "activation_checkpointing selective does not work with --compile: compiled code chooses by "
-    "itself what it keeps. Use none, block for less memory, or --no-compile."
-)
-TE_COMPILED = "--compile: Transformer Engine's layers cannot be compiled into one graph"
+_TE = "Transformer Engine's layers cannot be compiled into one graph"
+TE_COMPILED = f"--compile: {_TE}"
 
 
 def require_compiler(plan: Plan, recompute: str = "none") -> None:
@@ -43,19 +40,14 @@ def is_compiled(
     """
     # Inductor refuses graphs with bfloat16 inputs or outputs there (torch 2.13).
     old = hardware.capability is not None and hardware.capability < (8, 0)
-    no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
-    if asked and old and plan.recipe.residual == "bf16":
-        raise UserError(f"--compile: {no_bf16}. Leave --compile out, or choose residual = 'fp32'.")
+    no_bf16 = ""
+    if old and plan.recipe.residual == "bf16":
+        no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
+    if asked and no_bf16:
+        raise _refusal(no_bf16, "choose residual = 'fp32'")
     if asked is not None or hardware.device != "cuda":
         return bool(asked), ""
-    why = hardware.compiler_problem or _lost_amaxes(plan)
-    if old and plan.recipe.residual == "bf16":
-        why = no_bf16
-    elif plan.backend == "te":
-        why = "Transformer Engine's layers cannot be compiled into one graph"
-    elif recompute == "selective":
-        why = "activation_checkpointing selective would not choose what compiled code keeps"
-    if why:
+    if why := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {why}"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
@@ -66,21 +58,28 @@ def require_compilable(plan: Plan, recompute: str = "none") -> None:
     Raises:
         UserError: one does not.
     """
+    if (obstacle := _obstacle(plan, recompute))[0]:
+        raise _refusal(*obstacle)
+
+
+def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
+    """Why a model cannot be compiled, and what to do instead; both "" if it can be."""
     if plan.backend == "te":
-        raise UserError(f"{TE_COMPILED}. Leave --compile out, or choose --backend torch.")
+        return _TE, "choose --backend torch"
     if recompute == "selective":
-        raise UserError(SELECTIVE_COMPILED)
-    if problem := _lost_amaxes(plan):
-        raise UserError(f"--compile: {problem}. Leave --compile out, or pip install 'torch>=2.13'.")
-
-
-def _lost_amaxes(plan: Plan) -> str:
-    """Why compiled code of a plan would keep the scales of gradients as they are at the start; ""
-    if it would not. Seen with torch 2.11, and not with 2.13; between them nobody looked."""
+        why = "activation_checkpointing selective has no say in what compiled code keeps"
+        return why, "choose none, or block for less memory"
+    # Scales of gradients would stay as they are at the start. Seen with torch 2.11, and not with
+    # 2.13; between them nobody looked.
     backends = {plan.backend, *(backend for _, backend, _ in plan.others)}
-    if torch.__version__ >= "2.13" or not plan.delayed or "emulate" not in backends:
-        return ""
-    return f"torch {torch.__version__} loses the amaxes of gradients in emulated delayed scaling"
+    if torch.__version__ < "2.13" and plan.delayed and "emulate" in backends:
+        lost = "loses the amaxes of gradients in emulated delayed scaling"
+        return f"torch {torch.__version__} {lost}", "pip install 'torch>=2.13'"
+    return "", ""
+
+
+def _refusal(why: str, instead: str) -> UserError:
+    return UserError(f"--compile: {why}. Leave --compile out, or {instead}.")
 
 
 def require_tools(device: str, what: str, instead: str) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -114,6 +114,8 @@ class DelayedScaling:
         self._key: str | None = None  # where the ranks tell their slots, until those were compared
         self.quantizers: dict[str, Quantizer] = {}
         self.slots: dict[str, Slot] = {}
+        # Called before an update: `history` has what a pass recorded, and the scales it cast with.
+        self.before_update: Callable[[], None] | None = None
         self._updates = Replayed(self.history.update)
         self._takes = Replayed(self._take_scales)
 
@@ -338,6 +340,8 @@ class DelayedScaling:
             group = None if self.group == "world" else self.group.group_name
             self.history.write(_reduce_amaxes(self.history.read(), group))
         self._pending = False
+        if self.before_update is not None:
+            self.before_update()
         if replayed and slots is None:
             self._updates(self.history.history.device, self.history.history.data_ptr())
         else:

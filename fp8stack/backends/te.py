@@ -203,6 +203,8 @@ class TEDelayedScaling(DelayedScaling):
     def __init__(self) -> None:
         super().__init__()
         self._states: list[TEState] = []
+        # Whether slots, by name, are those of weights: bool, on the device.
+        self._of_weights: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
     def serve(self, states: Iterable[TEState]) -> None:
@@ -218,11 +220,14 @@ class TEDelayedScaling(DelayedScaling):
     def take(self, states: list[TEState]) -> None:
         """Move what TE recorded in some states into the history, in a few operations for all."""
         wanted = [state for state in states if state.wanted]
-        slots = [self.slots[name] for state in wanted for name in state.slots]
-        if slots:
+        names = tuple(name for state in wanted for name in state.slots)
+        if names:
+            slots = [self.slots[name] for name in names]
             amaxes = torch.stack([amax for state in wanted for amax in state.amaxes])
-            always = torch.ones_like(self.first)
-            counts = torch.stack([always if s.counts is None else s.counts for s in slots])
+            if names not in self._of_weights:
+                of_weights = [slot.operand == "weight" for slot in slots]
+                self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
+            counts = self.first | ~self._of_weights[names]  # see `Slot.counts`
             # A comparison with NaN is false: cuDNN may give one.
             found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             torch._foreach_maximum_([slot.recorded for slot in slots], list(found.unbind()))

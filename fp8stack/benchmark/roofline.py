@@ -21,6 +21,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.meta import kinds_of
 from fp8stack.model.trace import Part, Rate, Trace, trace
 from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Rates, achievable
@@ -129,7 +130,7 @@ def _parts(of: Trace, maker: Mapping[int, int]) -> list[str]:
         rounds = one.name == "aten::_to_copy" and (one.element_bytes == 2 or back)
         if one.multiplies:
             part = "head and loss" if path == "lm_head" else "GEMMs"
-            parts.append("attention" if one.rate == "attention" else part)
+            parts.append("attention" if one.rate in ("attention", "fp8_attention") else part)
         elif path == "loss":
             parts.append("head and loss")
         elif one.name == "aten::sum" or (rounds and not of_weights):
@@ -328,10 +329,16 @@ def as_lines(roofline: Roofline) -> list[str]:
     tokens = f"{roofline.batch} x {roofline.context} tokens per step"
     first, rows = roofline.predictions[0], []
     low = (("FP8", rates.fp8, gpu.fp8_tflops), ("FP4", rates.fp4, gpu.fp4_tflops))
+    has_fp8 = any(kind.gpus.have(gpu.capability) for kind in FP8_ATTENTION.values())
+    fp8_attention = (
+        f", in FP8 {_share(rates.fp8_attention, gpu.fp8_tflops)}"
+        if has_fp8 and gpu.fp8_tflops
+        else ""
+    )
     assumed = [
         f"{first.precision} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s",
         *(f"{name} GEMMs {_share(rate, peak)}" for name, rate, peak in low if peak),
-        f"attention {_share(rates.attention, gpu.half_tflops)}",
+        f"attention {_share(rates.attention, gpu.half_tflops)}{fp8_attention}",
         f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s",
     ]
     heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", f"vs {first.precision}"]

@@ -50,10 +50,10 @@ def prepare(
     from pathlib import Path
 
     from fp8stack.errors import UserError
-    from fp8stack.prepare.folder import Folder, as_json
+    from fp8stack.prepare.folder import as_json
     from fp8stack.prepare.inputs import Settings
     from fp8stack.prepare.run import prepare
-    from fp8stack.training.signals import Preempted, stop_requests
+    from fp8stack.training.signals import stop_requests
 
     if tokenizer is not None and train_bpe is not None:
         raise UserError("Give --tokenizer or --train-bpe, not both.")
@@ -72,16 +72,11 @@ def prepare(
         exclude=tuple(exclude or ()),
         skip_binary=skip_binary,
     )
-    try:
-        with (
-            contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
-            stop_requests() as stop,
-            stop.at_once("Stopped. Progress is saved; the same command continues."),
-        ):
-            manifest = prepare(settings, overwrite)
-    except Preempted:
-        if settings.train_bpe is None or Folder(settings.out).tokenizer_path.exists():
-            raise
-        raise Preempted("Stopped. The same command trains the tokenizer anew.") from None
+    with (
+        contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
+        stop_requests() as stop,
+        stop.at_once("Stopped. Progress is saved; the same command continues."),
+    ):
+        manifest = prepare(settings, overwrite, stop.at_once)
     if json:
         options.print_json(as_json(settings, manifest))

@@ -19,6 +19,7 @@ from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.config import to_toml
 from fp8stack.errors import UserError
 from fp8stack.io import storage_errors, write_atomically
+from fp8stack.tables import counted
 from fp8stack.terminal import say
 from fp8stack.training.signals import stop_requests
 
@@ -131,7 +132,7 @@ class _Results:
         text = json.dumps(report, indent=1, allow_nan=False) + "\n"
         write_atomically(comparison.report, text.encode())
         write_atomically(out / "compare.md", as_markdown(rows, comparison, self.machine).encode())
-        title = f"{config.model}, {config.steps} steps, {seeds(self.last_seed + 1)}"
+        title = f"{config.model}, {counted(config.steps, 'step')}, {seeds(self.last_seed + 1)}"
         write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
         return as_text(rows, baseline)
 

@@ -6,7 +6,7 @@ from typing import Any
 from fp8stack.compare.results import HOPELESS, WARM_UP
 from fp8stack.compare.settings import Comparison, shared_steps
 from fp8stack.compare.summary import Judging, RecipeFigures, seeds
-from fp8stack.tables import aligned, markdown
+from fp8stack.tables import aligned, counted, markdown
 
 
 def header(baseline: str) -> list[str]:
@@ -53,7 +53,8 @@ def as_markdown(
     """`compare.md`: the command, the table, what its columns are, and what is to be known."""
     config, baseline = comparison.config, comparison.baseline
     number = max((row.seeds for row in rows), default=comparison.seeds)
-    model = f"{config.model}, {config.steps} steps of {config.batch} sequences"
+    steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
+    model = f"{config.model}, {steps} of {batch}"
     begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
     share = shared_steps([phase.model_dump() for phase in config.phases])
     if share:

@@ -12,6 +12,7 @@ from fp8stack.data.corpus import Corpus, DataError, require_documents
 from fp8stack.data.mixture import parts_of
 from fp8stack.data.order import epoch_starts, shares, sources_of, windows_of_epoch
 from fp8stack.errors import UserError, unknown
+from fp8stack.tables import counted
 
 Order: TypeAlias = Literal["random", "epochs"]
 
@@ -122,11 +123,15 @@ def describe(
         share = f", {count / sum(counts):.2%} of the rows" if len(sources) > 1 else ""
         windows = windows_of_epoch(len(source), context)
         if order == "epochs":
-            how = f"{windows:,} windows of {context:,} an epoch, {rows / windows:.2f} epochs"
+            how = (
+                f"{counted(windows, 'window')} of {context:,} an epoch, {rows / windows:.2f} epochs"
+            )
         else:
             times = rows * context / len(source)
             how = f"windows of {context:,} at random places, {times:.2f} times its tokens"
-        sentences.append(f"{source.name}: {len(source):,} tokens{share}, {how} in {steps:,} steps")
+        sentences.append(
+            f"{source.name}: {len(source):,} tokens{share}, {how} in {counted(steps, 'step')}"
+        )
     return tuple(sentences)
 
 

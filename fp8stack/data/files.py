@@ -10,6 +10,7 @@ from typing import NoReturn
 from fp8stack.errors import UserError
 
 SNIFFED_BYTES = 2**16
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it; it is no part of the text
 
 
 def unreadable(path: Path | str, error: OSError) -> NoReturn:

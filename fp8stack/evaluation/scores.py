@@ -18,6 +18,7 @@ from fp8stack.errors import UserError
 from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Plan, probe
+from fp8stack.tables import counted
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -124,7 +125,11 @@ def evaluate(
                 known = tokenizer_of_run(run, tokenizer or trained.own_tokenizer)
                 given = windows_for(run, config, model.config, known, data, windows, context)
             count = len(given.tokens)
-            print(f"{trained.path} in {recipe}: {count} windows", file=sys.stderr, flush=True)
+            print(
+                f"{trained.path} in {recipe}: {counted(count, 'window')}",
+                file=sys.stderr,
+                flush=True,
+            )
             began = time.perf_counter()
             nats_NT = nats_of(model, given.tokens, batch or config.batch // config.accumulate)
             score = Score(

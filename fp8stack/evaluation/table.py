@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fp8stack import tables
 from fp8stack.evaluation.scores import Score
+from fp8stack.tables import counted
 
 HEADINGS = (
     *("run", "recipe", "ran", "FP8 layers", "FP8 GEMMs"),
@@ -78,7 +79,8 @@ def notes(scores: Sequence[Score]) -> list[str]:
     """What the numbers are of, and how each recipe ran and why, each once."""
     lines = []
     for score in scores:
-        about = f"{score.data}: {len(score.losses_N)} windows, {score.tokens:,} tokens"
+        windows, tokens = len(score.losses_N), score.tokens
+        about = f"{score.data}: {counted(windows, 'window')}, {counted(tokens, 'token')}"
         lines += [about, *score.plan.summary()]
     lines.append(
         "loss in nats per token; difference to the run's first recipe on the same windows, with "

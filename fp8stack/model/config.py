@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from fp8stack import presets
-from fp8stack.errors import UserError
+from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.shapes import load_measured
@@ -169,6 +169,6 @@ def _require_fp8_attention(config: GPTConfig, attention: str, hardware: Hardware
     multiple, widths = FP8_ATTENTION[attention].widths_on(hardware.capability)
     width = config.head_width
     if width % multiple or width > 128:
-        raise UserError(f"attention = '{attention}' needs heads of {widths}, not {width}.")
+        raise UnservedAttention(f"attention = '{attention}' needs heads of {widths}, not {width}")
     if config.dropout:
         raise UserError(f"attention = '{attention}' has no dropout. Set dropout = 0.")

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activation_checkpoint import contexts
-from fp8stack.backends.compiler import SELECTIVE_COMPILED, CompileBackend, compiled
-from fp8stack.errors import UserError
+from fp8stack.backends.compiler import CompileBackend, compiled, require_compilable
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
 from fp8stack.ops.activations import ACTIVATIONS
@@ -291,7 +290,7 @@ class GPT(nn.Module):
         are torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
             # Outputs of a compiled block's operators may lie in memory that it reuses.
-            raise UserError(SELECTIVE_COMPILED)
+            require_compilable(self.backend.plan, self.recompute)
         allow_many_compilations()
         for part in self.modules():
             if isinstance(part, Compilable):

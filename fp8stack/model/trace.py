@@ -38,7 +38,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.attention import FP8_ATTENTION
 
-Rate = Literal["half", "fp8", "fp4", "attention"]
+Rate = Literal["half", "fp8", "fp4", "attention", "fp8_attention"]
 
 
 class Part(NamedTuple):
@@ -183,7 +183,7 @@ def trace(
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else [[index] for index in blocks]
-    own = replace(plan, asked="", reasons=(), of_backend=(), gpu="")
+    own = replace(plan, asked="", reasons=(), gpu="")
     rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
     if backward:
         chunk = rows
@@ -272,6 +272,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_te = {"fused norm"}  # steps of which Transformer Engine saves something else
         if plan.recipe.fp8_attention:
             self._by_te.add("attention")
+        # Linears that Transformer Engine runs, without torch's operators: checkpointing sees none.
+        self._of_te = {x.name for x in plan.layers if x.fp8 and plan.runs(x) == "te"}
         self._alive: list[Any] = []  # or another storage could take a freed one's address
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
         self._rows: set[int] = set()  # gradients of embeddings
@@ -419,6 +421,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values_of[_storage(outputs[0])] = tuple(dict.fromkeys(found))
         else:
             saves = policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+            saves = saves and self._one not in self._by_te and self._path not in self._of_te
             made = self._operator(func, name, inputs, outputs)
             if not made.backward:
                 step = self._step(func, inputs, outputs[0], source, label)
@@ -450,7 +453,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = 2 * outputs[0].numel() * inner * (2 if packed else 1)
         elif name.startswith("aten::_scaled_dot_product"):
             q, k = inputs[:2] if node is None else inputs[1:3]
-            rate, flops = "attention", (2 if node is None else 5) * q.numel() * k.shape[2]
+            rate = "fp8_attention" if self._plan.recipe.fp8_attention else "attention"
+            flops = (2 if node is None else 5) * q.numel() * k.shape[2]
         elif "embedding" in name:  # only some rows of the table or its gradient
             size = min(x.nbytes for x in (*inputs, *outputs))
             reads = [] if node is None else reads

@@ -144,10 +144,11 @@ def _where(casts: Sequence[Cast]) -> list[str]:
 
 
 def _phrases(casts: Sequence[Cast]) -> list[str]:
+    there = {(cast.what + GRADIENT, cast.source, cast.target) for cast in casts}
     backs = {(cast.what, cast.target, cast.source) for cast in casts}
     phrases = []
     for cast in casts:
-        if cast.what.endswith(GRADIENT):
+        if (cast.what, cast.target, cast.source) in there:
             continue
         mirrored = (cast.what + GRADIENT, cast.source, cast.target) in backs
         back = " and its gradient back" if mirrored else ""

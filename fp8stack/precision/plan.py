@@ -17,6 +17,10 @@ from fp8stack.precision.recipe import Block, ComputeDtype, Recipe, plain
 BackendName = Literal["te", "torch", "emulate", "reference"]
 
 
+class OfBackend(str):
+    """A reason of a plan that says why a backend runs FP8, or how: moot without layers in FP8."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """How one linear layer runs: `precision` is the recipe's name or a compute dtype, `reason` says
@@ -51,8 +55,7 @@ class Plan:
 
     `asked` is the recipe's name as given ("auto" included), `recipe` the one that runs. `native`
     says whether the recipe as asked runs on the hardware's own units. `gpu` is the name of the GPU,
-    whose rates say where FP8 pays. `of_backend` are those of `reasons` that say why `backend` runs
-    FP8. `others` are tables of quantizers that some layers have and
+    whose rates say where FP8 pays. `others` are tables of quantizers that some layers have and
     `backend` does not serve, each with who does and why. `layers` is filled by `for_layers`.
     """
 
@@ -63,7 +66,6 @@ class Plan:
     device: str
     compute_dtype: ComputeDtype
     reasons: tuple[str, ...] = ()
-    of_backend: tuple[str, ...] = ()
     strict: bool = False
     gpu: str = ""
     others: tuple[tuple[Quantizers, BackendName, str], ...] = ()
@@ -199,8 +201,7 @@ class Plan:
         made = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
             return made._without_fp8(left_out or {}).for_layers(shapes, heads, left_out, otherwise)
-        moot = () if made.runs_fp8 else self.of_backend
-        said = [reason for reason in self.reasons if reason not in moot]
+        said = [one for one in self.reasons if made.runs_fp8 or not isinstance(one, OfBackend)]
         told = [layer.sentence for layer in layers if layer.reason or layer.why]
         new = [sentence for sentence in told if sentence not in said]
         return replace(made, reasons=(*said, *new))

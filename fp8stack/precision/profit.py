@@ -23,6 +23,7 @@ class Rates:
     fp8: float
     fp4: float
     attention: float
+    fp8_attention: float
     memory: float
 
 
@@ -31,15 +32,18 @@ def achievable(gpu: Gpu) -> Rates:
     rate of more bits.
 
     Of each peak it is the share that we estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s
-    (FP8), attention at 400, 4.1 TB/s; FP4 is to reach FP8's share.
+    (FP8), attention at 400, 4.1 TB/s; FP4 is to reach FP8's share, and attention in FP8 of FP8's
+    peak the share that attention has of bf16's.
     """
     half = gpu.half_tflops * 1e12 * (700 / 989)
+    attention = 1e12 * (400 / 989)
     fp8 = gpu.fp8_tflops * 1e12 * (1300 / 1979) if gpu.fp8_tflops else half
     return Rates(
         half=half,
         fp8=fp8,
         fp4=gpu.fp4_tflops * 1e12 * (1300 / 1979) if gpu.fp4_tflops else fp8,
-        attention=gpu.half_tflops * 1e12 * (400 / 989),
+        attention=gpu.half_tflops * attention,
+        fp8_attention=(gpu.fp8_tflops or gpu.half_tflops) * attention,
         memory=gpu.memory_tb_per_s * 1e12 * (4.1 / 4.8),
     )
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import get_args
 
 from fp8stack import presets
-from fp8stack.errors import UserError, unknown
+from fp8stack.errors import UnservedAttention, UserError, unknown
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.kernels import BLACKWELL, KERNELS, SCALED_AFTERWARDS, kernel_of
-from fp8stack.precision.plan import BackendName, Plan
+from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 
 # Who runs FP8 where several can and none was named, first choice first. Source: none measured yet;
@@ -70,11 +70,11 @@ def resolve(
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitution}.")
     kind = FP8_ATTENTION.get(chosen.attention)
     if kind and not (plan.backend == "te" and kind.gpus.have(hardware.capability)):
-        raise UserError(
+        raise UnservedAttention(
             f"attention = '{chosen.attention}' needs Transformer Engine on compute capability "
-            f"{kind.gpus.words}. This is {_kind(hardware)}, with {plan.recipe.name} run by "
-            f"{plan.backend}. Give another --recipe, or attention = 'compute' "
-            "(--set recipe.attention=compute)."
+            f"{kind.gpus.words}",
+            f" This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give "
+            "another --recipe, or attention = 'compute' (--set recipe.attention=compute).",
         )
     # Whatever runs instead, attention and the residual stream stay what was asked for.
     runs = plan.recipe.model_copy(update=chosen.beside_linears)
@@ -172,9 +172,10 @@ def _resolve_fp8(
     def planned(backend: BackendName, why: str = "", *, instead: bool = True) -> tuple[Plan, str]:
         """`backend` runs it, `why` says; `instead` of what was asked for."""
         native = backend != "emulate" and capability is not None
-        reasons = [why] if why else []
+        reasons = [OfBackend(why)] if why else []
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
-            reasons += [f"its casts are slower than they could be: {hardware.numba_problem}"]
+            slow = f"its casts are slower than they could be: {hardware.numba_problem}"
+            reasons.append(OfBackend(slow))
         half = native or (capability is not None and capability >= (8, 0))
         plan = Plan(
             asked=asked,
@@ -184,7 +185,6 @@ def _resolve_fp8(
             device=hardware.device,
             compute_dtype="bf16" if half else "fp32",
             reasons=tuple(reasons),
-            of_backend=tuple(reasons),
             others=_others(recipe, backend, hardware),
         )
         return plan, why if instead else ""

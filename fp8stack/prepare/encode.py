@@ -22,7 +22,6 @@ from fp8stack.prepare.read import Item
 from fp8stack.tokenizer import Tokenizer
 
 WAITING_EACH = 2  # items in flight per process, so that none waits for the reader
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 REPLACEMENT = "\ufffd"
 
 
@@ -198,8 +197,6 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
     number of U+FFFD that replaced invalid UTF-8 in it."""
     block = item.content[0]
     assert isinstance(block, bytes)
-    if item.first == 1:
-        block = block.removeprefix(BYTE_ORDER_MARK)
     for number, line in enumerate(block.split(b"\n"), item.first):
         if not line.strip():
             continue

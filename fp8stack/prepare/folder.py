@@ -19,6 +19,7 @@ from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atom
 from fp8stack.prepare.inputs import Settings, Source
 from fp8stack.prepare.read import Position
 from fp8stack.prepare.shards import OWN_FILE, SplitState
+from fp8stack.tables import counted
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
 
 FORMAT = 1
@@ -26,9 +27,15 @@ JOURNAL = "progress.json"
 GPT2_IDS = 50257
 ROUNDED_TO = 16  # FP8 GEMMs need sizes divisible by 16
 NOTES = {
-    "empty": "{:,} empty documents, an end token each",
-    "replaced": "{:,} pieces that are not Unicode became U+FFFD",
-    "cut_words": "{:,} cuts within a text without spaces; tokens there may differ",
+    "empty": ("empty document, an end token", "empty documents, an end token each"),
+    "replaced": (
+        "piece that is not Unicode became U+FFFD",
+        "pieces that are not Unicode became U+FFFD",
+    ),
+    "cut_words": (
+        "cut within a text without spaces; tokens there may differ",
+        "cuts within a text without spaces; tokens there may differ",
+    ),
 }
 
 
@@ -289,7 +296,7 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
     found = as_json(settings, manifest)
     documents, tokens, held_out = found["documents"], found["tokens"], found["held_out"]
     held = (
-        f"{held_out['documents']:,} of them held out ({held_out['tokens']:,} tokens)"
+        f"{held_out['documents']:,} of them held out ({counted(held_out['tokens'], 'token')})"
         if held_out["documents"]
         else "none of them held out: training will hold out the last tokens"
     )
@@ -298,7 +305,7 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
         f"{settings.out}: {tokens:,} tokens of {tokenizer['name']}, {per_token:.2f} bytes per token"
         f"{speed}",
         f"documents: {documents:,}, {held}",
-        *(f"note: {NOTES[key].format(count)}" for key, count in found["notes"].items()),
+        *(f"note: {counted(count, *NOTES[key])}" for key, count in found["notes"].items()),
         f"next: {_next_command(settings, tokenizer['vocabulary'])}",
     ]
 

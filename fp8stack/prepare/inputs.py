@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare.streams import ByteStream
+from fp8stack.tables import counted
 from fp8stack.terminal import say
 
 LEAST_BPE = 257  # the bytes, and the token that ends a document
@@ -145,10 +146,12 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
         count, named = len(binary), _named(binary)
         if not settings.skip_binary:
             raise UserError(
-                f"{count} of {len(selected)} files look binary: {named}. Leave them out by "
+                f"{count} of {counted(len(selected), 'file')} {'looks' if count == 1 else 'look'} "
+                f"binary: {named}. Leave them out by "
                 "--skip-binary, or by --include and --exclude, such as --exclude '*.png'."
             )
-        say(f"note: {count} files that look binary are left out: {named}")
+        left = counted(count, "file that looks binary is", "files that look binary are")
+        say(f"note: {left} left out: {named}")
     if not found:
         raise UserError(
             f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."

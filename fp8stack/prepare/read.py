@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8stack.data.files import SNIFFED_BYTES
+from fp8stack.data.files import BYTE_ORDER_MARK, SNIFFED_BYTES
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare import tables
 from fp8stack.prepare.inputs import Source
@@ -124,7 +124,8 @@ def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
     with closing(ByteStream(Path(source.path))) as stream:
         tail = stream.go_to(position.offset, position.check)
         for content, last, anywhere in _blocks(stream, how.item_bytes, most, cut, too_long):
-            if not content and not position.continues:
+            shown = content.removeprefix(BYTE_ORDER_MARK) if position.offset == 0 else content
+            if last and not shown and not position.continues:
                 return
             if not lines and position.offset == 0 and b"\0" in content[:SNIFFED_BYTES]:
                 raise UserError(
@@ -144,7 +145,7 @@ def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
             yield Item(
                 kind="lines" if lines else "texts",
                 path=source.path,
-                content=[content],
+                content=[shown],
                 first=position.line,
                 unfinished=not lines and not last,
                 inside_a_word=anywhere,

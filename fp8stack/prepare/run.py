@@ -1,8 +1,8 @@
 """Runs a preparation, from the inputs to the manifest."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,23 @@ from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, may_be_cut, read_items
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import sample_of, train_bpe
+from fp8stack.tables import counted
 from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
 
 SAVE_EVERY_S = 2.0
 
 
-def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
+Stopping = Callable[[str], AbstractContextManager[object]]
+"""A context within which a request to stop is answered with these words."""
+
+
+def prepare(
+    settings: Settings, overwrite: bool = False, stopping: Stopping = nullcontext
+) -> dict[str, Any]:
     """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
-    return its manifest. `overwrite` first removes an existing preparation.
+    return its manifest. `overwrite` first removes an existing preparation. What begins anew if it
+    is stopped runs in a context of `stopping`.
 
     Raises:
         UserError: an input, the tokenizer or the folder cannot be used.
@@ -56,7 +64,10 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
             folder.require_settings(journal.settings, settings)
         elif not cleared:
             folder.require_empty()
-        tokenizer, journal = _begin(folder, settings, sources, journal)
+        trains = settings.train_bpe is not None and not (journal and folder.tokenizer_path.exists())
+        words = "Stopped. The same command trains the tokenizer anew."
+        with stopping(words) if trains else nullcontext():
+            tokenizer, journal = _begin(folder, settings, sources, journal, trains)
         preparation = _Preparation(folder, settings, sources, tokenizer, journal)
         try:
             manifest, speed = preparation.run()
@@ -92,13 +103,18 @@ def _require_same(
 
 
 def _begin(
-    folder: Folder, settings: Settings, sources: Sequence[Source], journal: Journal | None
+    folder: Folder,
+    settings: Settings,
+    sources: Sequence[Source],
+    journal: Journal | None,
+    trains: bool,
 ) -> tuple[Tokenizer, Journal]:
-    """The tokenizer, and the existing or a new journal; both are saved."""
+    """The tokenizer, which it `trains` if asked, and the existing or a new journal; both are
+    saved."""
     trained_on = None
     if settings.train_bpe is None:
         tokenizer = load_tokenizer(settings.tokenizer)
-    elif journal is not None and folder.tokenizer_path.exists():
+    elif not trains:
         text = folder.tokenizer_path.read_bytes().decode(errors="replace")
         tokenizer = tokenizer_from_json(text, f"bpe-{settings.train_bpe}")
     else:
@@ -184,7 +200,7 @@ class _Preparation:
             item_bytes=ITEM_BYTES,
         )
         if self.position != Position():
-            say(f"going on after {self.counts.documents:,} documents")
+            say(f"going on after {counted(self.counts.documents, 'document')}")
         try:
             with closing(read_items(self.sources, self.position, how)) as items:
                 self._take_all(items)
@@ -220,8 +236,8 @@ class _Preparation:
                 speed = (self.tokens - self.before) / max(display.elapsed_s, 1e-9)
                 display.update(
                     item.on_disk,
-                    f"{self.counts.documents:,} documents | {self.tokens / 1e6:,.1f}M tokens | "
-                    f"{speed / 1e3:,.0f}k tok/s",
+                    f"{counted(self.counts.documents, 'document')} | "
+                    f"{self.tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s",
                 )
                 if time.monotonic() - saved >= SAVE_EVERY_S:
                     self._save()

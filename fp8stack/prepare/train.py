@@ -1,5 +1,6 @@
 """A byte-level BPE trained on the inputs."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -25,7 +26,7 @@ def train_bpe(
     proportion to its size; with more than 4096 sources, on regularly spaced ones. The tokenizer
     depends on the sources only. `vocabulary` includes `<|endoftext|>` and the 256 bytes; the result
     is smaller if the text yields no more pairs. `report` is called with the bytes of
-    the files done so far.
+    the files done so far, from another thread.
 
     Raises a UserError if a source cannot be read, or there is no text.
     """
@@ -42,6 +43,7 @@ def train_bpe(
         show_progress=False,
     )
     read_bytes = 0
+    stopped = threading.Event()
 
     def texts() -> Iterator[list[str]]:
         nonlocal read_bytes
@@ -49,17 +51,43 @@ def train_bpe(
         for source, budget in sample_of(sources):
             begun = read_bytes
             for some, on_disk in _beginning(source, budget, how):
+                if stopped.is_set():
+                    raise InterruptedError
                 yield some
                 read_bytes += sum(map(bytes_of, some))
                 part = min(1.0, (read_bytes - begun) / budget)
                 report(done + max(on_disk, round(source.size * part)))
             done += source.size
 
-    library.train_from_iterator(texts(), trainer=trainer)
+    _in_thread(lambda: library.train_from_iterator(texts(), trainer=trainer), stopped)
     if read_bytes == 0:
         raise UserError("There is no text in the inputs to train a tokenizer on. Give other files.")
     name = f"bpe-{library.get_vocab_size()}"
     return tokenizer_from_json(library.to_str(pretty=True) + "\n", name), read_bytes
+
+
+def _in_thread(train: Callable[[], None], stopped: threading.Event) -> None:
+    """Call `train` in a thread, because its library answers no signal. If this thread gets one,
+    what reads the inputs is told that it is `stopped`; training itself ends with the process."""
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            train()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)  # without a limit it answers no Ctrl-C on Windows
+    except BaseException:
+        stopped.set()
+        thread.join(0.5)
+        raise
+    if failed:
+        raise failed[0]
 
 
 def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:

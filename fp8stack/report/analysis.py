@@ -12,10 +12,11 @@ from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.report.events import ending, failure, from_events
-from fp8stack.report.formatting import Finding, Level, in_steps, percent, shown, times
+from fp8stack.report.formatting import Finding, Level, in_steps, percent, shown
 from fp8stack.report.gradients import gradient_findings
 from fp8stack.report.outliers import Outlier, find_outliers, settled
-from fp8stack.report.read import Operand, Run, table
+from fp8stack.report.read import Operand, Run, of_linears, table
+from fp8stack.tables import counted
 
 MOST = 6  # outliers that have a sentence each
 CLIPPED_BITS = 3.0  # an amax 8 times the largest value in range; less is usual in delayed scaling
@@ -70,7 +71,7 @@ def analyze(run: Run) -> Analysis:
         findings=sorted(findings, key=lambda finding: rank[finding.level]),
         outliers=outliers,
         operands=operands,
-        extremes=_extremes(operands),
+        extremes=_extremes(of_linears(operands)),
         total=total,
         done=done,
         state="failed" if failure(run) is not None else state,
@@ -89,11 +90,11 @@ def verdict(analysis: Analysis) -> str:
     """The sentence that heads the findings."""
     counts = Counter(finding.level for finding in analysis.findings)
     words: tuple[Level, ...] = ("alarm", "warning")
-    parts = [times(counts[word], word, f"{word}s") for word in words if counts[word]]
+    parts = [counted(counts[word], word) for word in words if counts[word]]
     if parts:
         return f"Needs attention: {' and '.join(parts)}."
     if analysis.findings:
-        return f"Nothing alarming: {times(len(analysis.findings), 'note', 'notes')}."
+        return f"Nothing alarming: {counted(len(analysis.findings), 'note')}."
     if analysis.run.operands and not analysis.operands:
         return "Nothing stands out so far; the scales had not settled at the only sample."
     if analysis.operands or analysis.run.gradients:
@@ -133,7 +134,10 @@ def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
     if more := outliers[MOST:]:
         rest = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
         others = " and others" if len(more) > 20 else ""
-        yield Finding(_level(more[0]), f"{len(more)} more stand out less: {rest}{others}.")
+        yield Finding(
+            _level(more[0]),
+            f"{counted(len(more), 'more stands', 'more stand')} out less: {rest}{others}.",
+        )
 
 
 def _level(out: Outlier) -> Level:
@@ -186,7 +190,7 @@ def _low_sqnr(operands: Sequence[Operand], named: Sequence[Outlier]) -> Iterable
         value, operand = min(found, key=lambda pair: pair[0])
         yield Finding(
             "warning",
-            f"{times(len(found), 'operand keeps', 'operands keep')} less than {least:.0f} dB "
+            f"{counted(len(found), 'operand keeps', 'operands keep')} less than {least:.0f} dB "
             f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median).",
         )
 

@@ -18,8 +18,8 @@ from fp8stack.report.drawing import (
     thinned,
     whole_steps,
 )
-from fp8stack.report.formatting import times
-from fp8stack.report.read import Operand, Run, column
+from fp8stack.report.read import Operand, Run, column, of_linears
+from fp8stack.tables import counted
 from fp8stack.training.metrics.plot import smoothed, view_range
 
 FEW = 3  # with more runs, only the running mean is drawn
@@ -62,7 +62,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
             mark_events(axes, runs[0].events)
         low, high = axes.set_ylim(*view_range(values, each))
         if beyond := sum(not low <= value <= high for value in each or values):
-            captions.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
+            captions.append(f"{counted(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
         legend_above(figure, axes)
@@ -196,8 +196,9 @@ def worst(analysis: Analysis, most: int = WORST) -> list[Operand]:
         for operand in [*analysis.run.operands, *analysis.operands]
     }  # settled samples take precedence
     order = [(out.operand.layer, out.operand.kind) for out in analysis.outliers]
-    by_headroom = sorted(analysis.operands, key=lambda operand: _least(operand, "headroom_bits"))
-    by_sqnr = sorted(analysis.operands, key=lambda operand: _least(operand, "sqnr_db"))
+    usual = of_linears(analysis.operands)  # softmax has no headroom, nor needs any
+    by_headroom = sorted(usual, key=lambda operand: _least(operand, "headroom_bits"))
+    by_sqnr = sorted(usual, key=lambda operand: _least(operand, "sqnr_db"))
     for pair in zip(by_headroom, by_sqnr, strict=True):
         order += [(operand.layer, operand.kind) for operand in pair]
     order += list(everything)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fp8stack.tables import shortened
+from fp8stack.training.metrics.plot import marker
 
 INK = "#1a1b1c"  # becomes the colour of the page's text
 COLORS = (
@@ -136,16 +137,17 @@ def legend_above(figure: Figure, axes: Any) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=8)
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
-    """Reduce a line to fewer points that look the same: the extremes of each stretch."""
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any, str]:
+    """Reduce a line to fewer points that look the same: the extremes of each stretch. With them
+    comes how matplotlib is to draw it."""
     x, y = np.asarray(steps), np.asarray(values)
     if len(x) <= MOST_POINTS:
-        return x, y
+        return x, y, marker(steps)
     keep = set()
     for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
         keep |= {int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])}
     chosen = sorted(keep)
-    return x[chosen], y[chosen]
+    return x[chosen], y[chosen], "-"
 
 
 def mark_events(axes: Any, events: Sequence[dict[str, Any]]) -> None:

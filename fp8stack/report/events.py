@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fp8stack.report.formatting import Finding, in_steps, times
+from fp8stack.report.formatting import Finding, in_steps
 from fp8stack.report.read import Run, number
+from fp8stack.tables import counted
 
 FAILURES = ("stop", "non-finite")
 _KNOWN = {  # keys with a column of their own, or of metrics
@@ -46,11 +47,11 @@ def from_events(run: Run) -> Iterable[Finding]:
     if bad:
         steps = in_steps(event["step"] for event in bad)
         why = bad[0].get("why")
-        text = f"{times(len(bad), 'step was', 'steps were')} skipped ({steps}): {why}."
+        text = f"{counted(len(bad), 'step was', 'steps were')} skipped ({steps}): {why}."
         yield Finding("warning", text)
     if overflows:
         text = (
-            f"{times(overflows, 'step was', 'steps were')} skipped because the gradient "
+            f"{counted(overflows, 'step was', 'steps were')} skipped because the gradient "
             "overflowed in fp16; a few are usual while the loss scale finds its place."
         )
         much = overflows > 0.05 * max(len(run.rows), 20)
@@ -72,7 +73,7 @@ def from_events(run: Run) -> Iterable[Finding]:
         elif kind in ("precision", "loss_scale"):
             yield Finding("warning", f"{begins} {event.get('why', kind)}.")
     if counts["clear_amax"]:
-        cleared = times(counts["clear_amax"], "amax history was", "amax histories were")
+        cleared = counted(counts["clear_amax"], "amax history was", "amax histories were")
         yield Finding("warning", f"{cleared} cleared.")
 
 

@@ -39,11 +39,6 @@ def percent(share: float) -> str:
     return f"{value:.1e} %" if value < 0.001 else f"{value:.3g} %"
 
 
-def times(count: int, one: str, many: str) -> str:
-    """A count with what is counted: "1 step", "3 steps"."""
-    return f"{count} {one if count == 1 else many}"
-
-
 def in_steps(steps: Iterable[int]) -> str:
     """Steps as text: "step 4", "steps 4, 5 and 9", "12 steps from 4 to 90"."""
     found = sorted({int(step) for step in steps})

@@ -16,9 +16,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.report.formatting import Finding, times
+from fp8stack.report.formatting import Finding
 from fp8stack.report.outliers import PEERS, role
 from fp8stack.report.read import Figures, Gradient, grid
+from fp8stack.tables import counted
 
 SEVERAL = 3
 SAME, ANY = 3.0, 5.0  # powers of ten
@@ -176,5 +177,5 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _when(fault: Fault) -> str:
-    samples, (first, last) = times(fault.samples, "sample", "samples"), fault.steps
+    samples, (first, last) = counted(fault.samples, "sample"), fault.steps
     return f"{samples} in a row, steps {first} to {last}"

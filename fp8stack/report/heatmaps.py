@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, plain_log_ticks, style
 from fp8stack.report.gradients import leaves
 from fp8stack.report.outliers import role
-from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps
+from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps, of_linears
 
 MOST_SAMPLES = 240  # columns; more are merged, keeping the worst
 DEAD = "#dc2626"
@@ -68,14 +68,15 @@ def _height(rows: int) -> float:
 def heat_map(run: Run, figure_name: str, name: str) -> Picture:
     """One figure of `MAPS` by layer and step. The run must have telemetry."""
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
-    kinds = kinds_of(run.operands)
-    count = len({operand.layer for operand in run.operands})
+    operands = of_linears(run.operands)
+    kinds = kinds_of(operands)
+    count = len({operand.layer for operand in operands})
     with style():
         figure = new_figure(10, _height(count))
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
         image: Any = None
         for axes, kind in zip(panels, kinds, strict=True):
-            layers, steps, values = layers_by_steps(run, kind, figure_name)
+            layers, steps, values = layers_by_steps(operands, kind, figure_name)
             steps, values = joined(steps, values, worst_is_high, MOST_SAMPLES)
             image = _panel(axes, steps, values, figure_name, colors)
             _label(axes, layers, steps)

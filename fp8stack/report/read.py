@@ -328,13 +328,20 @@ def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figu
     return steps, values
 
 
+def of_linears(operands: Sequence[Operand]) -> list[Operand]:
+    """The operands without those of attention, of which the amax and the scale alone are known; all
+    if there are no others."""
+    found = [operand for operand in operands if operand.kind.partition(".")[0] in KINDS]
+    return found or list(operands)
+
+
 def layers_by_steps(
-    run: Run, kind: str, figure: str
+    operands: Sequence[Operand], kind: str, figure: str
 ) -> tuple[list[str], NDArray[np.int64], Figures]:
     """For one operand kind the layers, the steps [samples] and `figure` [layers, samples]."""
-    steps, every = grid(run.operands, figure)
-    values = {operand.layer: np.full(len(steps), np.nan) for operand in run.operands}
-    for operand, row in zip(run.operands, every, strict=True):
+    steps, every = grid(operands, figure)
+    values = {operand.layer: np.full(len(steps), np.nan) for operand in operands}
+    for operand, row in zip(operands, every, strict=True):
         if operand.kind == kind:
             values[operand.layer] = row
     return list(values), steps, np.stack(list(values.values()))

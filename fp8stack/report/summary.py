@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8stack.report.analysis import Analysis, verdict
-from fp8stack.report.read import Operand, Run, column, kinds_of, layers, table
+from fp8stack.report.read import Operand, Run, column, kinds_of, layers, of_linears, table
 
 ALIKE_DB = 0.5  # smaller differences are not reported
 
@@ -90,7 +90,7 @@ def what_if(analysis: Analysis) -> WhatIf | None:
     if not run.what_if:
         return None
     kinds = kinds_of(
-        [*analysis.operands, *(one for tried in run.what_if.values() for one in tried)]
+        [*of_linears(analysis.operands), *(one for tried in run.what_if.values() for one in tried)]
     )
     steps = {int(step) for tried in run.what_if.values() for one in tried for step in one.steps}
     steps &= {int(step) for one in analysis.operands for step in one.steps} or steps

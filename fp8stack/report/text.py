@@ -10,7 +10,7 @@ from rich.text import Text
 from fp8stack.report import summary
 from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.events import folded
-from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps
+from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps, of_linears
 
 BARS = "▁▂▃▄▅▆▇█"
 SHADES = "·░▒▓█"  # from high SQNR to low
@@ -93,13 +93,14 @@ def _cell(cell: tuple[float | None, float | None]) -> str:
 
 def _map(run: Run, width: int) -> Table:
     """SQNR by layer and sample, darker where worse; of many layers, the worst."""
-    kinds = kinds_of(run.operands)
+    operands = of_linears(run.operands)
+    kinds = kinds_of(operands)
     room = max(4, min(24, (width - 34) // len(kinds) - 3))
     table = _table(["SQNR, darker is worse", *kinds])
     grids = {}
     names: list[str] = []
     for kind in kinds:
-        names, steps, values = layers_by_steps(run, kind, "sqnr_db")
+        names, steps, values = layers_by_steps(operands, kind, "sqnr_db")
         grids[kind] = joined(steps, values, False, room)[1]
     lowest = np.fmin.reduce([np.fmin.reduce(grid, axis=1) for grid in grids.values()])
     worst = np.sort(np.argsort(np.nan_to_num(lowest, nan=np.inf), kind="stable")[:MOST_LAYERS])

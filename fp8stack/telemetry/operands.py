@@ -2,8 +2,9 @@
 
 A sample looks at the first micro-batch of a step: each operand's amax, scale, what was clipped,
 what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if"; and,
-in any recipe, at the gradients of the whole step. The figures stay on the device until `finish`
-brings them over, all at once.
+in any recipe, at the gradients of the whole step. Of attention in FP8, whose operands are within
+cuDNN's kernels, it shows the amaxes that those record, and the scales. The figures stay on the
+device until `finish` brings them over, all at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.backends.base import DTYPES
-from fp8stack.backends.observe import Place, fp8_linears, observing, scale_of
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.observe import Place, fp8_linears, fp8_parts, observing, scale_of
 from fp8stack.errors import UserError
 from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.numerics import RandomBits
@@ -111,7 +113,10 @@ class Telemetry:
                 self._measure(path, layer, cast(Operand, operand), x)
 
         try:
-            with observing(model, see, layers=self._layers(model)):
+            with (
+                self._amaxes_of_attention(model),
+                observing(model, see, layers=self._layers(model)),
+            ):
                 yield
         except BaseException:
             self._seen.clear()  # discard an incomplete pass
@@ -173,6 +178,39 @@ class Telemetry:
             elif table is not None:
                 figures = _with_scale(cast_error(x, DTYPES[table]), None)
                 self._seen.append(_Measured(path, operand, recipe, what_if, table, False, figures))
+
+    @contextmanager
+    def _amaxes_of_attention(self, model: nn.Module) -> Iterator[None]:
+        """Within, note what attention in FP8 records: the largest of all ranks."""
+        delayed: DelayedScaling | None = getattr(model, "delayed_scaling", None)
+        quantizers = self.plan.recipe.attention_slots
+        if delayed is None or not quantizers:
+            yield
+            return
+        slots = [
+            (path, operand, quantizer, f"{path}.{operand}")
+            for path in fp8_parts(model)
+            for operand, quantizer in quantizers.items()
+            if f"{path}.{operand}" in delayed.slots
+        ]
+        noted: list[_Measured] = []
+
+        def note() -> None:
+            noted.clear()  # of an earlier pass
+            for path, operand, quantizer, name in slots:
+                amax, scale = delayed.history.recorded(name), delayed.scale(name)
+                known = {"amax": amax, "largest": amax * scale}
+                unknown = amax.new_tensor(math.nan)
+                figures = torch.stack([known.get(figure, unknown) for figure in FIGURES])
+                own = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
+                noted.append(_Measured(*own, _with_scale(figures.double(), scale)))
+
+        delayed.before_update = note
+        try:
+            yield
+        finally:
+            delayed.before_update = None
+        self._seen += noted
 
     def _compare_scales(self, layer: nn.Module) -> None:
         """Count the scales that changed since the previous sample."""

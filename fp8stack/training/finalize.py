@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.io import write_atomically
 from fp8stack.model.sampling import Sampling, generate
+from fp8stack.tables import counted
 from fp8stack.training.metrics.console import Display
 from fp8stack.training.metrics.plot import loss_plot
 from fp8stack.training.run import Run
@@ -34,7 +35,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     if run.loss_scaler is not None:
         display.note(str(run.loss_scaler.statistics()))
     display.note(
-        f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
+        f"done: validation loss {final:.4f} nats per token after {counted(run.step, 'step')}.\n"
         f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
     )
     display.note("\n".join(folder.next_commands()))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
 from fp8stack.config import RunConfig, at_home
-from fp8stack.errors import UserError, quoted
+from fp8stack.errors import UnservedAttention, UserError, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
+from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 
@@ -101,14 +102,23 @@ class Trained:
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
         """The plan that runs the model in `recipe` on `hardware`, whichever recipe it was trained
-        in. Raises what `resolve` raises, and a UserError if `recipe` needs scales that the
-        checkpoint does not have."""
+        in. If that is its own and has attention in FP8 that is not possible here, attention is in
+        the compute dtype. Raises what `resolve` raises, and a UserError if `recipe` needs scales
+        that the checkpoint does not have."""
         asked: str | Recipe = recipe
+        notes: tuple[str, ...] = ()
         info = {} if self.checkpoint is None else self.checkpoint.info
         if info and recipe == self.recipe:  # with its overrides: E5M2's scales do not fit E4M3
             where = f"recipe in {self.path / 'checkpoint.json'}"
             asked = recipe_from_json(info["plan"]["recipe"], where)
-        plan = plan_for(self.shape, asked, hardware, backend)
+        try:
+            plan = plan_for(self.shape, asked, hardware, backend)
+        except UnservedAttention as error:
+            if isinstance(asked, str):
+                raise
+            asked = asked.model_copy(update={"attention": "compute"})
+            notes = (f"{error.why}: attention runs in the compute dtype",)
+            plan = plan_for(self.shape, asked, hardware, backend)
         if info:
             where = f"identity.recipe in {self.path}"
             trained_in = recipe_from_json(info["identity"]["recipe"], where)
@@ -121,7 +131,7 @@ class Trained:
                 f"{quoted(str(self.path))} holds no scales for recipe '{recipe}'{of}. Use recipe "
                 "'current'."
             )
-        return plan
+        return replace(plan, reasons=(*plan.reasons, *notes))
 
     def model(self, recipe: str, hardware: Hardware, backend: str = "auto") -> GPT:
         """The model in eval mode, on the device of `hardware`. Raises what `plan` raises, and a
@@ -131,6 +141,8 @@ class Trained:
         restore_weights(model, self.weights)
         saved = self._fp8_state
         scales = {name: of for name, of in saved.items() if plan.delayed and _is_scale(name)}
+        if not plan.recipe.attention_slots:
+            scales = {name: of for name, of in scales.items() if not _is_of_attention(name)}
         # Layers that did not round stochastically in the run start at their initial counters.
         draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
         try:
@@ -172,6 +184,11 @@ def _folder_of(path: Path) -> Path:
 def _is_scale(name: str) -> bool:
     """Whether a tensor of an FP8 state belongs to delayed scaling, not to stochastic rounding."""
     return not name.endswith(".draws")
+
+
+def _is_of_attention(name: str) -> bool:
+    """Whether a scale or a history is of an operand of attention in FP8."""
+    return name.split(".")[-2] in {slot for kind in FP8_ATTENTION.values() for slot in kind.slots}
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:

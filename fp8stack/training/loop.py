@@ -62,7 +62,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
-            say(f"all {run.step} steps are done")
+            say("the only step is done" if run.step == 1 else f"all {run.step} steps are done")
         display = open_display(config.steps, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell

@@ -39,11 +39,15 @@ class Phases:
     def enter(self, step: int) -> None:
         """Announce the phase that begins with `step`, if one does; its variant is already
         active."""
-        phase = self._at(step)[0]
-        several = len(self.run.schedule.phases) > 1
+        phase, place = self._at(step)
+        schedule = self.run.schedule
+        several = len(schedule.phases) > 1
         if phase.name != self.entered and several and self.ended_at is None:
             recipe = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
             why = f"{recipe} was asked for from this step on"
+            is_first = schedule.variants.index(place) == schedule.phases.index(phase) > 0
+            if is_first and self.run.plan.recipe.attention_slots:  # within kernels: not calibrated
+                why += "; the scales of its attention begin at 1, as in a new run"
             self._announce(step, phase.name, self.run.active, why)
         self.entered = phase.name
 

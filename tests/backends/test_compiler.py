@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -268,6 +269,22 @@ def test_a_gpu_compiles_by_default_what_can_be_compiled(
     assert compiled == expected
     assert (note in told) if note else told == ""
     assert [reason for reason in plan.reasons if "compile" in reason] == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "recompute"), [(H200_WITH_TE, "none"), (H200, "selective"), (H200, "none")]
+)
+def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
+    hardware, recompute, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    backend = "emulate" if recompute == "none" and hardware is H200 else "auto"
+    plan = resolve("delayed", hardware, backend)
+    compiled, note = is_compiled(None, plan, hardware, recompute)
+    assert not compiled
+    why = note.removeprefix("training is not compiled: ")
+    with pytest.raises(UserError, match=f"^--compile: {re.escape(why)}. Leave --compile out, or "):
+        require_compilable(plan, recompute)
 
 
 def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():

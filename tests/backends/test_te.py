@@ -524,6 +524,17 @@ def test_the_state_is_the_emulators_to_the_bit(te, options, accumulate):
     assert len({float(v) for k, v in fp8_state(one).items() if k.endswith("scale")}) > 5
 
 
+def test_which_slots_are_of_weights_is_not_found_out_in_each_pass(te):
+    model = gpt()
+    for step in range(2):
+        loss_of(model, step).backward()
+    with torch.profiler.profile() as profiled:
+        model.backend.delayed.collect()
+    found = Counter(event.name for event in profiled.events())
+    assert found["aten::stack"] == 1  # of the amaxes
+    assert found["aten::ones_like"] == 0
+
+
 def test_transformer_engine_would_update_by_itself_a_module_that_is_registered(te, monkeypatch):
     """Why te.py puts a key into fp8_meta; and that these tests would see it missing."""
 

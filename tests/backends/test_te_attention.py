@@ -4,6 +4,7 @@ What stands for Transformer Engine is in te_stand_in.py."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,9 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.guard import policy
+from fp8stack.training.setup.init_from import find_source
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
 from tests.support import backend_models
@@ -344,6 +347,37 @@ def test_a_block_that_runs_again_records_what_it_recorded_before(te, kind, use_r
         assert same(*map(fp8_state, models)), step
 
 
+@pytest.mark.parametrize(("recipe", "kind"), [*KINDS[:2], KINDS[4], KINDS[6]])
+def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
+    model = gpt(recipe, kind)
+    telemetry = Telemetry(model.backend.plan, 1)
+    slots = [f"{path}.{operand}" for path in PATHS for operand in SLOTS[kind]]
+    for step in range(3):
+        scales = state_of(model)
+        with telemetry.sampling(model):
+            seen = recorded(te, model, step=step)
+        recorded(te, model, step=9)  # another micro-batch, which is not sampled
+        sample = telemetry.finish(step, None)
+        rows = {f"{r['layer']}.{r['operand']}": r for r in sample.rows if r.get("layer") in PATHS}
+        assert list(rows) == slots
+        for slot, row in rows.items():
+            scale = float(scales[f"{slot}.scale"])
+            assert (row["amax"], row["scale"]) == pytest.approx((seen[slot], scale), rel=1e-8)
+            top = 57344 if slot.rpartition(".")[2][0] == "d" else 448
+            bits = math.log2(top / (row["amax"] * scale))
+            assert row["headroom_bits"] == pytest.approx(bits, rel=1e-5, abs=1e-6)
+            unknown = {"saturated", "underflow", "nonfinite", "sqnr_db"}
+            assert {row[figure] for figure in unknown} == {None}
+            assert f"fp8/amax/{slot}" in sample.numbers
+            assert f"fp8/sqnr_db/{slot}" not in sample.numbers
+    model.blocks[0].attention.in_fp8 = False
+    with telemetry.sampling(model):
+        loss_of(model, 4, length=128).backward()
+    found = {row.get("layer") for row in telemetry.finish(4, None).rows}
+    assert found.isdisjoint(PATHS[:1])
+    assert not slots or PATHS[1] in found
+
+
 RUN = [*FLAGS, "--steps", "8", "--eval-every", "4", "--schedule", "constant", "--context", "128"]
 RUN += ["--set", "model_overrides.context=128"]
 SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
@@ -398,6 +432,78 @@ def te_stand_in_load(file: Path) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = load_file(file)
     return found
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [("delayed", "9.0"), ("mxfp8", "10.x")])
+def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_compute_dtype(
+    te, recipe, gpu, command: Command, on_gpus, capsys
+):
+    width, heads = SHAPES[gpu]
+    flags = ["--recipe", recipe, "--set", "recipe.attention=delayed", *RUN, "--steps", "2"]
+    flags += ["--set", f"model_overrides.width={width}", "--set", f"model_overrides.heads={heads}"]
+    assert command("pretrain", "--out", "r", *flags) == 0
+    capsys.readouterr()
+    assert command("eval", "r", "--windows", "2", "--device", "cpu") == 0
+    why = "attention = 'delayed' needs Transformer Engine on compute capability 9.0 or 10.x"
+    assert f"{why}: attention runs in the compute dtype" in capsys.readouterr().out
+    given = ["--recipe", recipe, "--device", "cpu", "--tokens", "2"]
+    assert command("generate", "r", "--prompt", "a", *given) == 0
+    assert f"because {why}" in capsys.readouterr().err
+    trained = find_source("r")
+    assert trained.checkpoint is not None
+    saved = trained.checkpoint.tensors["fp8"]
+    assert f"{PATHS[0]}.S.scale" in saved
+    found = fp8_state(trained.model(recipe, CPU))  # those of linears, as they were saved
+    assert same(found, {name: x for name, x in saved.items() if name in found})
+    assert len(found) == (24 if recipe == "delayed" else 0) * trained.shape.layers
+
+
+ON_HOPPER = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
+ON_HOPPER += ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=1"]
+
+
+def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
+    te, command: Command, monkeypatch, tmp_path, on_gpus, capsys
+):
+    assert command("pretrain", *ON_HOPPER, "--steps", "1") == 0
+    monkeypatch.undo()
+    run, new = str(tmp_path / "r"), str(tmp_path / "new")
+    capsys.readouterr()
+    assert command("pretrain", "--resume", run, "--steps", "2", "--device", "cpu") == 2
+    assert capsys.readouterr().err == (
+        f"fp8stack: Cannot resume {run}: attention = 'delayed' needs Transformer Engine on compute "
+        "capability 9.0 or 10.x. Leave it as it was, or start a new run in another --out, with its "
+        f"weights by --init-from {run}.\n"
+    )
+    goes_on = ["--init-from", run, "--recipe", "delayed", "--steps", "1", "--device", "cpu"]
+    assert command("pretrain", "--out", new, *goes_on) == 0
+
+
+def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
+    te, command: Command, tmp_path, on_gpus, capsys
+):
+    flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
+    assert command("pretrain", *ON_HOPPER, *flags) == 0
+    rows = metrics(tmp_path / "r")
+    why = {row["phase"]: row["why"] for row in rows if row.get("event") == "phase"}
+    told = "the scales of its attention begin at 1, as in a new run"
+    assert why["stable"] == f"delayed was asked for from this step on; {told}"
+    assert not any(told in said for phase, said in why.items() if phase != "stable")
+    found = (tmp_path / "r/telemetry.jsonl").read_text().splitlines()
+    first = next(r for r in map(json.loads, found) if r.get("operand") == "QKV")
+    assert (first["step"], first["scale"]) == (3, 1)
+    capsys.readouterr()
+    assert command("report", "r", "--text") == 0
+    printed = capsys.readouterr().out
+    (heads,) = [line for line in printed.splitlines() if "darker is worse" in line]
+    assert "grad_output" in heads and "QKV" not in heads  # noqa: PT018
+    assert command("report", "r") == 0
+
+
+def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, te, on_gpus):
+    run = ["pretrain", *ON_HOPPER, "--set"]
+    phases = 'phases=[{name="early", recipe="bf16", until=2}, {name="main"}, {name="evaluation"}]'
+    refused(*run, phases, said="validation losses with attention = 'delayed' need a first phase")
 
 
 @pytest.mark.parametrize("most", [3, 0])

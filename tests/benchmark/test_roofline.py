@@ -15,7 +15,7 @@ import pytest
 from fp8stack.benchmark import roofline
 from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
 from fp8stack.benchmark.step import FP8
-from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.model.trace import Operator, Part, Trace, trace
 from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
@@ -25,9 +25,13 @@ from tests.conftest import refusal
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
-BYTES = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, memory=1.0)  # seconds are bytes
-FLOPS = Rates(half=1.0, fp8=1.0, fp4=1.0, attention=1.0, memory=INF)  # seconds are operations
-FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, memory=INF)
+BYTES = Rates(
+    half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=1.0
+)  # seconds are bytes
+FLOPS = Rates(
+    half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, memory=INF
+)  # seconds are operations
+FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
@@ -78,7 +82,7 @@ def test_operations_are_those_of_the_configuration(model, recipe):
 
 
 def test_work_takes_as_long_as_its_operations_or_its_bytes():
-    rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, memory=1e3)
+    rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, memory=1e3)
     assert Work(part="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
     fp8, attention = (Work(part="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
     assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
@@ -285,7 +289,7 @@ def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
 
 @pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "current", "block", "nvfp4"))
 def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
-    rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, memory=INF)
+    rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, fp8_attention=INF, memory=INF)
     plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)
     assert plain.step_ms / fp8.step_ms == pytest.approx((26 if recipe == "nvfp4" else 13) / 7)
 
@@ -295,6 +299,18 @@ def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
     assert fp8.parts_ms["head and loss"] == plain.parts_ms["head and loss"]
     assert fp8.parts_ms["GEMMs"] == plain.parts_ms["GEMMs"] / 2
     assert (fp8.fp8_layers, fp8.layers) == (48, 49)
+
+
+def test_attention_in_fp8_has_the_rate_of_fp8():
+    config = load_config("llama-1b").model_copy(update={"layers": 1, "heads": 16})
+    rates = dataclasses.replace(FLOPS, fp8_attention=2.0)
+    recipes = (load_recipe("delayed", {"attention": x}) for x in ("compute", "delayed"))
+    plans = [plan_for(config, recipe, HOPPER) for recipe in recipes]
+    plain, fp8 = (
+        seconds(predict(config, each, H200, batch=1, context=128, rates=rates)) for each in plans
+    )
+    assert fp8 == plain | {"attention": plain["attention"] / 2}
+    assert plain["attention"] > 0
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
@@ -330,6 +346,7 @@ def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
     rates = achievable(H200)
     found = (rates.half, rates.fp8, rates.attention, rates.memory)
     assert found == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
+    assert rates.fp8_attention / 1979 == pytest.approx(rates.attention / 989)
     a100 = achievable(gpu_named("A100"))
     assert a100.fp8 == a100.half
     b200 = achievable(gpu_named("B200"))
@@ -467,6 +484,7 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert lines[0] == "Predicted, not measured: gpt2-1.5b on one H200, 8 x 1024 tokens per step"
     assert "NVIDIA H200 data sheet" in lines[1]
     assert "bf16 GEMMs 700 of 989 (71 %) TFLOP/s, FP8 GEMMs 1300 of 1979 (66 %)" in lines[1]
+    assert "attention 400 of 989 (40 %), in FP8 800 of 1979 (40 %), memory" in lines[1]
     assert "memory 4.1 of 4.8 (85 %) TB/s" in lines[1]
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]

@@ -118,6 +118,18 @@ def test_a_text_file_is_its_bytes_its_end_is_held_out_and_a_large_one_is_mapped(
     assert train.fingerprint() == mapped.fingerprint()
 
 
+@pytest.mark.parametrize("mapped_from", [1, 1000])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, mapped_from):
+    monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", mapped_from)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + name.encode() * 20)
+    parts = [texts.text(tmp_path / f"{name}.txt", 256) for name in ("a", "b")]
+    assert {part.mapped for part in parts} == {mapped_from == 1}
+    whole = [pickle.loads(pickle.dumps(part)) for part in texts.joined(parts)]
+    found = b"".join(part.read(0, len(part)).tobytes() for part in whole)
+    assert found == b"a" * 20 + b"\n" + b"b" * 20
+
+
 def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"\x01\x02" * 10)

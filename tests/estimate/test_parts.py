@@ -470,3 +470,16 @@ def test_attention_in_fp8_keeps_bytes_and_has_amax_histories(kind, output, slots
     assert low.buffers - plain.buffers == config.layers * slots * (4 * (1 + 4) + 1 + 2 * 8) + 2
     same = [replace(one, activations=0, first_block=0, buffers=0) for one in (plain, low)]
     assert same[0] == same[1]
+
+
+def test_selective_checkpointing_keeps_nothing_that_transformer_engine_gave():
+    sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
+    config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
+    found = {}
+    for asked in ("compute", "delayed"):
+        setting = on(gpu, config, "mxfp8", 128, attention=asked)
+        kinds = [replace(setting, checkpointing=kind) for kind in ("selective", "block")]
+        selective, block = (estimate(kind).activations for kind in kinds)
+        found[asked] = selective - block
+    # Of attention by torch, in bf16: its output, and a float32 statistic for each row of a head.
+    assert found == {"compute": config.layers * 128 * (2 * 128 + 4 * 4), "delayed": 0}

@@ -156,6 +156,18 @@ def test_the_casts_of_alike_layers_are_one_line():
     ) in lines
 
 
+def test_the_casts_of_attention_are_shown_those_of_its_backward_pass_too():
+    lines = as_lines(table("delayed", assumed("10.0"), backend="te", attention="delayed"))
+    (line,) = (line for line in lines if "attention: queries" in line)
+    given = ("queries", "keys", "values")
+    forward = [*(f"{x} bf16" for x in given), "softmax fp32", "output fp32"]
+    backward = ["output, gradient bf16", "softmax, gradient fp32"]
+    backward += [f"{x}, gradient fp32" for x in given]
+    found = [phrase.rpartition(" -> ") for phrase in line.partition(": ")[2].split("; ")]
+    assert [what for what, _, to in found if to == "e4m3"] == forward
+    assert [what for what, _, to in found if to == "e5m2"] == backward
+
+
 def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     assert as_lines(table("fp32")) == ["casts per micro-batch: none"]
     plan = plan_for(SMALL, "bf16", H100)

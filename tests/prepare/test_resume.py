@@ -110,6 +110,37 @@ def test_a_command_that_is_stopped_while_a_tokenizer_is_trained_saves_none(
     assert contents(tmp_path / "out") == {}
 
 
+TRAINING = """
+import os, random, signal, sys, threading, time
+from fp8stack.cli import main
+from fp8stack.prepare import train
+
+read = train._beginning
+
+def then_stopped(*given):
+    yield from read(*given)
+    def stop():
+        time.sleep(0.5)  # it trains
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=stop).start()
+
+train._beginning = then_stopped
+main(sys.argv[1:])
+"""
+
+
+def test_a_tokenizer_that_is_trained_does_not_make_ctrl_c_wait(tmp_path):
+    # One word of a million letters takes minutes: each pair is looked for in all of it.
+    rng = random.Random(0)
+    path = written(tmp_path / "a.txt", bytes(rng.choices(range(97, 123), k=1_000_000)))
+    words = ["prepare", path, "--train-bpe", 50_000, "--out", tmp_path / "out"]
+    command = [sys.executable, "-c", TRAINING, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
+    assert done.returncode == 75
+    assert contents(tmp_path / "out") == {}
+
+
 COMMAND = (
     "import sys; from fp8stack.cli import main; from fp8stack.prepare import run;"
     "run.ITEM_BYTES = 20000; run.SAVE_EVERY_S = 0.05; main(sys.argv[1:])"

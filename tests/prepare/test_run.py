@@ -432,6 +432,30 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
     assert manifest["documents"]["replaced"] == 5
 
 
+@pytest.mark.parametrize("item_bytes", [8, 1000])
+def test_a_byte_order_mark_is_no_part_of_a_text(item_bytes, tmp_path, out, monkeypatch):
+    monkeypatch.setattr(run, "ITEM_BYTES", item_bytes)
+    texts = ["one two three four", " spaced out", "\ufeff two", "x \ufeff y", "\ufeff"]
+    marks = ["\ufeff", "\ufeff", "\ufeff", "", ""]  # a file of nothing else is empty
+    for number, (mark, text) in enumerate(zip(marks, texts, strict=True)):
+        written(tmp_path / "in" / f"{number}.txt", (mark + text).encode())
+    manifest = prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, texts[:4], share=0.0)
+    assert manifest["documents"]["empty"] == 0
+
+
+def test_one_of_a_kind_is_not_called_many(tmp_path, out, capsys):
+    (tmp_path / "in").mkdir()
+    written(tmp_path / "in/a.png", b"PNG\0")
+    written(tmp_path / "in/b.jsonl", lines(["b", "", "X"]).replace(b"X", b"\xff"))
+    assert "1 of 2 files looks binary: " in refusal(tmp_path / "in", out=out)
+    prepared(tmp_path / "in", out=out, skip_binary=True)
+    said = capsys.readouterr().out
+    assert "note: 1 file that looks binary is left out: " in said
+    assert "note: 1 empty document, an end token\n" in said
+    assert "note: 1 piece that is not Unicode became U+FFFD\n" in said
+
+
 # What is refused
 
 BAD_LINES = {

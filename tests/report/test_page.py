@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fp8stack.report import page, summary
+from fp8stack.report import curves, page, summary
 from fp8stack.report import text as terminal
 from fp8stack.report.analysis import Analysis, analyze, verdict
 from fp8stack.report.drawing import (
@@ -519,11 +519,28 @@ def test_a_long_line_keeps_its_extremes_and_spikes_do_not_set_the_axis():
     assert 5.0 < view_range([5.0, 2.0, 6.0, 1e9], [])[1] < 7.0  # one of the runs diverged
     values = np.zeros(100_000)
     values[[777, 60_001]] = [9.0, -9.0]
-    steps, kept = thinned(list(range(100_000)), list(values))
+    steps, kept, _ = thinned(list(range(100_000)), list(values))
     assert len(steps) <= MOST_POINTS
     assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[777] == 9.0
     assert kept.min() == -9.0
     assert (np.diff(steps) > 0).all()
+
+
+def test_the_curves_of_a_single_step_are_dots(tmp_path):
+    runs = [read_run(make_run(tmp_path / name, steps=1)) for name in ("one", "other")]
+    for some in (runs[:1], runs):
+        names = [run.name for run in some]
+        pictures = [curves.loss(some, names, "l"), curves.throughput(some, names, "t")]
+        pictures.append(curves.rates(some[0], "r"))
+        for picture in pictures:
+            assert picture is not None
+            drawn = [line for axes in picture.figure.axes for line in axes.lines]
+            assert drawn
+            assert all(line.get_marker() == "o" for line in drawn), picture.title
+    picture = curves.loss([read_run(make_run(tmp_path / "two", steps=2))], ["two"], "l")
+    assert picture is not None
+    (axes,) = picture.figure.axes
+    assert "None" in {line.get_marker() for line in axes.lines}
 
 
 def test_a_long_legend_leaves_the_plot_its_height():

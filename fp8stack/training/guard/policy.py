@@ -29,6 +29,7 @@ from fp8stack.checkpoint.validation import can_go_on, load_sound
 from fp8stack.errors import NoUsableCheckpoint
 from fp8stack.optim.chained import plain
 from fp8stack.precision import Plan, resolve
+from fp8stack.tables import counted
 from fp8stack.training.guard.diagnosis import Diagnosis, diagnose
 from fp8stack.training.guard.monitor import NOT_FINITE, BadStep, Cause, Monitor
 from fp8stack.training.guard.spikes import LARGEST
@@ -116,7 +117,10 @@ class Guard:
         for layer in over:
             del self.demoted[layer]
             self._add_event(
-                step, "restore", f"{self.config.layer_steps} steps are over", layer=layer
+                step,
+                "restore",
+                f"{counted(self.config.layer_steps, 'step is', 'steps are')} over",
+                layer=layer,
             )
         outcome.enter_fp8 = tuple(over)
         return outcome

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.profiler import profile
 
+from fp8stack.tables import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allocations:
@@ -104,8 +106,8 @@ def words(found: Allocations, steps: int = 1) -> str:
         text += f" Segments newly asked of the GPU: {found.fresh}."
     if found.retries:
         text += (
-            f" Memory ran out {found.retries} times and caches were emptied: lower --batch or use "
-            "--activation-checkpointing selective."
+            f" Memory ran out {counted(found.retries, 'time')} and caches were emptied: lower "
+            "--batch or use --activation-checkpointing selective."
         )
     return text
 

@@ -16,8 +16,9 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
-        axes.plot(steps, smoothed(losses), color="C0", label="training, running mean")
+        dot = marker(steps)
+        axes.plot(steps, losses, dot, color="0.8", linewidth=0.8, label="training, each step")
+        axes.plot(steps, smoothed(losses), dot, color="C0", label="training, running mean")
         usual = [*smoothed(losses), *(loss for _, loss in validation)]
         axes.set_ylim(*view_range(usual, losses))
     if validation:
@@ -44,6 +45,11 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
 def _curve(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     values = {row["step"]: row[key] for row in metrics if row.get(key) is not None}
     return sorted(values.items())
+
+
+def marker(points: Sequence[object]) -> str:
+    """How matplotlib is to draw a line of `points`: a single one is a dot, or would be nothing."""
+    return "o-" if len(points) == 1 else "-"
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:

@@ -11,7 +11,7 @@ from fp8stack import data
 from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
 from fp8stack.distributed.process_group import join
-from fp8stack.errors import UserError
+from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.hf import path_in, repository_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
@@ -82,15 +82,20 @@ def set_up(
             config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
     tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
-    run = build(
-        config,
-        folder,
-        resuming.decided_in(checkpoint.info) if checkpoint else Decided(),
-        hardware=hardware,
-        ranks=ranks,
-        source=source,
-        tokenizer=source.tokenizer if source else tokenizer,
-    )
+    try:
+        run = build(
+            config,
+            folder,
+            resuming.decided_in(checkpoint.info) if checkpoint else Decided(),
+            hardware=hardware,
+            ranks=ranks,
+            source=source,
+            tokenizer=source.tokenizer if source else tokenizer,
+        )
+    except UnservedAttention as error:
+        if found is not None and checkpoint is not None:
+            resuming.refuse_differences(found, [error.why], weights_go_on=True)
+        raise
     notes = run.notes
     with ranks.together(), folder.released_on_error():
         if ranks.is_main:

@@ -39,7 +39,7 @@ def plan_phases(
     resumed run; a micro-batch has `tokens` tokens on each rank.
 
     Raises what `plan_for` and `phases_of` raise, and a UserError for two phases in different
-    delayed scaling, or phases with --parallel fsdp.
+    delayed scaling, validation losses in scales that nothing sets, or phases with --parallel fsdp.
     """
     for name in {config.recipe, *(one.recipe for one in config.phases if one.recipe)}:
         if name != "auto":  # whether or not a phase has steps
@@ -214,7 +214,7 @@ def _runs_alike(plan: Plan, other: Plan) -> bool:
     def without_words(plan: Plan) -> Plan:
         recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
         layers = tuple(replace(layer, precision="", reason="", doubt="") for layer in plan.layers)
-        plan = replace(plan, asked="", reasons=(), of_backend=(), native=True)
+        plan = replace(plan, asked="", reasons=(), native=True)
         return replace(plan, recipe=recipe, layers=layers)
 
     return without_words(plan) == without_words(other)
@@ -233,6 +233,12 @@ def _require_possible(
         raise UserError(
             "phases: validation losses in delayed scaling before a phase trains in it need the "
             "amaxes of a calibration. Set calibration_steps to 1 or more."
+        )
+    if evaluates.recipe.attention_slots and evaluates is not begins_with:
+        raise UserError(
+            f"phases: validation losses with attention = '{evaluates.recipe.attention}' need a "
+            "first phase that trains with it: calibration gives its scales no amaxes. Evaluate "
+            "in another recipe, or begin in this one."
         )
     if sum(plan.delayed for plan in plans) > 1:
         raise UserError(
