@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
-from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends import build_backend, compiler, fp8_state
 from fp8stack.backends.compiler import is_compiled, require_compilable
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
@@ -488,3 +488,17 @@ def test_emulated_delayed_scaling_is_not_compiled_by_a_torch_that_loses_its_amax
     assert is_compiled(None, emulated, on_gpu)[0] is not refused
     for others in (resolve("mxfp8", cpu), resolve("delayed", on_gpu, "torch")):
         require_compilable(others)
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "rounds"),
+    [("2.10.0", False, False), ("2.10.0", True, True), ("2.11.0", False, True)],
+)
+def test_code_rounds_as_eager_code_does_but_where_torch_could_not_compile_it(
+    monkeypatch, version, gpu, rounds
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: options["options"])
+    made: Any = compiler.compiled(abs, "inductor")
+    assert made["emulate_precision_casts"] is rounds
