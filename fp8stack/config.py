@@ -278,6 +278,8 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
     Raises:
         UserError: an unknown key, a wrong value, a `--set` that is not key=value.
     """
+    if file == "":
+        raise UserError("--config is empty. Give a run file, or leave it out.")
     table = at_home(presets.read_toml(Path(file)), Path(file).parent) if file else {}
     own = table.get("phases")
     where = f"run file '{file}'" if file else "flags"

@@ -73,6 +73,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         if path.stat().st_size > LARGEST_BYTES:
             raise UserError(f"{quoted(str(path))} is too large. Give a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except UserError:  # a ValueError too
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"Cannot read {quoted(str(path))}: {reason}. Give a TOML file.") from error

@@ -61,7 +61,7 @@ def prepare(
         raise UserError("--out is empty. Give the folder that the shards go to.")
     settings = Settings(
         inputs=tuple(inputs),
-        tokenizer=tokenizer or "bytes",
+        tokenizer="bytes" if tokenizer is None else tokenizer,
         train_bpe=train_bpe,
         text_key=text_key,
         held_out=held_out,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class AmaxHistory:
         self.all_recorded, self._recorded = _cells(self.history.new_zeros(0))
         self.scales = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # pickle gives each tensor memory of its own; who holds a slot's tensor goes on with it.
+        self.all_recorded, parts = _cells(self.all_recorded)
+        for mine, part in zip(self._recorded, parts, strict=True):
+            mine.set_(part.untyped_storage(), part.storage_offset(), (), ())
 
     @property
     def slots(self) -> list[str]:

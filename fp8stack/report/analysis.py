@@ -155,7 +155,7 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
     for operand in operands:
         bits = operand.figures["headroom_bits"]
         samples += int(np.isfinite(bits).sum())
-        clipped = np.flatnonzero(bits < 0)
+        clipped = np.flatnonzero(operand.clipped)
         count += len(clipped)
         if len(clipped):
             at = int(clipped[np.argmin(bits[clipped])])

@@ -154,7 +154,9 @@ def amaxes(analysis: Analysis, name: str) -> Picture | None:
         legend_above(figure, panels.flat[0])
         held = " Blocks have a scale each, so no line says what they can hold."
         if any(limited):
-            held = " An amax above the dashed line is clipped; a triangle marks it."
+            held = ""
+        if any(one.clipped.any() for one in chosen):
+            held += " A triangle marks an amax that was clipped."
         names = "; ".join(operand.name for operand in chosen)
         return Picture(
             figure=figure,
@@ -179,7 +181,7 @@ def _amax(axes: Any, operand: Operand) -> bool:
     if limited:
         plot(operand.steps, held, color=COLORS[1], linewidth=1.2, linestyle="--",
              label="largest that the scale can hold")  # fmt: skip
-    clipped = operand.figures["headroom_bits"] < 0
+    clipped = operand.clipped
     if clipped.any():
         plot(operand.steps[clipped], shown[clipped], "v", color=COLORS[4], markersize=6)
     drawn = np.concatenate([shown, held])

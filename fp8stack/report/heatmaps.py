@@ -20,11 +20,11 @@ LEAST_SHARE = 1e-4  # less is drawn as none
 # Figure: title, colour bar, colour map, whether larger is worse, caption.
 MAPS = {
     "sqnr_db": ("Signal to quantization noise", "SQNR (dB)", "YlOrRd_r", False,
-                "E4M3 at its best has about 31 dB, E5M2 about 25."),
+                "E4M3 at its best has about 31 dB, E5M2 about 25, E2M1 about 20."),
     "saturated": ("Saturation", "share of elements", "YlOrRd", True,
-                  "Elements beyond the largest FP8 value, clipped to it. Grey: less than 0.01 %."),
+                  "Elements clipped to the format's largest value. Grey: less than 0.01 %."),
     "underflow": ("Underflow", "share of elements", "YlOrRd", True,
-                  "Elements too small for FP8, flushed to zero. Grey: less than 0.01 %."),
+                  "Elements too small for the format, flushed to zero. Grey: less than 0.01 %."),
 }  # fmt: skip
 
 

@@ -57,6 +57,13 @@ class Operand(Series):
         """The layer and the operand, for sentences."""
         return f"{self.layer}, {self.kind}"
 
+    @property
+    def clipped(self) -> NDArray[np.bool_]:
+        """The samples whose amax lost more by clipping than by rounding, bool [samples]."""
+        saturated = self.figures["saturated"] != 0  # NaN: not known
+        clipped: NDArray[np.bool_] = saturated & (self.figures["headroom_bits"] < 0)
+        return clipped
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Series):

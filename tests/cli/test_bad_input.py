@@ -31,6 +31,8 @@ CASES = {  # further flags of pretrain: what must be said
     "bytes": (["--out", "h\udcff"], "out is not valid UTF-8"),
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
     "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
+    "empty config": (["--config", ""], "--config is empty. Give a run file"),
+    "folder as config": (["--config", "mine"], "fp8stack: mine is no regular file. Give a TOML"),
     "interval": (["--set", "interval=4"], "there is no key 'interval': scales of delayed scaling"),
     "recipe interval": (
         ["--recipe", "delayed", "--set", "recipe_overrides.interval=4"],
@@ -92,6 +94,12 @@ def test_bad_input_is_one_line_that_names_it_and_exit_code_2(case, refused, tmp_
     (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
     out = [] if "--out" in flags else ["--out", "r"]
     assert expected in refused("pretrain", *TINY, *out, *flags)
+
+
+def test_prepare_refuses_an_empty_name_of_a_tokenizer(command, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    assert command("prepare", "a.txt", "--tokenizer", "", "--out", "t") == 2
+    assert "No tokenizer ''" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("capability", ["x.y", "9.0.1", "", "-1.0"])

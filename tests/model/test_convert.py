@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -560,7 +561,7 @@ def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, bac
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     expected = train(twin, range(2, 4))
-    for copied in (copy.deepcopy(model), loaded):
+    for copied in (copy.deepcopy(model), loaded, pickle.loads(pickle.dumps(model))):
         assert same(fp8_state(copied), state)
         assert copied.fp8_plan == model.fp8_plan
         assert train(copied, range(2, 4)) == expected

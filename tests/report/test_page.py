@@ -20,6 +20,7 @@ from rich.console import Console
 from fp8stack.report import curves, page, summary
 from fp8stack.report import text as terminal
 from fp8stack.report.analysis import Analysis, analyze, verdict
+from fp8stack.report.curves import amaxes
 from fp8stack.report.drawing import (
     MOST_POINTS,
     Picture,
@@ -318,11 +319,30 @@ def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
 @pytest.mark.parametrize(("bits", "level"), [(3.5, "warning"), (0.6, "note")])
 def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_path, bits, level):
     change = at(
-        "blocks.3.mlp.up", "weight", lambda step: {"headroom_bits": -bits if step == 80 else 0.5}
-    )
+        "blocks.3.mlp.up", "weight",
+        lambda step: {"headroom_bits": -bits if step == 80 else 0.5, "saturated": 1e-6},
+    )  # fmt: skip
     run = make_run(tmp_path / "r", change=change)
     assert len(told(run)) == (level == "warning")
     assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in told(run, level)[0]
+
+
+def test_an_amax_that_rounding_takes_back_is_not_clipped(tmp_path):
+    """Scales of NVFP4's blocks are rounded to nearest: about half the blocks reach beyond E2M1's
+    largest value, and round back to it."""
+
+    def change(row):
+        if "headroom_bits" in row:
+            row |= {"format": "e2m1", "scale": None, "headroom_bits": -0.08}
+
+    found = analyzed(make_run(tmp_path / "r", change=change))
+    assert not any("clipped" in finding.text for finding in found.findings)
+    assert "triangle" not in amaxes(found, "r").caption
+    change = at(
+        "blocks.3.mlp.up", "weight",
+        lambda step: {"headroom_bits": -0.6, "saturated": 1e-6} if step == 80 else {},
+    )  # fmt: skip
+    assert "triangle" in amaxes(analyzed(make_run(tmp_path / "s", change=change)), "s").caption
 
 
 # Events
