@@ -1,0 +1,2 @@
+TOKENS = 8192
+"""Of the pass whose kernels are counted."""

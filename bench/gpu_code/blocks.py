@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.gpu_code import TOKENS
 from bench.gpu_code.pretend import CUDA
 from fp8stack.backends import build_backend
 from fp8stack.backends import torch as torch_backend
@@ -37,7 +38,6 @@ from fp8stack.ops.kernels import Variant
 from fp8stack.precision import Plan, load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
-TOKENS = 8192
 Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
 GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
 _SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)

@@ -3,10 +3,11 @@
 The blocks and the loss of a model are compiled for a pretended GPU. Counted is what their kernels
 read and write in a pass of 8,192 tokens, each tensor once, GEMMs and attention left out; an H200
 moves 4.1 TB/s of it at best. "Weights" are the kernels that run once per optimizer step, before its
-first micro-batch, for one layer and the state of all. "Narrow stores" are those of kernels that
-write some of their output byte by byte, which takes a GPU several times as long as writing 16 bytes
-at once: of the variants that inductor's autotuner tries, the best one counts. Waits are copies and
-reads for which the host waits for the device.
+first micro-batch, for one layer and the state of all. "Ideal" is what `fp8stack bench roofline`
+takes both for: one kernel between two GEMMs, two where a scale follows from a whole tensor. "Narrow
+stores" are those of kernels that write some of their output byte by byte, which takes a GPU several
+times as long as writing 16 bytes at once: of the variants that inductor's autotuner tries, the best
+one counts. Waits are copies and reads for which the host waits for the device.
 
 The host's time is that of this machine's CPU, with launches that do nothing, in the fastest of 500
 steps, for one micro-batch of a gpt2-1.5b that is very narrow, but has all its 192 linears. Weights
@@ -22,17 +23,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from bench.cells import failure, words
+from bench.gpu_code import TOKENS
 from bench.report import Report, Row, heading, markdown, report_of
 from fp8stack import presets
+from fp8stack.benchmark.roofline import ideal_work
 from fp8stack.errors import UserError
-from fp8stack.model.config import load_config
+from fp8stack.model.config import load_config, plan_for
+from fp8stack.model.trace import trace
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -72,24 +76,26 @@ def measure(arguments: argparse.Namespace) -> Report:
         load_recipe(name)
     rows: list[Row] = []
     for model, recipe, capability in _chosen(arguments):
-        of = (f"{model} on {capability}", recipe)
-        measured = partial(_row, *of, partial(compiled, model, recipe, capability, stores=stores))
-        rows += arguments.cells.rows(of[0], [recipe], measured)
+        measured = partial(_row, model, recipe, capability, stores)
+        rows += arguments.cells.rows(f"{model} on {capability}", [recipe], measured)
     host: list[Row] = []
     for recipe in HOST_RECIPES:
         if "9.0" in arguments.capabilities and recipe in (arguments.recipes or HOST_RECIPES):
             case = f"host of {HOST_MODEL}"
             host += arguments.cells.rows(case, [recipe], partial(_host_rows, case, recipe))
-    settings = {"tokens": 8192, "terabytes_per_s": TERABYTES_PER_S}
+    settings = {"tokens": TOKENS, "terabytes_per_s": TERABYTES_PER_S}
     found = report_of("cpu", settings, rows, bars=_bars(rows, host), packages=("triton",))
     return found | {"host": host}
 
 
-def _row(case: str, recipe: str, kernels: Callable[[], list[Row]]) -> list[Row]:
+def _row(model: str, recipe: str, capability: str, stores: bool) -> list[Row]:
+    case = f"{model} on {capability}"
     try:
-        return [{"case": case, "arm": recipe, **summary(kernels())}]
+        found = summary(compiled(model, recipe, capability, stores=stores))
     except UserError as error:
         return [failure(case, recipe, error)]
+    ideal = ideal_bytes(model, recipe, capability)
+    return [{"case": case, "arm": recipe, **found, "ideal_bytes": ideal}]
 
 
 def _host_rows(case: str, recipe: str) -> list[Row]:
@@ -145,6 +151,20 @@ def _told(model: str, recipe: str, capability: str, *options: str) -> Any:
         said = [line for line in done.stderr.splitlines() if "Error" in line]
         raise UserError(f"{model} in {recipe} on {capability}: {(said or ['?'])[-1]}")
     return json.loads(done.stdout)
+
+
+def ideal_bytes(model: str, recipe: str, capability: str) -> int:
+    """What an ideal GPU moves for one block more and the casts of its weights, see
+    `roofline.ideal_work`."""
+    config = load_config(model, {"layers": 1})
+    plan = plan_for(config, load_recipe(recipe), machine_for(capability, te=False))
+    shape = TOKENS // config.context, config.context
+
+    def moved(blocks: int) -> int:
+        made = trace(config, plan, *shape, blocks=(0,) * blocks, backward=True)
+        return sum(work.moved for work in ideal_work(made) if not work.flops)
+
+    return moved(2) - moved(1)
 
 
 def summary(kernels: Sequence[Row]) -> Row:
@@ -204,8 +224,15 @@ def grown(committed: Report, found: Report) -> list[str]:
 def table(found: Report) -> str:
     text = (__doc__ or "").partition("\n\n")[2].strip()
     header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
-    header += ["loss GB", "ms of a block at 4.1 TB/s", "its launches", "of the weights", "waits"]
-    gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "loss_bytes")
+    header += [
+        "ideal GB of both",
+        "loss GB",
+        "ms of a block at 4.1 TB/s",
+        "its launches",
+        "of the weights",
+        "waits",
+    ]
+    gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "ideal_bytes", "loss_bytes")
     cells = [
         [
             row["case"],

@@ -111,6 +111,14 @@ def test_the_gradient_of_a_norms_weight_is_summed_where_that_of_its_input_is():
     assert last == pytest.approx(8192 * 4096 * (4 + 4 + 4 + 2), rel=0.01)
 
 
+def test_an_ideal_gpu_moves_what_is_committed_and_no_code_less():
+    rows = {(row["case"], row["arm"]): row for row in COMMITTED["results"]}
+    for row in rows.values():
+        assert row["ideal_bytes"] < row["block_bytes"] + row["weights_bytes"]
+    found = gpu_code.ideal_bytes("llama-8b", "delayed", "9.0")
+    assert found == rows["llama-8b on 9.0", "delayed"]["ideal_bytes"]
+
+
 @pytest.mark.slow
 def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own():
     """Inductor writes columns byte by byte in a kernel that sums over rows."""
