@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8stack.backends import torch as torch_backend
 from fp8stack.backends import weights as backend_weights
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.model.config import load_config
 from fp8stack.ops import weights
 from fp8stack.ops.replay import Replayed
 from fp8stack.optim.grad_clip import clip_gradients
@@ -70,8 +71,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     as_on_a_gpu, tmp_path, monkeypatch
 ) -> None:
-    """Of torch's norm and AdamW it has as few as this small model: at 1.5B parameters they launch
-    21 more, each 147 million elements."""
+    """Of torch's norm and AdamW it has as few as this small model, 4; at 1.5B parameters they
+    launch 21 more."""
     sets = [one for one in small_loop.SETS if "layers" not in one]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
     # Else every optimizer's step tells the models of other tests, too; and below, until Python
@@ -89,7 +90,17 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     found = as_on_a_gpu.found
     assert found["graph"] == 4  # begin, scales of weights, update of the history, verdict
     assert found["weights"] == 1
+    assert found["_foreach_norm"] + found["_fused_adamw_"] == 4
     assert found.total() <= 27, found
+
+
+def test_torchs_norm_and_adamw_launch_25_kernels_at_1_5b_parameters() -> None:
+    config = load_config("gpt2-1.5b")
+    shapes = config.parameter_shapes(config.vocabulary).values()
+    every = [torch.empty(shape, device="meta") for shape in shapes]
+    groups = [x for x in every if x.ndim >= 2], [x for x in every if x.ndim < 2]
+    adamw = sum(launches("_fused_adamw_", [group] * 5) for group in groups)
+    assert launches("_foreach_norm", [every]) + adamw == 25
 
 
 def test_launches_of_torchs_multi_tensor_kernels_are_counted_by_tensors_and_blocks() -> None:
