@@ -119,7 +119,7 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
     for words in (["bench"], ["bench", "--help"]):
         capsys.readouterr()
         assert command(*words) == 0
-        assert re.search("shapes.*roofline|roofline.*shapes", capsys.readouterr().out, re.S)
+        assert re.search("step.*roofline|roofline.*step", capsys.readouterr().out, re.S)
 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
