@@ -179,7 +179,7 @@ class RunConfig(BaseModel):
     profile_shapes: bool = False
     """profile: record the shapes of operands, and list operators by them."""
     profile_memory: bool = False
-    """profile: record each allocation, and list what operators allocate."""
+    """profile: list what operators allocate on a GPU; on a CPU they are always listed."""
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False

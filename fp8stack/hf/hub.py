@@ -121,10 +121,10 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     except UserError:
         raise
     except Exception as error:  # any error of the network or the Hub
-        remedy = "Check the name and the network"
+        cause, remedy = _cause(error), "Check the name and the network"
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            remedy = f"To give a token that may write there, {LOG_IN}"
-        raise UserError(f"{failed}: {_cause(error)}. {remedy}; then {again}.") from error
+            cause, remedy = "the token may not write there", f"To give one that may, {LOG_IN}"
+        raise UserError(f"{failed}: {cause}. {remedy}; then {again}.") from error
     return f"{api.endpoint}/{name}"
 
 
