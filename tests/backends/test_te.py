@@ -47,10 +47,11 @@ from tests.support.backend_models import (
     same,
     train,
 )
+from tests.support.study_recipes import LAST_BF16, NEAREST, NO_HADAMARD
 from tests.support.te import te_stand_in
 from tests.support.te.te_stand_in import ROOT, Source, installed
 
-ALL = [*RECIPES, "nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard", "nvfp4_last_bf16"]
+ALL = [*RECIPES, "nvfp4", NEAREST, NO_HADAMARD, LAST_BF16]
 IN_ALL_LAYERS = ALL[:-1]
 FUSED = {"LayerNormLinear": 2, "Linear": 2, "LayerNormMLP": 2}  # calls of a pass through TINY
 
@@ -413,9 +414,9 @@ TE_RECIPES = [
         "nvfp4_4over6": "none", "fp4_format.name": "E2M1",
     }) for name, changes, off in (
         ("nvfp4", {}, ()),
-        ("nvfp4_nearest", {}, ("drawn",)),
-        ("nvfp4_no_hadamard", {}, ("rht",)),
-        ("nvfp4_last_bf16", {}, ()),
+        (NEAREST, {}, ("drawn",)),
+        (NO_HADAMARD, {}, ("rht",)),
+        (LAST_BF16, {}, ()),
         ("nvfp4", {"rounding": "nearest", "hadamard": 0}, ("drawn", "rht")),
         ("nvfp4", {"weight": {"block": [1, 16]}}, ("2d",)),
     )),
@@ -430,7 +431,7 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
     quantizers = load_recipe(name, options).quantizers
     assert quantizers is not None
     recipe = te_recipe(quantizers)
-    assert getattr(recipe, KINDS.get(name, name.partition("_")[0]))()
+    assert getattr(recipe, KINDS.get(name, Path(name).stem.partition("_")[0]))()
     found = {field: operator.attrgetter(field)(recipe) for field in fields}
     assert found == fields
     assert recipe.backward_override is None
@@ -448,8 +449,8 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
         ("current", {"power_of_two": True}),
         ("current", {"eps": 50.0}),
         ("block", {"power_of_two": False}),
-        ("nvfp4_nearest", {"hadamard": 0}),
-        ("nvfp4_nearest", {"weight": {"block": [1, 16]}}),
+        (NEAREST, {"hadamard": 0}),
+        (NEAREST, {"weight": {"block": [1, 16]}}),
         ("nvfp4", {"rounding": "nearest"}),
     ],
     ids=str,
@@ -725,7 +726,7 @@ def test_rows_that_need_padding_are_not_fused(te):
     assert kinds(te) == FUSED
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest"])
+@pytest.mark.parametrize("recipe", [*RECIPES, NEAREST])
 @pytest.mark.parametrize(
     ("norm", "activation", "bias"),
     [

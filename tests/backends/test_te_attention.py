@@ -41,6 +41,7 @@ from tests.support.backend_models import (
     normal,
     same,
 )
+from tests.support.study_recipes import NEAREST
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,9 +56,9 @@ KINDS = [
     ("mxfp8", "delayed"),
     ("delayed", "current"),
     ("current", "current"),
-    ("nvfp4_nearest", "current"),
+    (NEAREST, "current"),
     ("mxfp8", "mxfp8"),
-    ("nvfp4_nearest", "mxfp8"),
+    (NEAREST, "mxfp8"),
 ]
 
 

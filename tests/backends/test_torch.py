@@ -46,6 +46,7 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+from tests.support.study_recipes import NEAREST, NO_HADAMARD
 
 FLOATS = (torch.bfloat16, torch.float32)
 H100, B200, RTX = (Hardware("cuda", (major, 0)) for major in (9, 10, 12))
@@ -326,7 +327,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
 
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
+@pytest.mark.parametrize("recipe", ["nvfp4", NEAREST, NO_HADAMARD])
 def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):
     monkeypatch.setattr(operands, "several_ranks", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch

@@ -24,6 +24,7 @@ from fp8stack.planner.operations import Operation, casts_of, operations_of, trac
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.dtype_recorder import Recorder
 from tests.support.small_loop import SmallLoop
+from tests.support.study_recipes import BACKWARD_HIGH
 from tests.support.te.te_stand_in import installed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +52,7 @@ RUNS = [
     ("delayed", "torch", "fp32"),
     ("current", "torch", "bf16"),
     *[(name, "emulate", "fp32") for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "rowwise_wgrad_hp")],
-    ("nvfp4_backward_high", "emulate", "bf16"),
+    (BACKWARD_HIGH, "emulate", "bf16"),
     ("nvfp4_forward_high", "emulate", "fp32"),
 ]
 

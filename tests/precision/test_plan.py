@@ -59,9 +59,8 @@ MACHINES = {
     "10.0": B200,
     "12.0": RTX5090,
 }
-NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
+NVFP4 = ("nvfp4",)
 FP8 = ("delayed", "current", "block", "mxfp8", "rowwise", *NVFP4)
-IN_EVERY_LAYER = [name for name in FP8 if name != "nvfp4_last_bf16"]
 EMULATED = ("mxfp8", *NVFP4)  # where a GPU with bf16 does not serve them
 PLAIN = ("bf16", "fp16", "fp32", "tf32")
 RECIPES = ("auto", *FP8, *PLAIN)
@@ -447,7 +446,7 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...],
         ("block", (10, 3), (12, 9)),
         ("mxfp8", (10, 0), (12, 8)),
         ("nvfp4", (10, 3), (12, 8)),
-        ("nvfp4_nearest", (10, 0), (12, 8)),
+        ("nvfp4", (10, 0), (12, 8)),
         ("nvfp4", (12, 1), (12, 8)),
         ("delayed", (9, 0), (0, 0)),
         ("current", (9, 0), (0, 0)),
@@ -505,7 +504,7 @@ SOFTWARE_CASES = [
     ("mxfp8", "torch", B200, "broken te, old torch", "emulate!", (BROKEN, f"{OLD}: emulated")),
     ("mxfp8", "te", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
     ("nvfp4", "te", B200, "te", "te", ()),
-    ("nvfp4_last_bf16", "auto", B200, "te, old torch", "te", ()),
+    ("nvfp4", "auto", B200, "te, old torch", "te", ()),
     ("nvfp4", "torch", B200, "te", "torch", ()),
     ("nvfp4", "auto", B200, "no te", "torch", ()),
     ("nvfp4", "te", B200, "old te", "torch!", (f"{TOO_OLD}; torch runs instead",)),
@@ -732,7 +731,7 @@ def left_out(made: Plan) -> set[str]:
     return {layer.name for layer in made.layers if not layer.fp8}
 
 
-@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
+@pytest.mark.parametrize("asked", FP8)
 def test_every_layer_but_the_head_is_in_fp8_by_default(asked):
     for machine in (CPU, H100, B200):
         made = layered(machine, asked)
@@ -918,7 +917,7 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(asked, machine
     assert said in message
 
 
-@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
+@pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
 def test_an_emulated_layer_is_padded_so_any_shape_is_in_fp8(asked, machine):
     recipe = changed(asked, head=True)
