@@ -422,7 +422,7 @@ def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = N
         owner = owner_of(key)
         if owner in (None, "run"):
             continue
-        if file is not None and {"width", "scaling", "like", "quantizer"} & table.keys():
+        if file is not None and {"width", "like", "quantizer"} & table.keys():
             raise UserError(f"{where}: this is a {owner} file. Give it as --{owner} {file}.")
         raise UserError(f"{where}: '{key}' is a key of the {owner}. Give --set {owner}.{key}=VALUE")
 

@@ -300,7 +300,7 @@ def test_a_run_without_fp8_tells_what_fp8_would_cost(recipe: str) -> None:
 
 def test_what_if_takes_the_path_of_a_recipe(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
-    mine.write_text('scaling = "current"\nbackward_format = "e4m3"\n')
+    mine.write_text('like = "current"\nbackward_format = "e4m3"\n')
     plan = plan_of("current")
     rows = sampled(Telemetry(plan, 1, (str(mine),)), gpt(plan), 1).rows[1:]
     assert {row["recipe"] for row in rows if row["what_if"]} == {"mine"}
