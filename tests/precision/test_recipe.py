@@ -665,5 +665,5 @@ def test_a_recipe_that_was_written_before_there_was_a_choice_has_its_residual_st
 @pytest.mark.parametrize("name", LOW)
 def test_a_shipped_recipe_quantizes_all_layers_but_the_head_alike(name):
     recipe = load_recipe(name)
-    assert not (recipe.layers or recipe.exclude or recipe.head)
-    assert not (recipe.exclude_first_blocks or recipe.exclude_last_blocks)
+    assert (recipe.layers, recipe.exclude, recipe.head) == ((), (), False)
+    assert recipe.exclude_first_blocks == recipe.exclude_last_blocks == 0
