@@ -88,7 +88,8 @@ def made(te) -> int:
 def in_mxfp8(x: Tensor) -> Tensor:
     """Cast in blocks of 32 elements."""
     rows = x.bfloat16().reshape(-1, x.shape[-1])
-    values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
+    mxfp8 = numerics.Quantizer(block=(1, 32), scale="e8m0")
+    values = numerics.dequantize(numerics.quantize(rows, mxfp8))
     return values.double().view(x.shape)
 
 

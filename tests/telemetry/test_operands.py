@@ -22,7 +22,7 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import observing
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Plan
+from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.telemetry.operands import Sample, Telemetry
 from fp8stack.training.metrics import trackers
 from tests.conftest import TINY, Command, refusal
@@ -208,11 +208,10 @@ def test_blocked_recipes_have_no_single_scale() -> None:
         assert all(row["scale"] is None and row["headroom_bits"] >= 0 for row in rows)
         assert all(20 < row["sqnr_db"] < 45 for row in rows)
         weight = up.detach()
-        if recipe == "block":
-            block = (128, 128)
-            decoded = numerics.dequantize_blocks(*numerics.quantize_blocks(weight, block), block)
-        else:
-            decoded = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(weight))
+        quantizers = load_recipe(recipe).quantizers
+        assert quantizers is not None
+        assert quantizers.weight is not None
+        decoded = numerics.dequantize(numerics.quantize(weight, quantizers.weight))
         noise = (weight - decoded).double().square().sum()
         ratio = float(10 * (weight.double().square().sum() / noise).log10())
         found = by_operand(rows)["blocks.0.mlp.up", "weight"]
