@@ -95,7 +95,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"attention": "fp32"},
     ],
     "rowwise": [{"power_of_two": False}, {"backward": "high_precision"}],
-    "rowwise_wgrad_hp": [{"head": True}],
+    "rowwise_wgrad_hp": [{"head": True}, {"router": True}],
     "mxfp6_e2m3": [{"weight": {"format": "e3m2"}}],
     "mxfp6_e3m2": [{"backward": "dequantized"}],
     "mxfp4": [
