@@ -179,7 +179,7 @@ class RunConfig(BaseModel):
     profile_shapes: bool = False
     """profile: record the shapes of operands, and list operators by them."""
     profile_memory: bool = False
-    """profile: record each allocation, and list what operators allocate."""
+    """profile: list what operators allocate on a GPU; on a CPU they are always listed."""
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
@@ -422,7 +422,7 @@ def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = N
         owner = owner_of(key)
         if owner in (None, "run"):
             continue
-        if file is not None and {"width", "scaling", "like", "quantizer"} & table.keys():
+        if file is not None and {"width", "like", "quantizer"} & table.keys():
             raise UserError(f"{where}: this is a {owner} file. Give it as --{owner} {file}.")
         raise UserError(f"{where}: '{key}' is a key of the {owner}. Give --set {owner}.{key}=VALUE")
 

@@ -17,7 +17,7 @@ Fp8Name = Literal["e4m3", "e5m2"]
 FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
 """What an operand can be quantized to."""
 ScaleRounding = Literal["rceil", "floor", "even"]
-"""How a block's scale becomes a power of two: see `numerics.quantize_mxfp8`."""
+"""How a block's scale becomes a power of two: see `numerics.scales.e8m0_code`."""
 AmaxAlgorithm = Literal["max", "most_recent"]
 """What a window of amaxes gives: see `numerics.AmaxHistory`."""
 
@@ -160,7 +160,7 @@ class Quantizer:
             GEMM's reduction, (1, n) n in a row along the reduction, (n, n) a square.
         scale: float32, float32 rounded down to a power_of_two, e8m0 (OCP Microscaling), or e4m3 of
             two levels: E4M3 per block, and above it one float32 per tensor (NVFP4).
-        scale_rounding: how e8m0 scales are rounded, see `numerics.quantize_mxfp8`.
+        scale_rounding: how e8m0 scales are rounded, see `numerics.scales.e8m0_code`.
         amax: what the scale follows from: the current tensor, or those of earlier passes (delayed).
         history_length: how many amaxes a window of delayed scaling holds.
         amax_algorithm: what counts in that window: max, or most_recent.

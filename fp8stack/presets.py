@@ -33,6 +33,7 @@ OTHER_NAMES = {
     "gpt2-large": "gpt2-774m",
     "gpt2-xl": "gpt2-1.5b",
     "fp8": "delayed",
+    "scaling": "like",
     "learning_rate": "lr",
     "batch_size": "batch",
     "max_steps": "steps",

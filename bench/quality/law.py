@@ -104,7 +104,7 @@ def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
         left = [r for r in study.LADDER + study.ARMS if (row["name"], r) not in known]
         if row["seed"] >= SEEDS or not left or not folder.exists() or row["cpu"] != cpu:
             continue
-        recipes = {name: load_recipe(name) for name in left}
+        recipes = {name: load_recipe(study.source_of(name)) for name in left}
         trained = load_trained(Request(run=str(folder), device="cpu"))
         text, hardware = trained.windows.tokens, trained.hardware
         for name, measured in sensitivities(trained.model, recipes, text, hardware):

@@ -96,7 +96,7 @@ def _forward(
     w_along, w_across = layer.quantized_weight(weight, record, needs_dx and not gathers)
     layer.backend.count_gemms(1)
     dtype = x.dtype if isinstance(x, Tensor) else x.x.dtype
-    y = scaled_gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
+    y = layer.backend.gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
     saved = (*_tensors(x_across), *_tensors(w_across))
     return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None, rows)
 
@@ -114,10 +114,10 @@ def _backward(ran: _Ran, dy: Tensor | Product, saved: _Saved, apart: bool = Fals
     if ran.gathers:
         _, w_across = layer.quantized_weight(layer.weight, False, True)
     if w_across is not None:
-        dx = scaled_gemm(along, w_across, dy.dtype if isinstance(dy, Tensor) else dy.x.dtype)
+        dx = layer.backend.gemm(along, w_across, dy.dtype if isinstance(dy, Tensor) else dy.x.dtype)
     if across is not None:
         assert x_across is not None
-        dw = scaled_gemm(across, x_across, torch.float32).to(ran.weight_dtype)
+        dw = layer.backend.gemm(across, x_across, torch.float32).to(ran.weight_dtype)
     if db is not None:
         db = db.to(ran.weight_dtype)
     layer.backend.count_gemms((dx is not None) + (dw is not None))
@@ -383,6 +383,7 @@ class TorchBackend(Backend):
     """FP8 on the hardware, with torch alone."""
 
     keeps_weights = True
+    gemm = staticmethod(scaled_gemm)
     after_norm = False  # whether a norm gave what the linear that is called takes
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:

@@ -27,31 +27,6 @@ def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = Fa
         print(context.get_help())
 
 
-@bench.command()
-def shapes(
-    model: Annotated[str, MODEL] = "gpt2-124m",
-    batch: Annotated[int, option("Sequences per micro-batch. [8]", min=1)] = 8,
-    context: Annotated[int | None, CONTEXT] = None,
-    recipe: Annotated[str, option("FP8 recipe or TOML file. [auto]")] = "auto",
-    backend: Annotated[str, option("Compute backend: auto, te or torch. [auto]")] = "auto",
-    rounds: Annotated[int, option("Timed rounds per layer. [50]", min=6)] = 50,
-) -> None:
-    """Measure each linear of a model in FP8 and in bf16; plans on this GPU then use the results."""
-    from fp8stack.benchmark import shapes
-    from fp8stack.model.config import load_config
-    from fp8stack.precision import probe
-
-    hardware = probe()
-    config = load_config(model)
-    plan = shapes.native_plan(recipe, hardware, backend)
-    print(f"machine: {hardware}")
-    print(plan.summary()[0])
-    tokens = batch * (context or config.context)
-    results = shapes.measure_shapes(config, plan, hardware, tokens=tokens, rounds=rounds)
-    print(*shapes.as_lines(results, plan), sep="\n")
-    print(f"written: {shapes.save(results, plan, hardware)}")
-
-
 CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
 CEILING = option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
 RESULTS = option("Measured steps to show beside it: a step.json. [bench/results]")

@@ -221,18 +221,13 @@ def default_candidates(hardware: Hardware) -> list[str]:
 
 
 def candidates(names: Sequence[str]) -> list[str]:
-    """The quantized recipes among `names`. Raises a UserError if there is none, or if one cannot be
-    assigned to a layer."""
+    """The quantized recipes among `names`. Raises a UserError if there is none, or if one is a
+    file: shipped recipes quantize all layers alike."""
     for name in names:
-        recipe = load_recipe(name)
+        load_recipe(name)
         if name.endswith(".toml"):
             raise UserError(
                 f"--recipes: {quoted(name)} is a file. A layer's recipe must be a shipped one."
-            )
-        alike = not (recipe.layers or recipe.exclude or recipe.head)
-        if not alike or recipe.exclude_first_blocks or recipe.exclude_last_blocks:
-            raise UserError(
-                f"--recipes: {name} treats layers differently. Name one for all layers."
             )
     found = list(dict.fromkeys(name for name in names if load_recipe(name).is_fp8))
     if not found:

@@ -12,7 +12,6 @@ from fp8stack import presets
 from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.attention import FP8_ATTENTION
-from fp8stack.precision.shapes import load_measured
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -153,10 +152,9 @@ def plan_for(
     plan = resolve(recipe, hardware, backend, strict, without=without)
     if plan.recipe.fp8_attention:
         _require_fp8_attention(config, plan.recipe.attention, hardware)
-    measured = load_measured(hardware, plan.backend, plan.kernel or "") if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
-    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens, measured=measured)
+    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens)
     needed = max(made.vocabulary_multiple, vocabulary_multiple)
     if needed == multiple:
         return made

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8stack.formats import FORMATS
 from fp8stack.numerics.hadamard import MINUS
@@ -54,14 +55,13 @@ def number(rule: Rounding) -> int:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether `x` is rounded here: on a CPU, not in compiled code."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and x.dtype in _DTYPES
-        and x.numel() > 0
-        and why_not() is None
-    )
+    """Whether `x` is rounded here: on a CPU, not in compiled code. A tensor without memory, whose
+    operators somebody looks at, needs no kernel."""
+    if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
+        return False
+    if x.is_meta or isinstance(x, FakeTensor):
+        return True
+    return x.device.type == "cpu" and why_not() is None
 
 
 def why_not() -> str | None:

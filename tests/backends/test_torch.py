@@ -46,6 +46,7 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+from tests.support.study_recipes import NEAREST, NO_HADAMARD
 
 FLOATS = (torch.bfloat16, torch.float32)
 H100, B200, RTX = (Hardware("cuda", (major, 0)) for major in (9, 10, 12))
@@ -311,13 +312,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     for name in ("input", "weight", "grad_output"):
         x = normal(128, 256, seed=3).bfloat16()
         for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
-            if recipe == "mxfp8":
-                data, scales = numerics.quantize_mxfp8(part.contiguous())
-            elif recipe == "rowwise":
-                data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
-            else:
-                block = (128, 128) if name == "weight" else (1, 128)
-                data, scales = numerics.quantize_blocks(part.contiguous(), block)
+            data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
             assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
             ours = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
             sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
@@ -326,7 +321,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
 
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
+@pytest.mark.parametrize("recipe", ["nvfp4", NEAREST, NO_HADAMARD])
 def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):
     monkeypatch.setattr(operands, "several_ranks", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch
@@ -483,7 +478,8 @@ def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gem
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
     operands = []
     for rows in (48, 32):
-        data, scales = numerics.quantize_mxfp8(normal(rows, 64, seed=rows))
+        mxfp8 = numerics.Quantizer(block=(1, 32), scale="e8m0")
+        data, scales = numerics.quantize(normal(rows, 64, seed=rows), mxfp8)[:2]
         operands += [data, pack_scales(scales, Scales.MX)]
     a, scale_a, b, scale_b = operands
     operator = torch.ops.fp8stack.mx_gemm.default

@@ -119,7 +119,7 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
     for words in (["bench"], ["bench", "--help"]):
         capsys.readouterr()
         assert command(*words) == 0
-        assert re.search("shapes.*roofline|roofline.*shapes", capsys.readouterr().out, re.S)
+        assert re.search("step.*roofline|roofline.*step", capsys.readouterr().out, re.S)
 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
@@ -246,7 +246,7 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     assert problem in lines
     assert f"auto, delayed, current, block: {problem}; until then torch runs" in lines
     # A row of a recipe is one line from 80 columns on.
-    assert ("│ nvfp4_backward_high │ nvfp4_backward_high (emulated)" in printed.getvalue()) == (
+    assert ("│ nvfp4_forward_high │ nvfp4_forward_high (emulated)" in printed.getvalue()) == (
         width >= 80
     )
     assert doctor.as_json(here)["hardware"]["te_problem"] == problem

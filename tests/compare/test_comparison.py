@@ -534,14 +534,14 @@ def trained(monkeypatch) -> list[str]:
 
 
 def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
-    (copy.parent / "mine.toml").write_text('scaling = "current"\n')
+    (copy.parent / "mine.toml").write_text('like = "current"\n')
     more = ["--recipes", "fp32,mine.toml,delayed"]
     assert command("compare", "--out", "c", *AGAIN, *more) == 0
     assert trained == ["mine-seed0", "mine-seed1"]
     found = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
     assert found == [("fp32", 2), ("mine", 2), ("delayed", 2)]
     # The file's contents are part of what is compared.
-    (copy.parent / "mine.toml").write_text('scaling = "block"\n')
+    (copy.parent / "mine.toml").write_text('like = "block"\n')
     said = refused("compare", "--out", "c", *AGAIN, *more)
     assert "recipes.mine.quantizers." in said
 

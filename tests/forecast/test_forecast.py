@@ -25,6 +25,7 @@ from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware, load_recipe
 from tests.conftest import refusal
 from tests.support.hf_models import export_to, random_model
+from tests.support.study_recipes import BACKWARD_HIGH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,7 +280,7 @@ def test_bits_are_those_of_the_wider_operand():
         "mxfp6_e2m3": (6, 6, 6),
         "current": (8, 8, 8),
         "nvfp4_forward_high": (16, 4, 4),
-        "nvfp4_backward_high": (4, 16, 16),
+        BACKWARD_HIGH: (4, 16, 16),
     }.items():
         assert tuple(tune.bits_of(load_recipe(name).quantizers).values()) == expected
     assert set(tune.bits_of(None).values()) == {16.0}
@@ -339,10 +340,6 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
         (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
         (["--bits", "5", "--recipes", "bf16"], "--recipes names no recipe that is quantized."),
         (["--bits", "5", "--recipes", ","], "--recipes ',' has an empty name"),
-        (
-            ["--bits", "5", "--recipes", "nvfp4_last_bf16"],
-            "nvfp4_last_bf16 treats layers differently.",
-        ),
         (["--bits", "5", "--out", "x.txt"], "a recipe is a TOML file. Example: tuned.toml"),
         (["--bits", "5", "--out", "there.toml"], "there.toml exists. Give another --out"),
     ],

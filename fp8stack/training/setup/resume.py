@@ -15,6 +15,7 @@ from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
 from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config, with_files
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.precision import recipe_from_json
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
@@ -118,11 +119,16 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
 def decided_in(info: Mapping[str, Any]) -> Decided:
     """The decisions that a run resumed from this checkpoint.json keeps."""
     phases, plans = info["phases"], info["plans"]
+    recipes = {
+        plan["recipe"]["name"]: recipe_from_json(plan["recipe"], "plan in checkpoint.json")
+        for plan in (info["plan"], *plans)
+    }
     if phases is None or len(plans) < 2:
-        return Decided(left_out={ANY: layers_left_out(info["plan"])})
+        return Decided(left_out={ANY: layers_left_out(info["plan"])}, recipes=recipes)
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
-    return Decided(left_out=left_out, needs_reference=phases["ended_at"] is not None)
+    needs_reference = phases["ended_at"] is not None
+    return Decided(left_out=left_out, needs_reference=needs_reference, recipes=recipes)
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:

@@ -112,7 +112,7 @@ def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
     guards = st.dictionaries(st.sampled_from([*GuardConfig.model_fields, "x"]), values, max_size=4)
     keys = st.sampled_from([*RunConfig.model_fields, "guard.window", "recipe_overrides.margin"])
     model = b'vocabulary = 256\ncontext = 64\nlayers = 1\nwidth = 32\nheads = 2\nnorm = "rmsnorm"\n'
-    recipe = b'scaling = "delayed"\nmargin = 0\nexclude = ["a.*"]\nhistory_length = 16\n'
+    recipe = b'like = "delayed"\nmargin = 0\nexclude = ["a.*"]\nhistory_length = 16\n'
     config = _in_file("run.toml", lambda name: parse_config(name, {}))
     return {
         "run files": (mutated(run_file), config),

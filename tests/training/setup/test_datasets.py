@@ -246,9 +246,9 @@ def test_a_runs_files_may_move_and_so_may_the_run(command, tmp_path):
     shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
     (tmp_path / "mine.toml").write_text(shape)
     for name, scaling in (("one", "current"), ("two", "block")):
-        (tmp_path / f"{name}.toml").write_text(f'scaling = "{scaling}"\n')
+        (tmp_path / f"{name}.toml").write_text(f'like = "{scaling}"\n')
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/one.toml").write_text('scaling = "none"\ncompute_dtype = "fp32"\n')
+    (tmp_path / "other/one.toml").write_text('compute_dtype = "fp32"\n')
     (tmp_path / "run.toml").write_text(
         'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
     )
