@@ -38,6 +38,7 @@ from tests.support.quick_runs import quick_runs
 _PRELOADED = [
     "pytest", "tests.faults.processes", "bench.__main__", "fp8stack.training.setup.start",
     "torch.utils.tensorboard", "torch._dynamo", "fp8stack.numerics.fused_kernels",
+    "fp8stack.report.page", "fp8stack.exports", "fp8stack.forecast.forecast",
 ]  # fmt: skip
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share
 
