@@ -101,6 +101,11 @@ class Child:
         self.pid: int = self._process.pid
 
     @property
+    def printed(self) -> bytes:
+        """What it printed on stdout so far."""
+        return bytes(self._printed[0])
+
+    @property
     def is_alive(self) -> bool:
         """Whether it still runs, or is stopped."""
         return self._process.is_alive()

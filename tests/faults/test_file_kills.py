@@ -4,6 +4,7 @@ had not been. What it writes is whole, old or new, and nothing is left behind.""
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,9 @@ from unittest.mock import patch
 import pytest
 
 from fp8stack import io
+from fp8stack.compare import comparison
+from fp8stack.compare.runs import Ended
+from fp8stack.compare.settings import Comparison, Job
 from fp8stack.forecast import forecast as forecasts
 from fp8stack.report import page
 from tests.faults.processes import Change, run_ranks, unchanged
@@ -29,17 +33,18 @@ def kill_at_each(
     is_whole: Callable[[Path], bool],
     tmp_path: Path,
     change: Change = unchanged,
+    every: int = 1,
 ) -> int:
     """Run a command in a folder that `begin` fills and kill it, before each operation on files in
-    turn. See that `is_whole` holds then, and that the same command leaves what it leaves where it
-    was never killed. Returns how many operations there are."""
+    turn, or `every` so many. See that `is_whole` holds then, and that the same command leaves what
+    it leaves where it was never killed. Returns how many operations there are."""
     begin(expected := tmp_path / "expected")
     assert run_ranks(words, expected, 1, change=change)[0].code == 0
-    for number in itertools.count(1):
+    for number in itertools.count(1, every):
         begin(folder := tmp_path / str(number))
         ended = run_ranks(words, folder, 1, f"kill@file:{number}", change)[0]
         if ended.code == 0:
-            return number - 1
+            return number - every
         assert ended.code == -signal.SIGKILL
         assert is_whole(folder), number
         again = run_ranks(words, folder, 1, change=change)[0]
@@ -152,3 +157,31 @@ def test_a_killed_forecast_leaves_the_old_or_the_new_one_and_the_next_one_sweeps
 
     words = ["forecast", "run", "--json"]
     assert kill_at_each(words, begin, is_whole, tmp_path, forecasting_nothing) >= 4
+
+
+@contextmanager
+def training_nothing(rank: int) -> Iterator[None]:
+    """A change: a run of a comparison is over at once, and the table is not drawn."""
+
+    def trained(asked: Comparison, job: Job, *others: object) -> Ended:
+        run = asked.folder(job).path
+        shutil.rmtree(run, ignore_errors=True)
+        row = {"step": 2, "loss": 3.0, "val_loss": 3.0, "precision": "fp32"}
+        make_run(run, steps=2, every=0, metrics=[row])
+        return Ended(exit=0, error="")
+
+    with (
+        patch.object(comparison, "train", trained),
+        patch.object(comparison, "comparison_plot", lambda rows, baseline, title: b"plot"),
+    ):
+        yield
+
+
+def test_a_killed_comparison_goes_on_and_sweeps(tmp_path):
+    def is_whole(folder: Path) -> bool:
+        report = folder / "c" / "compare.json"
+        return not report.exists() or json.loads(report.read_text())["runs"] != []
+
+    words = ["compare", "--recipes", "fp32", "--seeds", "1", "--steps", "2", "--out", "c"]
+    count = kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every=4)
+    assert count >= 40
