@@ -69,11 +69,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new, empty folder beside `folder`, which at the end takes its place, contents and
-    all. After an error `folder` is as before. Where the system can exchange two folders (Linux, on
-    most file systems), a killed process leaves the old folder or the new one; elsewhere it may
-    leave none, and `restore` brings back the old one. Raises a StorageError if the disk is full or
-    cannot be written."""
+    """Yield a new, empty folder beside `folder`, which replaces it at the end. After an error
+    `folder` is as before. Where the system can exchange two folders (Linux, on most file systems),
+    a killed process leaves the old folder or the new one; elsewhere it may leave none, and
+    `restore` brings back the old one. Raises a StorageError if the disk is full or cannot be
+    written."""
     with storage_errors(folder):
         restore(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -174,10 +174,10 @@ def _holds(path: Path, released: ExitStack) -> bool:
         return True
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     released.callback(os.close, descriptor)
-    found = os.fstat(descriptor)
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or not lock(descriptor):
+    status = os.fstat(descriptor)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or not lock(descriptor):
         return False
-    return os.path.samestat(found, os.stat(path))
+    return os.path.samestat(status, os.stat(path))
 
 
 def write_flushed(path: Path, content: bytes) -> None:

@@ -81,7 +81,7 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
     begun, began = folder.holds_run, time.monotonic()
     command = [
-        *(sys.executable, "-m", "fp8stack.compare.child", "pretrain"),
+        *(sys.executable, "-m", "fp8stack.cli.child", "pretrain"),
         *(
             "--config",
             str(comparison.out / "base.toml"),

@@ -141,7 +141,8 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
             "and metrics.jsonl; `fp8stack list runs` finds them."
         )
     notes: list[str] = []
-    running = is_held(path / LOCK)
+    lock = path / LOCK
+    running = is_held(lock) if lock.exists() else None
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
     plan, forecast = path / "plan.json", path / NAME
@@ -157,7 +158,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
         written=written,
         sessions=_sessions(path / "sessions.jsonl", notes, running),
         has_telemetry=(path / "telemetry.jsonl").exists(),
-        is_running=running,
+        is_running=running is True,
         notes=notes,
     )
     if forecast.exists():
@@ -229,20 +230,22 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
     return [rows[step] for step in sorted(rows)], events
 
 
-def _sessions(path: Path, notes: list[str], running: bool) -> list[Session]:
-    """The processes that trained the run, from their begin and end rows; the last may be
-    `running`."""
+def _sessions(path: Path, notes: list[str], running: bool | None) -> list[Session]:
+    """The processes that trained the run, from their begin and end rows. `running`: whether one
+    does now; None if that is not known."""
+    open_end = {True: "still running", False: "killed", None: "killed, or still running"}[running]
     found: list[Session] = []
     began: dict[str, Any] | None = None
-    for row in [*_lines(path, notes), {"event": "begin"}]:
+    for row in _lines(path, notes):
         if row.get("event") == "begin":
             if began is not None:
-                still = running and "time" not in row
-                found.append(_session(began, {"how": "still running" if still else "killed"}))
+                found.append(_session(began, {"how": "killed"}))
             began = row
         elif row.get("event") == "end" and began is not None:
             found.append(_session(began, row))
             began = None
+    if began is not None:
+        found.append(_session(began, {"how": open_end}))
     return found
 
 

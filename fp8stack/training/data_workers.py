@@ -31,7 +31,7 @@ _FULL = (
     "/dev/shm, the shared memory, is full. Make room there, or make it larger (docker run "
     "--shm-size=8g)"
 )
-_PERHAPS = {
+_PERHAPS: dict[int, str] = {
     signal.SIGKILL: "Perhaps the machine is out of memory",
     signal.SIGBUS: f"Perhaps {_FULL}",
 }
@@ -39,7 +39,7 @@ _abandoned: list[Any] = []
 
 
 class DataWorkers:
-    """The processes of a DataLoader, as a context; they begin at once.
+    """The processes of a DataLoader, started at once, as a context.
 
     Args:
         loader: has processes.
@@ -109,9 +109,11 @@ class DataWorkers:
         code = dead[0].exitcode or 0
         if code >= 0:
             return f"Data worker {dead[0].pid} ended with exit code {code}."
-        name = next((found.name for found in signal.Signals if found == -code), "unknown")
+        names = {int(number): number.name for number in signal.Signals}
         perhaps = f" {_PERHAPS[-code]}." if -code in _PERHAPS else ""
-        return f"Data worker {dead[0].pid} was killed by signal {-code} ({name}).{perhaps}"
+        return (
+            f"Data worker {dead[0].pid} was killed by signal {-code} ({names.get(-code)}).{perhaps}"
+        )
 
     def _silence(self, waited_s: float) -> str:
         """The sentence about processes that gave no batch."""
@@ -130,7 +132,8 @@ def in_shared_memory(tokens: Tensor) -> Tensor:
     if get_worker_info() is None:
         return tokens
     try:
-        return tokens.share_memory_()
+        shared: Tensor = tokens.share_memory_()  # type: ignore[no-untyped-call]
+        return shared
     except RuntimeError as error:
         code = re.search(r"\((\d+)\)\s*$", str(error))  # the system's, as torch writes it
         if code is None or int(code[1]) not in _NO_ROOM:

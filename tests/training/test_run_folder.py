@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack import io
 from fp8stack.config import parse_config
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from tests.conftest import TINY, contents, refusal
 from tests.support.made_runs import make_run, write_lines
 from tests.test_io import held_by_another_process
 
-pytestmark = pytest.mark.skipif(io.fcntl is None, reason="this system has no locks")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 
 IN_USE = "Another process trains in runs/gpt-nano-fp32. Wait for it or give another --out."
 
