@@ -148,6 +148,8 @@ class RunConfig(BaseModel):
     temperature: PositiveFloat = 0.8
     workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
+    worker_timeout: Annotated[float, Field(ge=1)] = 60.0
+    """Seconds after which data workers that give no batch count as lost."""
     threads: PositiveInt | None = None
     """CPU threads for torch, at most the cores; torch's own choice if left out."""
     deterministic: bool | None = None
@@ -250,6 +252,7 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
         *("device", "deterministic", "out", "steps", "workers", "save_fp8", "compile"),
+        "worker_timeout",
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),

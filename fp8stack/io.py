@@ -1,11 +1,21 @@
-"""Files written whole or not at all, and the system's errors in one line. No torch here."""
+"""Files and folders written whole or not at all, and the system's errors in one line. No torch
+here.
+
+What is being written has a temporary name beside its place, and the process that writes it holds it
+locked. So the temporaries that a killed process left behind are told from those in use: nobody
+holds them, and whoever writes to the same place next removes them.
+"""
 
 import errno
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -19,6 +29,11 @@ from fp8stack.errors import StorageError
 
 TEMPORARY = ".tmp-"
 """What the names of files and folders begin with that are being written or removed."""
+LOCK = ".lock"
+"""The file in a run's folder that the process that trains there holds locked."""
+_OLD = "-old"
+_TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}(?P<name>.+?)-\d+({_OLD})?", re.DOTALL)
+_LOCK_RETRY_S = 0.05
 
 
 @contextmanager
@@ -38,16 +53,131 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path` whole: a reader sees the old content or the new. Raises a
+    """Replace the file at `path` whole: a reader sees the old content or the new, also when this
+    process is killed. Temporaries of killed processes that wrote to it are removed. Raises a
     StorageError if the disk is full or cannot be written."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with storage_errors(path):
+        sweep(path.parent, path.name.__eq__)
+        with _temporary(path, lambda temporary: temporary.open("xb").close()) as temporary:
+            try:
+                write_flushed(temporary, content)
+                temporary.replace(path)
+                sync_folder(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new, empty folder beside `folder`, which replaces it at the end. After an error
+    `folder` is as before. Where the system can exchange two folders (Linux, on most file systems),
+    a killed process leaves the old folder or the new one; elsewhere it may leave none, and
+    `restore` brings back the old one. Raises a StorageError if the disk is full or cannot be
+    written."""
+    with storage_errors(folder):
+        restore(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder, Path.mkdir) as fresh:
+            try:
+                yield fresh
+                sync_folder(fresh)
+                _take_place(fresh, folder)
+                sync_folder(folder.parent)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+
+
+def restore(folder: Path) -> None:
+    """Undo a `replacing` whose process was killed: bring `folder` back if it is gone, and remove
+    temporaries. Raises a StorageError if that is not possible."""
+    with storage_errors(folder):
+        for path in _abandoned(folder.parent, folder.name.__eq__):
+            if path.name.endswith(_OLD) and not os.path.lexists(folder):
+                path.rename(folder)
+    sweep(folder.parent, folder.name.__eq__)
+
+
+def _take_place(fresh: Path, folder: Path) -> None:
+    """Rename `fresh` to `folder`; what was there is at `fresh` then."""
+    if not os.path.lexists(folder):
+        fresh.rename(folder)
+    elif not _exchange(fresh, folder):
+        old = fresh.with_name(f"{fresh.name}{_OLD}")
+        folder.rename(old)
         try:
-            write_flushed(temporary, content)
-            temporary.replace(path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+            fresh.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        old.rename(fresh)
+
+
+def _exchange(path: Path, with_path: Path) -> bool:
+    """Exchange two names in one step. Returns False where the system or the file system cannot."""
+    import ctypes
+
+    current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # no Linux, or an old C library
+        return False
+    names = [os.fsencode(path), os.fsencode(with_path)]
+    failed: int = rename(current_folder, names[0], current_folder, names[1], exchange)
+    return failed == 0
+
+
+def sweep(folder: Path, is_written: Callable[[str], object] = bool) -> None:
+    """Remove the temporaries in `folder` that killed processes left behind, of the files and
+    folders whose names `is_written` accepts."""
+    for path in _abandoned(folder, is_written):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _abandoned(folder: Path, is_written: Callable[[str], object]) -> Iterator[Path]:
+    """Yield the temporaries in `folder` that no process holds; each is held for as long as it is
+    looked at."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (OSError, ValueError):  # ValueError: a NUL in its name
+        return
+    for name in names:
+        match = _TEMPORARY_NAME.fullmatch(name)
+        if match is None or not is_written(match["name"]):
+            continue
+        with suppress(OSError), ExitStack() as released:  # such as a link, or another user's
+            if _holds(folder / name, released):
+                yield folder / name
+
+
+@contextmanager
+def _temporary(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield a new temporary beside `path`, which this process holds within."""
+    with ExitStack() as released:
+        for number in itertools.count(os.getpid()):
+            temporary = path.with_name(f"{TEMPORARY}{path.name}-{number}")
+            with suppress(FileExistsError):
+                create(temporary)
+                with suppress(FileNotFoundError):  # another process swept it at once
+                    if _holds(temporary, released):
+                        break
+        yield temporary
+
+
+def _holds(path: Path, released: ExitStack) -> bool:
+    """Hold a regular file or a folder until `released`; see `lock`. Returns False if it is held by
+    another process, or is something else. Raises an OSError for a link, or if it is gone."""
+    if fcntl is None:
+        return True
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    released.callback(os.close, descriptor)
+    status = os.fstat(descriptor)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or not lock(descriptor):
+        return False
+    return os.path.samestat(status, os.stat(path))
 
 
 def write_flushed(path: Path, content: bytes) -> None:
@@ -72,18 +202,38 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Hold a file or folder, by its open descriptor, until that is closed; False if another process
-    does, and not both as `shared`. Where there are no locks, on Windows and on some file systems,
-    all are told True."""
-    if fcntl is not None:
+def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
+    """Hold a file or folder, by its open descriptor, until that is closed. Returns False if another
+    process holds it, for `wait_s` seconds more, and not both as `shared`. Where there are no locks,
+    on Windows and on some file systems, returns True."""
+    if fcntl is None:
+        return True
+    until = time.monotonic() + wait_s
+    while True:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            if time.monotonic() < until:
+                time.sleep(_LOCK_RETRY_S)
+                continue
             return False
         except OSError:  # a file system without locks
             pass
-    return True
+        return True
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the file at `path`; see `lock`."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would block
+    except OSError:
+        return False
+    try:
+        return not lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

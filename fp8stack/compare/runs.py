@@ -16,6 +16,7 @@ from rich.console import Console
 from fp8stack.compare.settings import Comparison, Job
 from fp8stack.io import storage_errors
 from fp8stack.terminal import say
+from fp8stack.training.run_folder import RunFolder
 
 POLL_S = 0.5
 LINES = 10  # of a run's progress where there is no terminal
@@ -74,12 +75,13 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     `show` is told the run's progress.
 
     The process has a session of its own, so that a Ctrl-C reaches it once, from here: after the
-    first it saves and ends, after the second it ends at once.
+    first it saves and ends, after the second it ends at once. It saves and ends as well if this
+    process is killed.
     """
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
     begun, began = folder.holds_run, time.monotonic()
     command = [
-        *(sys.executable, "-m", "fp8stack", "pretrain"),
+        *(sys.executable, "-m", "fp8stack.cli.child", "pretrain"),
         *(
             "--config",
             str(comparison.out / "base.toml"),
@@ -91,25 +93,33 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     with storage_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         stream = log.open("ab")
-    with stream:
-        process = subprocess.Popen(
+    with (
+        stream,
+        subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when this process ends, which the other notices
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             _wait(process, requested, _follow(folder.metrics, comparison.config.steps, show))
         except BaseException:  # a second Ctrl-C
             process.kill()
-            process.wait()
             raise
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     error = last.removeprefix("fp8stack: ") if process.returncode else ""
     seconds = None if begun else round(time.monotonic() - began, 1)
     return Ended(exit=process.returncode, error=error, seconds=seconds)
+
+
+def wait_until_idle(folder: RunFolder, requested: Callable[[], bool]) -> None:
+    """Wait while another process trains in `folder`, such as one that is about to end because its
+    comparison was killed; not any longer if a stop is requested."""
+    while folder.is_running and not requested():
+        time.sleep(POLL_S)
 
 
 def _wait(

@@ -1,6 +1,7 @@
 """The training loop: steps, logging, evaluation, checkpoints, and what the guard decides."""
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.saver import Saver
 from fp8stack.checkpoint.state import capture, first_rows, largest_of_state, random_states
 from fp8stack.distributed.process_group import losing_ranks
-from fp8stack.errors import NumericFailure
+from fp8stack.errors import DataWorkerLost, NumericFailure, UserError
 from fp8stack.terminal import say
 from fp8stack.threads import BusySteps
 from fp8stack.training.dataloader import batches
@@ -146,18 +147,23 @@ class _Loop:
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `dataloader.batches` yields. Raises a DataError, after saving a checkpoint, if
-        this rank or another cannot read its data."""
-        remaining = batches(self.run)
+        """Yield what `dataloader.batches` yields. Raises a DataError or a DataWorkerLost, after
+        saving a checkpoint, if this rank or another cannot read its data."""
+        remaining, ranks = batches(self.run, self.stops), self.run.ranks
         while True:
-            error, batch = None, None
+            error: UserError | None = None
+            batch = None
             try:
                 batch = next(remaining, None)
-            except data.DataError as failed:
+            except (data.DataError, DataWorkerLost) as failed:
                 error = failed
-            if self.run.ranks.any(error is not None):
+            if ranks.any(error is not None):
                 self.stop()
-                raise error or data.DataError("Another rank cannot read its data.")
+                with ranks.together():
+                    if isinstance(error, DataWorkerLost):
+                        raise DataWorkerLost(f"{error} {self.lost_note()}") from error
+                    if error is not None:
+                        raise error
             if batch is None:
                 return
             yield batch
@@ -333,6 +339,15 @@ class _Loop:
         self.save()
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
+
+    def lost_note(self) -> str:
+        """How a run goes on that lost a data worker."""
+        step, folder = self.run.step, self.run.folder.path
+        saved = f"The run is saved after step {step}" if step else "No step was done yet"
+        return (
+            f"{saved}: go on with fp8stack pretrain --resume {shlex.quote(str(folder))}, and with "
+            "--set workers=0 if it happens again."
+        )
 
     def wait(self) -> None:
         """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every

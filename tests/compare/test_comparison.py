@@ -300,6 +300,12 @@ class InProcess:
             self.returncode = exit_code(*words[3:])
         log.detach()
 
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def wait(self, timeout: float) -> int:
         return self.returncode
 

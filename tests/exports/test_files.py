@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import fp8stack
-from fp8stack import GPT, GPTConfig, load_config, presets
+from fp8stack import GPT, GPTConfig, io, load_config, presets
 from fp8stack.exports import writing
 from fp8stack.exports.files import hf_files, safetensors_files
 from fp8stack.exports.writing import replace_folder, require_room
@@ -219,6 +219,7 @@ def test_a_rename_that_fails_puts_the_old_export_back(nano, command, monkeypatch
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuses)
+    monkeypatch.setattr(io, "_exchange", lambda path, with_path: False)
     flags = ["--format", "safetensors", "--overwrite"]
     assert command("export", str(nano), "--out", "x", *flags) == 4
     assert Path("x/config.json").exists()

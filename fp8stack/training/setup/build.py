@@ -165,6 +165,7 @@ def without_effect(
         "clip_mode is not adaptive": () if adaptive else ("clip_percentile", "clip_window"),
         "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
+        "there are no workers": () if config.workers else ("worker_timeout",),
         "the run is not compiled": () if compiled else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
         "there is one rank": () if ranks > 1 else ("parallel", "grad_compression"),

@@ -37,9 +37,12 @@ class Resumption:
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     """Find the run to resume; None for a new run. Without `resume`, it is an unfinished run in
-    `--out`. Raises a UserError if there is no run at the path, or `--out` names another folder, and
-    a NoUsableCheckpoint if all its checkpoints, or the one named, are damaged."""
+    `--out`. Raises a UserError if there is no run at the path, if a process trains it, or if
+    `--out` names another folder, and a NoUsableCheckpoint if all its checkpoints, or the one named,
+    are damaged."""
     if resume is None:
+        if config.out is not None:
+            RunFolder(Path(config.out)).require_idle()
         if config.out is None or RunFolder(Path(config.out)).cut_at is None:
             return None
         found = find_resumption(config, "auto")
@@ -55,6 +58,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
             raise UserError(
                 f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
             )
+    folder.require_idle()
     if named is not None:
         try:
             return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
