@@ -230,7 +230,8 @@ def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_
     recipe, changes, save_fp8, transposed, shape
 ):
     """Scales of rows differ along what these GEMMs reduce over."""
-    assert_all_close(*forward_case(recipe, changes, save_fp8, transposed, shape), tolerance=1e-6)
+    results, expected = forward_case(recipe, changes, save_fp8, transposed, shape)
+    assert_all_close(results, expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("save_fp8", [False, True])
@@ -244,7 +245,8 @@ def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_
 def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
     torch._dynamo.reset()
     changes = {"backward": "dequantized"}
-    assert_all_close(*forward_case(recipe, changes, save_fp8, False, mode=mode), tolerance=1e-6)
+    results, expected = forward_case(recipe, changes, save_fp8, False, mode=mode)
+    assert_all_close(results, expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

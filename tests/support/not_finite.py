@@ -28,9 +28,9 @@ KINDS: dict[str, tuple[float | None, float | None]] = {
 }
 
 
-def operand(kind: str, rows: int, columns: int, seed: int) -> Tensor:
+def operand(kind: str, shape: tuple[int, int], seed: int) -> Tensor:
     """A matrix of a kind of `KINDS`."""
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     fill, special = KINDS[kind]
     if kind == "tiny numbers":
         x *= 1e-40
@@ -50,7 +50,7 @@ def hidden(layer: Any, rows: int, forward: Any = None) -> list[str]:
         chosen = [kinds[first], kinds[second], kinds[(first + second) % len(kinds)]]
         sizes = (rows, layer.in_features), tuple(layer.weight.shape), (rows, layer.out_features)
         x, weight, dy = (
-            operand(kind, *size, seed)
+            operand(kind, size, seed)
             for seed, (kind, size) in enumerate(zip(chosen, sizes, strict=True))
         )
         with torch.no_grad():
