@@ -25,7 +25,7 @@ from fp8stack.backends.compiler import CompileBackend, compiled
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, require_plain
-from fp8stack.backends.operands import Draws, LayerOperands
+from fp8stack.backends.operands import Draws, LayerOperands, castable
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
 from fp8stack.numerics.cast import codes_of_cast
@@ -188,7 +188,7 @@ def _copies(
     x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True
 ) -> tuple[Scaled, Scaled | None]:
     """`x` with scales by row or by block, for its two GEMMs, see `ScaledLinear.quantize`."""
-    x = x.contiguous()
+    x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
     along = Scaled(data, pack_scales(inv_scale, kind), kind)
     if not across:
@@ -231,7 +231,8 @@ class ScaledLinear(LowPrecisionLinear):
         # goes to the residual sum does, by the next norm.
         apart = not self.backend.after_norm
         rows = len(x)
-        missing = -rows % MULTIPLES[self.kind("input")]
+        multiple = MULTIPLES[self.kind("input")]
+        missing = -rows % multiple if rows else multiple  # no GEMM takes an empty operand
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
@@ -312,6 +313,8 @@ class ScaledLinear(LowPrecisionLinear):
         byte. `rows`: how many it had before it was padded, for ranks to draw the bits of their own
         rows."""
         quantizer, kind = self.quantizer(name), self.kind(name)
+        if isinstance(x, Tensor):
+            x = castable(x)
         product = Product("cast", x) if isinstance(x, Tensor) else x
         if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
             made = cast_blocks(product, quantizer, across=across, sums=sums)

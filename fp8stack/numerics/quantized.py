@@ -96,6 +96,8 @@ def quantize(
         bits = generator.bits(x.numel() // max(1, columns), columns).view(x.shape)
     sizes = None if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
     data, stored, largest = _bytes(x, sizes, quantizer, dtype, bits, scale)
+    if quantizer.block == "row" and not shape[dim]:  # a row without an element has a scale, too
+        stored = stored.new_ones([1 if axis == dim else size for axis, size in enumerate(shape)])
     data = _packed(data, dim) if quantizer.element_bits == 4 else data
     return Quantized(data, stored, max_of(largest), quantizer, dim, shape, x.isnan().any())
 

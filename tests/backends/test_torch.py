@@ -46,6 +46,8 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+from tests.support.not_finite import hidden
+from tests.support.odd_shapes import odd_shapes
 from tests.support.study_recipes import NEAREST, NO_HADAMARD
 
 FLOATS = (torch.bfloat16, torch.float32)
@@ -411,6 +413,51 @@ def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm
     codes = 256 * 128 // 2
     expected = [codes, codes, codes // 8, codes // 8, 4, 4]
     assert sorted((t.nbytes for t in saved), reverse=True) == expected
+
+
+# What is not finite, and odd shapes
+
+RUNS = [*MACHINES.items(), *((recipe, CPU) for recipe in ON_CPUS)]
+
+
+@pytest.fixture
+def run_on(request):
+    """Makes a recipe's small linear for a machine, with the GEMMs that it has."""
+
+    def make(recipe, hardware, **options):
+        if hardware is not CPU:
+            request.getfixturevalue("cuda_gemm")
+        width = 128 if recipe == "block" else 32
+        sizes = recipe, width, 2 * width
+        return lambda: linear(*sizes, hardware=hardware, backend="torch", **options)[0]
+
+    return make
+
+
+@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
+def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
+    assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ON_CPUS)
+def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
+    torch._dynamo.reset()
+    layer = run_on(recipe, CPU, bias=False)()
+    assert hidden(layer, 40, compiled(layer, mode)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, hardware, dtype):
+    assert odd_shapes(run_on(recipe, hardware), dtype) == []
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_compiled_it_is_as_well(run_on, recipe, mode):
+    torch._dynamo.reset()
+    assert odd_shapes(run_on(recipe, CPU), torch.float64, mode) == []
 
 
 # Whole models

@@ -116,6 +116,8 @@ def test_an_empty_matrix():
         assert made.data.numel() == 0
         assert (made.amax, bool(made.has_nan)) == (0, False)
         assert dequantize(made).shape == shape
+        if quantizer.block == "row":
+            assert made.scales.shape == (shape[0], 1)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *HADAMARD])

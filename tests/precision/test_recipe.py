@@ -472,6 +472,10 @@ def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(own, like):
             'like = "mxfp8"\nbackward = "dequantized"\ngrad_output = "none"\n',
             "stands for keys of the backward operands",
         ),
+        (
+            'like = "mxfp4"\nbackward = "dequantized"\n[quantizer]\nhadamard = 32\n',
+            "input: hadamard = 32 mixes the forward values that its backward GEMM is to take",
+        ),
         ('like = "mxfp8"\n[input]\nblock = [1, 17]\n', "input: no block [1, 17]. Known: "),
         ('like = "mxfp8"\n[input]\nblock = "tensor"\n', "input: scale = 'e8m0' needs a block"),
         ('like = "current"\n[input]\nformat = "e2m1"\n', "input: format = 'e2m1' needs a block"),
