@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8stack.backends import Backend, build_backend
-from fp8stack.backends.delayed import Group
 from fp8stack.backends.linear import LowPrecisionLinear
+from fp8stack.backends.shared_amaxes import Group
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.converted import UNCHANGED, PlanFollower
 from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
@@ -97,7 +97,7 @@ def convert(
         plan = replace(plan, reasons=(*plan.reasons, elsewhere))
     backend = build_backend(plan)
     if backend.delayed is not None:
-        backend.delayed.group = amax_group
+        backend.delayed.sharing.group = amax_group
     parts = {name: linear.part for name, linear in linears.items()}
     changed = [layer for layer in plan.layers if layer.precision != UNCHANGED]
     likes = [(parts[layer.name], _like(parts[layer.name], backend, layer)) for layer in changed]

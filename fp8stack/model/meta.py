@@ -130,7 +130,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     backend = build_backend(native, save_fp8=save_fp8)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
-        backend.delayed.group = None  # no exchange with other ranks
+        backend.delayed.sharing.group = None  # no exchange with other ranks
     return backend
 
 
