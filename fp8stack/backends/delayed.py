@@ -3,7 +3,7 @@
 What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
 and where there is none, at the start of the next forward pass. A block that activation
 checkpointing runs again casts with the scales of its own forward pass, whatever passes came in
-between (`passes.py`; not in code that is compiled inside of what is checkpointed). A pass of the
+between (`passes.py`). A pass of the
 model in eval mode or without gradients records nothing; in one that trains, frozen parts record
 too.
 
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from fp8stack.backends.passes import Pass, Passes
 from fp8stack.backends.shared_amaxes import (
@@ -112,6 +114,7 @@ class DelayedScaling:
         self.weights.has_amaxes, self.weights.agree = True, self.sharing.agree
         self._passes = Passes()
         self._distributed: Pass | None = None  # whose scales were distributed
+        self._aside: list[Tensor] | None = None  # scales and amaxes, while those of a pass are read
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
         self._settled = False  # whether `settle` moved all that was recorded
@@ -316,6 +319,8 @@ class DelayedScaling:
         if not compiling and (again := self.again) is not None:
             self._begin_again(again, model.training and torch.is_grad_enabled())
             return
+        if not compiling:
+            self._leave()  # if a backward pass failed
         device = next(model.parameters()).device
         self.move(device)
         self.collect()
@@ -365,10 +370,45 @@ class DelayedScaling:
             return
         if begun is not None:
             self._passes.end(begun)
+            if self._compiled and torch.is_grad_enabled():
+                for y in tree_leaves(output):
+                    if isinstance(y, Tensor) and y.requires_grad:
+                        hook = partial(self._enter, begun)
+                        y.register_hook(hook)  # type: ignore[no-untyped-call]
         # Without an output it failed.
         self._forward_due = begun is not None and begun.records and output is not None
         if self._under_way:  # the outer pass goes on
             self._records = self._under_way[-1].records
+
+    def _enter(self, begun: Pass, gradient: Tensor) -> None:
+        """Have compiled layers, which ask for no pass, read the scales of the one whose backward
+        pass begins: they may run again in it."""
+        if not begun.moved:
+            return
+        if self._aside is None:
+            history = self.history
+            changing = (history.scales, self.first_scales, history.all_recorded)
+            self._aside = [tensor.clone() for tensor in changing]
+            Variable._execution_engine.queue_callback(self._leave)
+        self._read(*begun.scales)
+
+    def _leave(self) -> None:
+        """Undo `_enter`, and what layers recorded that ran again."""
+        if self._aside is not None:
+            scales, first_scales, recorded = self._aside
+            self._read(scales, first_scales)
+            self.history.write(torch.where(self._of_gradients(), self.history.read(), recorded))
+            self._aside = None
+
+    def _read(self, scales: Tensor, first_scales: Tensor) -> None:
+        """Have casts of inputs and weights read these scales, float32 [slots]."""
+        now = self.history.scales
+        now.copy_(torch.where(self._of_gradients(), now, scales))
+        self.first_scales.copy_(first_scales)
+
+    def _of_gradients(self) -> Tensor:
+        of_gradients = [slot.operand == "grad_output" for slot in self.slots.values()]
+        return torch.tensor(of_gradients, device=self.first.device)
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.

@@ -58,10 +58,10 @@ class Passes:
 
     def move(self) -> None:
         """Note that an update moves what all passes recorded so far."""
-        for one in reversed(self._begun):
-            if one.moved:
+        for begun in reversed(self._begun):
+            if begun.moved:
                 break
-            one.moved = True
+            begun.moved = True
 
     def again(self) -> Pass | None:
         """The pass that is run again, in part or as a whole, if a backward pass is under way.
@@ -93,5 +93,5 @@ class Passes:
                 f"than {LIMIT} others. Call backward() earlier, or use current scaling."
             )
         # Before a pass begins there may be the node that runs the whole of it again.
-        ended = (one for one in self._begun if one.end is None or number < one.end)
+        ended = (begun for begun in self._begun if begun.end is None or number < begun.end)
         return next(ended, self._begun[-1])

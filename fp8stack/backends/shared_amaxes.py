@@ -29,8 +29,8 @@ Group = dist.ProcessGroup | Literal["world"] | None
 _MODELS: Counter[str] = Counter()  # how many models told their slots, by group
 _KEYS = itertools.count()
 _SHARING: weakref.WeakValueDictionary[str, SharedAmaxes] = weakref.WeakValueDictionary()
-# Of what a rank told: a rank's host is ahead of others' by far fewer passes.
-_TOLD = 4096
+# Words in the store that a rank leaves there: its host is ahead of others' by far fewer passes.
+_LEFT = 4096
 
 
 def several_ranks() -> bool:
@@ -82,7 +82,7 @@ class SharedAmaxes:
             return
         if self._prefix is None:
             self._announce()
-        ddp = DistributedDataParallel._get_active_ddp_module()
+        ddp: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         if ddp is None:
             self._pass = "all"
             return
@@ -97,7 +97,7 @@ class SharedAmaxes:
         store, key = _get_default_store(), self._key(dist.get_rank())
         store.set(key, self._pass)
         self._told.append(key)
-        if len(self._told) > _TOLD:
+        if len(self._told) > _LEFT:
             store.delete_key(self._told.popleft())
 
     def reduce(self, recorded: Tensor) -> Tensor:
@@ -121,24 +121,25 @@ class SharedAmaxes:
         """Whether `flag`, bool and 0-dim, is true on any of the ranks, which all call this."""
         if not self.active:
             return flag
-        found = flag.to(torch.int32)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ranks())
-        return found.bool()
+        largest = flag.to(torch.int32)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._ranks())
+        return largest.bool()
 
     def _all_go_on(self) -> bool:
         """Whether the pass with this number in its round is one within `no_sync` on all ranks."""
         if not self._apart and self._checked < self._number:
-            kinds = self._all_told(self._number)
+            kinds = self._kinds()
             self._apart, self._checked = b"all" in kinds, self._number
         return not self._apart
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{self._round}/{self._number}/{rank}"
 
-    def _all_told(self, number: int) -> list[bytes]:
+    def _kinds(self) -> list[bytes]:
+        """The kind of every rank's pass with this number."""
         ranks = dist.get_process_group_ranks(self._ranks())
-        told: list[bytes] = _get_default_store().multi_get([self._key(rank) for rank in ranks])
-        return told
+        kinds: list[bytes] = _get_default_store().multi_get([self._key(rank) for rank in ranks])
+        return kinds
 
     def _ranks(self) -> dist.ProcessGroup:
         group = dist.group.WORLD if self.group == "world" else self.group
@@ -151,8 +152,8 @@ class SharedAmaxes:
         name = self._ranks().group_name
         self._prefix = f"fp8stack/{name}/{_MODELS[name]}"
         _MODELS[name] += 1
-        told = zlib.crc32("\n".join(self.slots).encode())
-        _get_default_store().set(f"{self._prefix}/{dist.get_rank()}", str(told))
+        slots = zlib.crc32("\n".join(self.slots).encode())
+        _get_default_store().set(f"{self._prefix}/{dist.get_rank()}", str(slots))
 
     def _require_same_slots(self) -> None:
         """Once, before the first collective: else different ranks would wait for ever."""

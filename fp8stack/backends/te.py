@@ -407,9 +407,8 @@ class TEBackend(Backend):
         records = trains if self.delayed is None else self.delayed.records(trains)
         self.count_gemms(len(linears))
         generation = self.weights.generation
-        first = core.generation != generation or not self.weights.copies_serve
-        if not records:
-            first = None  # for this call alone
+        changed = core.generation != generation or not self.weights.copies_serve
+        first = changed if records else None  # None: for this call alone
         given: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
             y = self._call(core, records, _backward_gemms(x, parameters), x, **given)

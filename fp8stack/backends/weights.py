@@ -172,13 +172,13 @@ class WeightChanges:
         did."""
         if self.only_told:
             return False
-        known = all(_is_plain_on_cpu(own_weight(layer)) for layer in self._layers)
-        if known or self.has_amaxes:
+        is_certain = all(_is_plain_on_cpu(own_weight(layer)) for layer in self._layers)
+        if is_certain or self.has_amaxes:
             changed = self._compare()
-            if known and changed is not None and bool(changed):
+            if is_certain and changed is not None and bool(changed):
                 self.mark()
         ran = self._compiled or self._backwards != self._trained_at
-        return ran and not known
+        return ran and not is_certain
 
     def _compare(self) -> Tensor | None:
         """Note on the device whether values changed, and give it: bool, 0-dim."""
@@ -189,7 +189,7 @@ class WeightChanges:
         if len(plain) != len(self._sums) or self._sums.device != plain[0].device:
             with torch.inference_mode(False):
                 self._sums = torch.zeros(len(plain), dtype=torch.int64, device=plain[0].device)
-        changed = _values_changed(plain, self._sums)
+        changed: Tensor = _values_changed(plain, self._sums)
         if self.agree is not None and any(_is_shared_out(layer) for layer in self._layers):
             changed = self.agree(changed)
         self.flag.logical_or_(changed)

@@ -92,6 +92,7 @@ def test_a_layers_scales_follow_transformer_engines_reference(length, algorithm,
     plan = resolve(load_recipe("delayed", options), Hardware("cpu"), backend)
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(32, 48, bias=False)), plan)
+    weight = model.get_parameter("0.weight")
     operands = ("input", "weight", "grad_output")
     histories = {name: np.zeros(length, np.float32) for name in operands}
     scales = {name: np.float32(1) for name in operands}
@@ -99,8 +100,8 @@ def test_a_layers_scales_follow_transformer_engines_reference(length, algorithm,
     for step in range(3 * length + 2):
         size = float(2 ** (step % 4))
         x, dy = (torch.randn(16, n, generator=generator) * size for n in (32, 48))
-        seen = {"input": x, "weight": model[0].weight, "grad_output": dy}
-        for name, tensor in seen.items():
+        operands_now = {"input": x, "weight": weight, "grad_output": dy}
+        for name, tensor in operands_now.items():
             histories[name][0] = np.float32(tensor.detach().abs().max().item())
         model(x).backward(dy)
         for name in operands:
@@ -113,4 +114,4 @@ def test_a_layers_scales_follow_transformer_engines_reference(length, algorithm,
             if length > 1:
                 assert state[f"0.{name}.amax_history"].tolist() == histories[name].tolist()
         with torch.no_grad():
-            model[0].weight.mul_(0.5 if step % 3 else 3.0)
+            weight.mul_(0.5 if step % 3 else 3.0)

@@ -18,6 +18,7 @@ from tests.support.backend_models import (
     LINEARS,
     filled,
     gpt,
+    grad,
     gradients,
     linear,
     loss_of,
@@ -37,25 +38,25 @@ def told(model: nn.Module) -> None:
     """A change that torch counts."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(parameter.grad, alpha=-RATE)
+            parameter.add_(grad(parameter), alpha=-RATE)
 
 
 def by_data(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.data.add_(parameter.grad, alpha=-RATE)
+        parameter.data.add_(grad(parameter), alpha=-RATE)
 
 
 def copied(model: nn.Module) -> None:
-    """As averages of weights are put in place."""
+    """The way in which averages of weights are put in place."""
     for parameter in model.parameters():
-        parameter.data.copy_(parameter.detach().add(parameter.grad, alpha=-RATE))
+        parameter.data.copy_(parameter.detach().add(grad(parameter), alpha=-RATE))
 
 
 def shared_memory(model: nn.Module) -> None:
-    """As other processes and libraries write."""
+    """The way of other processes and libraries."""
     for parameter in model.parameters():
         alias = torch.from_dlpack(parameter.detach())
-        alias.add_(parameter.grad, alpha=-RATE)
+        alias.add_(grad(parameter), alpha=-RATE)
 
 
 CHANGES = [by_data, copied, shared_memory]
@@ -103,7 +104,7 @@ def test_hooks_that_update_in_the_backward_pass_train_as_steps_after_it(values, 
     hooked, plain = gpt(recipe, backend), gpt(recipe, backend)
 
     def update(parameter: torch.Tensor) -> None:
-        parameter.data.add_(parameter.grad, alpha=-RATE)
+        parameter.data.add_(grad(parameter), alpha=-RATE)
         parameter.grad = None
 
     for parameter in hooked.parameters():
@@ -128,7 +129,7 @@ def test_an_update_that_is_compiled_trains_as_one_that_is_not(recipe, backend):
             parameter.add_(gradient, alpha=-RATE)
 
     def compiled(model: nn.Module) -> None:
-        parameters = list(model.parameters())
+        parameters: list[torch.Tensor] = list(model.parameters())
         with torch.no_grad():
             update(parameters, [p.grad for p in parameters if p.grad is not None])
 
@@ -142,7 +143,7 @@ def test_an_update_that_is_compiled_trains_as_one_that_is_not(recipe, backend):
 def test_weights_that_change_between_micro_batches_are_cast_anew_though_an_optimizer_steps(
     values, recipe, backend
 ):
-    """As sharpness-aware minimization does."""
+    """Sharpness-aware minimization does so."""
     found = []
     for change in (told, by_data):
         model = gpt(recipe, backend)
@@ -166,7 +167,7 @@ def test_micro_batches_of_a_step_record_their_weight_once(values, backend):
 
 
 def casts(model: GPT) -> int:
-    """How often the weights have been quantized for training."""
+    """The number of times that weights were quantized for training."""
     return int(model.backend.weights.generation)
 
 
@@ -209,7 +210,7 @@ def test_a_part_that_is_called_by_itself_sees_them_too(recipe, backend):
     fresh = gpt(recipe, backend)
     fresh.load_state_dict(model.state_dict())
     x = normal(16, 32)
-    up, other = (one.blocks[0].mlp.up for one in (model, fresh))
+    up, other = (each.get_submodule("blocks.0.mlp.up") for each in (model, fresh))
     assert torch.equal(up(x), other(x))
 
 
