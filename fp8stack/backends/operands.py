@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends.delayed import Slots, several_ranks
+from fp8stack.backends.delayed import Slots
+from fp8stack.backends.shared_amaxes import several_ranks
 from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import Quantized, RandomBits, Rounded

@@ -28,6 +28,7 @@ from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, requ
 from fp8stack.backends.operands import Draws, LayerOperands, castable
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
+from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.ops.fused_casts import (
     Product,
@@ -122,6 +123,7 @@ def _backward(ran: _Ran, dy: Tensor | Product, saved: _Saved, apart: bool = Fals
         db = db.to(ran.weight_dtype)
     layer.backend.count_gemms((dx is not None) + (dw is not None))
     layer.operands.backward_ran()
+    layer.backend.weights.backward_ran()
     if ran.record and layer.delayed is not None:
         layer.delayed.backward_ran()
     return dx, dw, db
@@ -224,6 +226,7 @@ class ScaledLinear(LowPrecisionLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; pads rows to what the weight gradient's GEMM takes."""
+        self.backend.weights.layer_runs()
         weight = self.matrix
         grad = torch.is_grad_enabled()
         needs = (grad and x.requires_grad, grad and weight.requires_grad)
@@ -259,12 +262,15 @@ class ScaledLinear(LowPrecisionLinear):
         if isinstance(weight, FullWeight):
             turned = weight.data8.t().contiguous() if across else None
             return _both(weight.data8, turned, weight.scale)
-        kept = self._kept
+        kept, weights = self._kept, self.backend.weights
         # A part that is called by itself may have changed since the model's last pass.
         if (
             kept is not None
-            and self.backend.weights.copied
-            and (torch.compiler.is_compiling() or kept.version == version_of(own_weight(self)))
+            and weights.copied
+            and (
+                torch.compiler.is_compiling()
+                or (weights.copies_serve and kept.version == version_of(own_weight(self)))
+            )
         ):
             return kept.copies[0], kept.copies[1] if across else None
         return self.quantize(weight, "weight", record, across)[:2]
@@ -438,6 +444,7 @@ class TorchBackend(Backend):
 
     def _fused_mlp(self, x: Tensor, mlp: Any) -> Tensor:
         up, down = mlp.up, mlp.down
+        self.weights.layer_runs()
         for layer in (up, down):
             require_plain(x, layer._parameters.get("weight"))
             if not torch.compiler.is_compiling():
@@ -496,7 +503,7 @@ class TorchBackend(Backend):
                     layer.keep_weight(self.weights.first)
             if together:
                 self._together.cast(together, self.delayed, self.weights)
-        self.weights.copied = True
+        self.weights.made_copies()
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -531,7 +538,12 @@ class _Together:
         for kept, is_delayed in self._groups:
             if is_delayed:
                 assert delayed is not None
-                kept.cast(delayed.first_scales, delayed.history.all_recorded if record else None)
+                recorded = delayed.history.all_recorded
+                # The device decides whether amaxes count, if only it knows of a change.
+                amaxes = recorded if changes.certain else torch.zeros_like(recorded)
+                kept.cast(delayed.first_scales, amaxes if record else None)
+                if record and not changes.certain:
+                    record_amax(recorded, amaxes, delayed.first)
             else:
                 kept.cast()
         copies = []

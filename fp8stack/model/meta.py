@@ -133,7 +133,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
             one.gemm = _any_gemm
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
-        backend.delayed.group = None  # no exchange with other ranks
+        backend.delayed.sharing.group = None  # no exchange with other ranks
     return backend
 
 

@@ -114,6 +114,7 @@ def build_variants(
     draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiles in zip(plans, compiled, strict=True):
         backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
+        backend.weights.only_told = True  # the run's optimizers change them, and nobody else
         backend.vocabulary_multiple = multiple
         made = GPT(model, backend, seed=config.seed)
         made.recompute = config.activation_checkpointing
