@@ -74,7 +74,7 @@ def prepare(
     )
     with (
         contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
-        stop_requests() as stop,
+        stop_requests(owns_process=True) as stop,
         stop.at_once("Stopped. Progress is saved; the same command continues."),
     ):
         manifest = prepare(settings, overwrite, stop.at_once)

@@ -79,7 +79,7 @@ def pretrain(
     from fp8stack.training.signals import NOTHING_DONE, stop_requests
 
     try:
-        with stop_requests() as stop:
+        with stop_requests(owns_process=True) as stop:
             with stop.at_once(NOTHING_DONE):
                 from fp8stack.training.loop import train
                 from fp8stack.training.setup.start import set_up

@@ -289,7 +289,7 @@ class _Loop:
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
         if (text := self.profiler.written()) is not None:
-            self.display.note(f"{text}profile: {self.run.folder.profile}")
+            self.display.note(*text.splitlines(), f"profile: {self.run.folder.profile}")
         self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
 

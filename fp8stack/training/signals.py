@@ -3,11 +3,13 @@ torch import here: the handlers are installed before torch is imported."""
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from fp8stack.errors import UserError
+from fp8stack.interrupts import imports_under_way, leave
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""
@@ -41,8 +43,9 @@ class StopRequests:
         tell: prints, from within the signal handler, that the run will stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, imports: int | None = None) -> None:
         self.tell: Callable[[str], None] = _tell
+        self._imports = imports
         self._requested = False
         self._message: str | None = None
         self._process = os.getpid()
@@ -73,15 +76,19 @@ class StopRequests:
             return
         self._requested = True
         if self._message is not None:
+            if self._imports is not None and imports_under_way(frame) > self._imports:
+                _tell(f"fp8stack: {self._message}")
+                leave(Preempted.exit_code)
             raise _AtOnce(self._message)
         self.tell(STOPPING)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequests]:
+def stop_requests(*, owns_process: bool = False) -> Iterator[StopRequests]:
     """Within, `SIGNALS` request a stop after the current step; a second SIGINT raises
-    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`."""
-    requests = StopRequests()
+    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`; a
+    command, which `owns_process`, instead ends there while modules are imported."""
+    requests = StopRequests(imports_under_way(sys._getframe()) if owns_process else None)
     # Windows lacks some
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
