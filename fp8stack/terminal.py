@@ -4,7 +4,6 @@ stderr (ruff's T20 and TID251)."""
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +36,8 @@ def shell_quoted(word: str) -> str:
     ("'my run'", "$'it\\'s\\n'")
     """
     if _ACTIVE.search(word) is None:
+        import shlex
+
         return shlex.quote(word)
     return f"$'{''.join(map(_in_bash, word))}'"
 

@@ -5,11 +5,10 @@ import _signal as signal  # type: ignore[import-not-found]  # signal makes its e
 import os
 import sys
 
-from fp8stack.interrupts import imports_under_way, leave
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import IO, NoReturn
 
 INTERRUPTED = 130
 
@@ -30,22 +29,50 @@ def main(arguments: list[str] | None = None) -> None:
         run(arguments)
     except SystemExit as end:
         if arguments is None and end.code == INTERRUPTED:
-            leave(INTERRUPTED)  # at once: tearing down torch takes long
+            _leave(INTERRUPTED)  # at once: tearing down torch takes long
         raise
     finally:
         if has_handler:
-            last = _leave if arguments is None else signal.default_int_handler
-            signal.signal(signal.SIGINT, last)
+            ended = arguments is None
+            signal.signal(signal.SIGINT, _end if ended else signal.default_int_handler)
 
 
 def _interrupt(number: int, frame: "FrameType | None") -> None:
-    if imports_under_way(frame):
-        leave(INTERRUPTED)
+    leave_while_importing(frame, INTERRUPTED)
     raise KeyboardInterrupt
 
 
-def _leave(number: int, frame: "FrameType | None") -> None:
-    leave(INTERRUPTED)
+def _end(number: int, frame: "FrameType | None") -> None:
+    _leave(INTERRUPTED)
+
+
+def leave_while_importing(frame: "FrameType | None", code: int, message: str = "") -> None:
+    """End the process at once if modules are imported at `frame`, where a signal arrived. An
+    exception raised there gets lost, or C extensions such as numpy's turn it into an ImportError, a
+    traceback or an abort."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            if message:
+                os.write(2, f"\nfp8stack: {message}\n".encode())
+            _leave(code)
+        frame = frame.f_back
+
+
+def _leave(code: int) -> "NoReturn":
+    """End the process at once, with what was printed and a cursor that can be seen."""
+    _flush(sys.stdout)
+    _flush(sys.stderr)
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # status lines hide it
+    os._exit(code)
+
+
+def _flush(stream: "IO[str] | None") -> None:
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, RuntimeError, ValueError):  # closed, or in the middle of it
+        return
 
 
 def _open_streams() -> None:

@@ -3,13 +3,11 @@ torch import here: the handlers are installed before torch is imported."""
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from fp8stack.errors import UserError
-from fp8stack.interrupts import imports_under_way, leave
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""
@@ -17,6 +15,10 @@ STOPPING = "stopping after this step; Ctrl-C again to quit at once"
 NOTHING_DONE = (
     "Stopped before a step was done; nothing is lost. Start it again with --resume auto to go on."
 )
+
+
+Leave = Callable[[FrameType | None, int, str], None]
+"""Called with the frame where a signal arrived, an exit code and a message."""
 
 
 class Preempted(UserError):
@@ -43,9 +45,9 @@ class StopRequests:
         tell: prints, from within the signal handler, that the run will stop.
     """
 
-    def __init__(self, imports: int | None = None) -> None:
+    def __init__(self, leave: Leave | None = None) -> None:
         self.tell: Callable[[str], None] = _tell
-        self._imports = imports
+        self._leave = leave
         self._requested = False
         self._message: str | None = None
         self._process = os.getpid()
@@ -76,19 +78,18 @@ class StopRequests:
             return
         self._requested = True
         if self._message is not None:
-            if self._imports is not None and imports_under_way(frame) > self._imports:
-                _tell(f"fp8stack: {self._message}")
-                leave(Preempted.exit_code)
+            if self._leave is not None:
+                self._leave(frame, Preempted.exit_code, self._message)
             raise _AtOnce(self._message)
         self.tell(STOPPING)
 
 
 @contextmanager
-def stop_requests(*, owns_process: bool = False) -> Iterator[StopRequests]:
+def stop_requests(leave: Leave | None = None) -> Iterator[StopRequests]:
     """Within, `SIGNALS` request a stop after the current step; a second SIGINT raises
-    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`; a
-    command, which `owns_process`, instead ends there while modules are imported."""
-    requests = StopRequests(imports_under_way(sys._getframe()) if owns_process else None)
+    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`,
+    unless `leave` ends the process there."""
+    requests = StopRequests(leave)
     # Windows lacks some
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
