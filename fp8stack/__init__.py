@@ -4,8 +4,6 @@ names below are public; they are imported when first used, so that `import fp8st
 # The command sets its handler of Ctrl-C after this file: it imports nothing that takes long.
 TYPE_CHECKING = False  # typing's, for type checkers alike
 if TYPE_CHECKING:
-    from typing import Any
-
     from fp8stack import numerics
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
     from fp8stack.errors import UserError
@@ -74,7 +72,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name == "numerics":

@@ -1,13 +1,11 @@
-"""Tables, progress bars and status lines on a terminal, by rich."""
+"""The console that tables and status lines go to, by rich."""
 
 import sys
 from collections.abc import Iterable
 from typing import IO, Any, cast
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.text import Text
 
 from fp8stack.terminal import LAYOUT, printable, silenced_on_error
 
@@ -48,49 +46,3 @@ class _Lasting:
     def flush(self) -> None:
         with silenced_on_error(self._stream):
             self._stream.flush()
-
-
-class Bar(Progress):
-    """A bar that keeps its width, and below it `line`, which goes on in the next row between two of
-    its parts where the terminal ends; None: no such line. Then `urgent`. The column `count` shows
-    how much of `what` was done; `total` is None where it is not known."""
-
-    line: str | None = None
-    urgent: str | None = None
-
-    def __init__(
-        self,
-        what: str,
-        count: ProgressColumn,
-        total: float | None,
-        done: int,
-        console: Console,
-        transient: bool = False,
-    ) -> None:
-        columns = (TextColumn(what), count, BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=transient)
-        self.task = self.add_task(what, total=total, completed=done)
-
-    def show(self, done: int) -> None:
-        """Show that so much was done."""
-        self.update(self.task, completed=done)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """See `Progress`."""
-        yield from super().get_renderables()
-        rows = [] if self.line is None else rows_of(self.line, self.console.width)
-        for row in [*rows, *([] if self.urgent is None else [self.urgent])]:
-            yield Text(row, no_wrap=True, overflow="ellipsis")
-
-
-def rows_of(line: str, width: int) -> list[str]:
-    """The parts of `line`, which " | " separates, in rows of at most `width` characters; a part
-    that is longer has a row of its own."""
-    rows = [""]
-    for number, part in enumerate(line.split(" | ")):
-        joined = f"{rows[-1]} | {part}" if number else part
-        if number and len(joined) > width:
-            rows.append(part)
-        else:
-            rows[-1] = joined
-    return rows

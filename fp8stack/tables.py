@@ -46,11 +46,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rich_table(title: str | None, header: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for a `Screen`, which folds what is too long."""
+    """A table for a terminal, which folds what is too long. Brackets in it are no markup."""
     from rich.table import Column, Table  # which JSON and pipes do not need
+    from rich.text import Text
 
     columns = (Column(heading, overflow="fold") for heading in header)
     made = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        made.add_row(*map(printable, row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     return made

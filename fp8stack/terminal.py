@@ -1,31 +1,27 @@
 """What commands print. Names, samples and messages may come from a stranger's files, so every
 character that a terminal would act on is escaped. Only this file and `screen` write to stdout and
-stderr (ruff's T20 and TID251)."""
+stderr."""
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
-LAYOUT = "\n\t"
-"""Control characters of text that keeps its lines, such as a sample."""
-_ACTIVE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+LAYOUT = "\n\t\xa0\u3000\u200c\u200d"
+"""Characters that text such as a sample has: its lines, tabs, spaces and joiners of letters."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""`text` with control characters, marks of writing direction, line separators and lone
-    surrogates escaped, except those in `keep`.
+    r"""`text` with every character escaped that a terminal would act on or not show, such as
+    control characters and marks of writing direction, except those in `keep`.
 
     >>> printable("name\x1b[2J\n")
     'name\\x1b[2J\\n'
     """
-    return _ACTIVE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
-
-
-def _escape(character: str) -> str:
-    return repr(character)[1:-1]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def shell_quoted(word: str) -> str:
@@ -35,7 +31,7 @@ def shell_quoted(word: str) -> str:
     >>> shell_quoted("my run"), shell_quoted("it's\n")
     ("'my run'", "$'it\\'s\\n'")
     """
-    if _ACTIVE.search(word) is None:
+    if word.isprintable():
         import shlex
 
         return shlex.quote(word)

@@ -7,7 +7,8 @@ from datetime import timedelta
 
 from rich.progress import DownloadColumn
 
-from fp8stack.screen import Bar, Screen
+from fp8stack.progress import Bar
+from fp8stack.screen import Screen
 from fp8stack.terminal import is_terminal, say
 
 LINE_EVERY_S = 10.0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -10,7 +11,6 @@ from fp8stack.report import summary
 from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.events import folded
 from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps, of_linears
-from fp8stack.screen import Screen
 from fp8stack.terminal import printable
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -19,7 +19,7 @@ MOST_LAYERS = 24
 COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(runs: Sequence[Analysis], names: Sequence[str], console: Screen) -> None:
+def show(runs: Sequence[Analysis], names: Sequence[str], console: Console) -> None:
     """Print each run, after a table of all of them if there are several."""
     if len(runs) > 1:
         table = _table(["run", *summary.headline(runs[0])])
@@ -32,7 +32,7 @@ def show(runs: Sequence[Analysis], names: Sequence[str], console: Screen) -> Non
         _run(analysis, console)
 
 
-def _run(analysis: Analysis, console: Screen) -> None:
+def _run(analysis: Analysis, console: Console) -> None:
     run = analysis.run
     facts = Table.grid(padding=(0, 2))
     for label, text in summary.headline(analysis).items():

@@ -4,12 +4,14 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
 from fp8stack import data
 from fp8stack.model.config import load_config
 from fp8stack.precision.phases import EVALUATION
-from fp8stack.screen import Bar, Screen
+from fp8stack.progress import Bar
+from fp8stack.screen import Screen
 from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
@@ -147,7 +149,7 @@ class RichDisplay(Display):
     """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
     are left, and the figures of the last step."""
 
-    def __init__(self, steps: int, start: int, console: Screen) -> None:
+    def __init__(self, steps: int, start: int, console: Console) -> None:
         self.steps = steps
         self.progress = Bar("step", MofNCompleteColumn(), steps, start, console, transient=True)
         self.progress.line = ""
