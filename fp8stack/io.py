@@ -4,8 +4,9 @@ import errno
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -43,19 +44,37 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with storage_errors(path):
         try:
-            write_flushed(temporary, content)
+            write_flushed(temporary, content, replaces=path)
             temporary.replace(path)
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
+def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> None:
+    """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
+        if os.name == "posix":
+            keep_mode(replaces or path, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def keep_mode(replaced: Path, descriptor: int) -> None:
+    """Give an open file the mode of the file that it is about to replace; if there is none, no one
+    access who has none to the folder."""
+    with suppress(FileNotFoundError):
+        mode = replaced.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+            return
+    restrict(descriptor, replaced.parent)
+
+
+def restrict(descriptor: int, folder: Path) -> None:
+    """Take access to an open file from those who have none to the folder it was created in."""
+    os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode & folder.stat().st_mode))
 
 
 def settle(file: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,9 +71,11 @@ def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None
     with storage_errors(out):
         try:
             fresh.mkdir(parents=True)
+            _copy_modes(out, fresh)
             _write_tensors(fresh, files.tensors, files.metadata, largest)
             for name, text in files.texts.items():
                 write_flushed(fresh / name, text.encode())
+            _copy_modes(out, fresh)
             sync_folder(fresh)
             if out.exists():
                 out.rename(old)
@@ -83,6 +86,14 @@ def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None
                 old.rename(out)
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _copy_modes(replaced: Path, fresh: Path) -> None:
+    """Give a folder and its files the modes of the folder that it replaces, if there is one."""
+    for old in [replaced, *replaced.iterdir()] if replaced.is_dir() else []:
+        new = fresh if old == replaced else fresh / old.name
+        if new.exists() and not old.is_symlink():
+            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _write_tensors(

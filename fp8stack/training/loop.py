@@ -67,7 +67,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
-    go_on = f"fp8stack pretrain --resume {run.folder.path}"
+    go_on = run.folder.go_on(config)
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
     try:
