@@ -55,21 +55,20 @@ def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> N
     """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
         if os.name == "posix":
-            keep_mode(replaces or path, stream.fileno())
+            restrict(stream.fileno(), path.parent)
+            if replaces is not None:
+                keep_mode(replaces, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def keep_mode(replaced: Path, descriptor: int) -> None:
-    """Give an open file the mode of the file that it is about to replace; if there is none, no one
-    access who has none to the folder."""
+    """Give an open file the mode of the file that it is about to replace, if there is one."""
     with suppress(FileNotFoundError):
         mode = replaced.lstat().st_mode
         if stat.S_ISREG(mode):
             os.fchmod(descriptor, stat.S_IMODE(mode))
-            return
-    restrict(descriptor, replaced.parent)
 
 
 def restrict(descriptor: int, folder: Path) -> None:

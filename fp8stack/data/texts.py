@@ -118,7 +118,8 @@ def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Par
         raise UserError(
             f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
             f"tokens when a run begins. Make them before: fp8stack prepare "
-            f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and give --data tokens."
+            f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and "
+            "give --data tokens."
         )
     return tuple(_tokens_of(part, tokenizer) for part in parts)
 

@@ -59,7 +59,8 @@ def _tokenizer(
             raise UserError(
                 f"--tokenizer {config.tokenizer} is not that of the data, {found.name}. Leave it "
                 f"out, or tokenize them: fp8stack prepare "
-                f"{shell_quoted(config.data or 'TEXT')} --tokenizer {shell_quoted(config.tokenizer)} --out DIR"
+                f"{shell_quoted(config.data or 'TEXT')} --tokenizer "
+                f"{shell_quoted(config.tokenizer)} --out DIR"
             )
         found = asked
     elif source is not None and found is not None and not alike(found, load_tokenizer(str(source))):

@@ -80,7 +80,7 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     (text,) = _events(run).Tensors("run.toml/text_summary")
     assert 'recipe = "delayed"' in text.tensor_proto.string_val[0].decode()
     earlier = ["pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "14"]
-    assert command(*earlier, "--no-wandb", "--no-trackio", "--save-every", "4") == 0
+    assert command(*earlier, "--tensorboard", "--save-every", "4") == 0
     assert tensorboard(run, "loss") == wanted(run, "loss")
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
 
