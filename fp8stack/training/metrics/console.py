@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
+from rich.text import Text
 
 from fp8stack import data
 from fp8stack.model.config import load_config
@@ -183,7 +184,7 @@ class RichDisplay(Display):
             self._print(text)
 
     def _print(self, *lines: str) -> None:
-        self.progress.console.print(*lines, sep="\n", soft_wrap=True)
+        self.progress.console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def open_display(steps: int, start: int) -> Display:
