@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -110,6 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(
             errors="replace"
         )  # a sample may hold characters that the terminal cannot show
+    if arguments is None:
+        warnings.showwarning = _print_warning  # type: ignore[assignment]
     try:
         if COMPLETE in os.environ:
             from typer.completion import completion_init  # type: ignore[attr-defined]
@@ -195,6 +198,12 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def _print_traceback(*error: Any) -> None:
     warn(*"".join(traceback.format_exception(*error)).splitlines())
+
+
+def _print_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+) -> None:
+    warn(*warnings.formatwarning(message, category, filename, lineno).splitlines())
 
 
 def _ranks() -> int:

@@ -119,6 +119,23 @@ def test_ctrl_c_during_a_commands_work_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "fp8stack: Interrupted.\n")
 
 
+def test_a_warning_and_a_traceback_of_another_library_are_escaped():
+    work = (
+        "import warnings\n"
+        "from fp8stack.report import listing\n"
+        "def models():\n"
+        "    warnings.warn('Glyph \\x1b[2J missing')\n"
+        "    raise RuntimeError('\\x1b[2J')\n"
+        "listing.models = models\n"
+    )
+    code = STRIKE.format(module="-", signal=2, words=["list", "models"]) + work + SCRIPT
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\\x1b[2J") == 2
+    assert "\x1b" not in done.stderr
+    assert "Traceback" in done.stderr
+
+
 def test_an_ignored_ctrl_c_stays_ignored():
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"

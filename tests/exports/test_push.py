@@ -207,7 +207,7 @@ def test_no_name_of_a_run_is_markup_in_its_card(run):
         recipe = source.plan["recipe"] | {"name": name}
         plan, info = (
             {"recipe": recipe, "backend": name},
-            source.info | {"versions": {"torch": name}},
+            {**source.info, "versions": {"torch": name}},
         )
         (run / "forecast.json").write_text(forecast.replace('"current"', json.dumps(name)))
         named = dataclasses.replace(source, plan=plan, info=info)

@@ -248,7 +248,12 @@ def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
     command, capsys, tmp_path, monkeypatch
 ):
     started: list[str] = []
-    monkeypatch.setattr(trackers, "find_spec", lambda name: started.append(name) or True)
+
+    def found(name: str) -> bool:
+        started.append(name)
+        return True
+
+    monkeypatch.setattr(trackers, "find_spec", found)
     assert command("pretrain", *TINY, "--recipe", "fp32", "--out", "r") == 0
     for file in (tmp_path / "r/run.toml", *tmp_path.glob("r/checkpoints/*/checkpoint.json")):
         _name_all_trackers(file)
@@ -283,7 +288,12 @@ def _name_all_trackers(file: Path) -> None:
 
 def test_a_run_file_given_to_the_command_is_a_flag_of_it(command, tmp_path, monkeypatch):
     started: list[str] = []
-    monkeypatch.setattr(trackers, "find_spec", lambda name: started.append(name) or True)
+
+    def found(name: str) -> bool:
+        started.append(name)
+        return True
+
+    monkeypatch.setattr(trackers, "find_spec", found)
     (tmp_path / "run.toml").write_text("tensorboard = true\n")
     assert command("pretrain", *TINY, "--config", "run.toml", "--recipe", "fp32", "--out", "r") == 0
     assert started == ["tensorboard"]
