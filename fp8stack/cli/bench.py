@@ -7,6 +7,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show, write_text
 
 MODEL = option("Model preset or TOML file. [gpt2-124m]")
 CONTEXT = option("Tokens per sequence. [the model's]", min=1)
@@ -24,7 +25,7 @@ bench = typer.Typer(
 @bench.callback()
 def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = False) -> None:
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        write_text(f"{context.get_help()}\n")
 
 
 CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
@@ -62,7 +63,7 @@ def roofline(
     if json:
         options.print_json(predicted.as_json(made))
     else:
-        print(*predicted.as_lines(made), sep="\n")
+        show(*predicted.as_lines(made))
 
 
 @bench.command()
@@ -92,6 +93,6 @@ def step(
     if json:
         options.print_json(rows)
     else:
-        from rich.console import Console
+        from fp8stack.screen import Screen
 
-        Console().print(table(rows))
+        Screen().print(table(rows))

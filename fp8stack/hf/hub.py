@@ -14,6 +14,7 @@ from typing import Any
 from fp8stack.errors import UserError, quoted
 from fp8stack.hf.folder import HF, INDEX, WEIGHTS
 from fp8stack.io import storage_errors
+from fp8stack.terminal import is_terminal
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
@@ -150,7 +151,7 @@ def _hub(needed_by: str) -> Any:
         raise UserError(f"{quoted(needed_by)} needs huggingface_hub. {hint}") from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     hub: Any = huggingface_hub
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         hub.utils.disable_progress_bars()
     return hub
 

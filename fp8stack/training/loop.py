@@ -68,7 +68,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
-    go_on = f"fp8stack pretrain --resume {run.folder.path}"
+    go_on = run.folder.go_on(config)
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
     try:
@@ -295,7 +295,7 @@ class _Loop:
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
         if (text := self.profiler.written()) is not None:
-            self.display.note(f"{text}profile: {self.run.folder.profile}")
+            self.display.note(*text.splitlines(), f"profile: {self.run.folder.profile}")
         self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
 
