@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.gpu_code import TOKENS
+from bench.gpu_code.gemms import ScaledGemm, scaled_gemms
 from bench.gpu_code.pretend import CUDA
 from fp8stack.backends import build_backend
 from fp8stack.backends import torch as torch_backend
@@ -93,9 +94,25 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         model: a preset.
         plan: with its layers decided.
         stores: whether to find `Kernel.store`, which takes as long again.
+
+    Raises:
+        RefusedGemmError: torch's meta function refuses a scaled GEMM of the code.
     """
     config = load_config(model, {"layers": 1})
-    return compile_for_gpu(config, plan, TOKENS, stores=stores)[0]
+    kernels, programs = compile_for_gpu(config, plan, TOKENS, stores=stores)
+    scaled_gemms(programs)
+    return kernels
+
+
+def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
+    """The scaled GEMMs of the code that `kernels_of` counts the kernels of.
+
+    Raises:
+        RefusedGemmError: torch's meta function refuses one of them.
+    """
+    torch.compiler.reset()  # several plans may be compiled in one process
+    config = load_config(model, {"layers": 1})
+    return scaled_gemms(compile_for_gpu(config, plan, TOKENS)[1])
 
 
 def compile_for_gpu(

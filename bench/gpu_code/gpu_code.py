@@ -139,6 +139,16 @@ def compiled(model: str, recipe: str, capability: str, *, stores: bool = True) -
     return kernels
 
 
+def scaled_gemms(model: str, recipes: Sequence[str], capability: str) -> dict[str, list[Row]]:
+    """The scaled GEMMs of a model's code in each recipe, see `gemms.ScaledGemm`.
+
+    Raises:
+        UserError: torch could not compile it, or its meta function refuses a GEMM.
+    """
+    found: dict[str, list[Row]] = _told(model, ",".join(recipes), capability, "--gemms")
+    return found
+
+
 def _told(model: str, recipe: str, capability: str, *options: str) -> Any:
     """What `python -m bench.gpu_code` prints.
 
