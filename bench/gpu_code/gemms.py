@@ -28,6 +28,7 @@ from fp8stack.ops import fused_casts, kernels
 if TYPE_CHECKING:
     from bench.gpu_code.blocks import Program
 
+_NO_KERNEL = SimpleNamespace(run=lambda *args, **options: None)
 META = torch.device("meta")
 SCALED = ("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 
@@ -59,8 +60,7 @@ def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
     """
     found: list[ScaledGemm] = []
     for program in programs:
-        kernel = SimpleNamespace(run=lambda *args, **options: None)
-        with patch.object(AsyncCompile, "triton", lambda *source, **options: kernel):
+        with patch.object(AsyncCompile, "triton", lambda *source, **options: _NO_KERNEL):
             module: Any = PyCodeCache.load(program.code)
         module.empty_strided_cuda = _empty
         inputs = tree_map_only(

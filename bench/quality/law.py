@@ -29,7 +29,7 @@ from bench.quality import study, study_tables
 from fp8stack.benchmark.timing import machine
 from fp8stack.errors import UserError
 from fp8stack.forecast import law as laws
-from fp8stack.forecast.forecast import Request, load_trained
+from fp8stack.forecast.forecast import Request, find_trained, load_trained
 from fp8stack.forecast.sensitivity import sensitivities
 from fp8stack.io import write_atomically
 from fp8stack.precision import load_recipe
@@ -105,7 +105,8 @@ def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
         if row["seed"] >= SEEDS or not left or not folder.exists() or row["cpu"] != cpu:
             continue
         recipes = {name: load_recipe(name) for name in left}
-        trained = load_trained(Request(run=str(folder), device="cpu"))
+        request = Request(run=str(folder), device="cpu")
+        trained = load_trained(request, *find_trained(request))
         text, hardware = trained.windows.tokens, trained.hardware
         for name, measured in sensitivities(trained.model, recipes, text, hardware):
             facts = {key: row[key] for key in ("name", "size", "ratio")}
