@@ -12,8 +12,9 @@ import fp8stack
 from fp8stack import presets
 from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
+from fp8stack.forecast.result import FIRST_QUARTER, ForecastResult, shares
 from fp8stack.forecast.result import NAME as FORECAST
-from fp8stack.forecast.result import ForecastResult, shares
+from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 
@@ -110,6 +111,7 @@ def _gaps(source: Source, recipe: str) -> Iterator[str]:
                 yield (
                     f"Forecast, not measured: training a model like this in {_code(recipe)} changes"
                     f" its loss by {gap} (90 % interval {interval})."
+                    f" {FIRST_QUARTER.capitalize()}."
                 )
 
 
@@ -126,9 +128,12 @@ def _measured_gap(run: Path, step: int) -> str:
     width = gap["half_width"]
     about = "" if width is None else f" ± {width:.2f}, at a confidence of 95 %"
     seeds = "1 seed" if gap["samples"] == 1 else f"{gap['samples']} seeds"
+    shared = shared_note(report["config"].get("phases", []))
     return (
         f"Measured: the validation loss in {_code(recipe)} is {gap['mean']:+.2f} %{about}, from "
         f"that of runs in {_code(baseline)} with the same data and steps ({seeds})."
+        + f" In this gap, {shared}."
+        * bool(shared)
     )
 
 

@@ -111,6 +111,7 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
     assert "million parameters, trained on" in text
+    assert "the first quarter of training is in fp32 in such a gap" in text
     assert told.recipes[0].gap is not None
     assert told.recipes[0].gap.mean == nvfp4
     assert type(told).model_validate_json(told.model_dump_json()) == told
@@ -128,8 +129,11 @@ def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     html = (copy / "report.html").read_text()
     assert "What recipes would cost" in html
     assert all(f"<td>{cell}</td>" in html for cell in row[1:])
+    assert "the first quarter of training is in fp32 in such a gap" in html
     assert command("report", "run", "--text") == 0
-    assert row[1] in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert row[1] in printed
+    assert "the first quarter of training is in fp32 in such a gap" in printed
     # A file that is none is said, and nothing else is lost.
     (copy / "forecast.json").write_text('{"loss": "low"}')
     assert command("report", "run") == 0
@@ -332,6 +336,7 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     file = run / "run.toml"
     then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
     assert f"written: six.toml. Train in it:\n  {then}" in said
+    assert "gap: the first quarter of training is in fp32 in such a gap" in said
     forecast = of(run, "nvfp4", "mxfp8")
     target = tune.Target(bits=6, path=tmp_path / "x.toml")
     found = tune.tuned(tune.Choices(forecast), forecast, target)
