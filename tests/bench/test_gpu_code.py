@@ -274,14 +274,14 @@ def test_scales_that_are_laid_out_otherwise_are_refused(first, second, place, wr
         scales = scales.expand(2, 2)
     operands[place] = operands[place]._replace(inv_scale=WRONG[wrong](scales))
     with ScaledGemms("block"), pytest.raises(RefusedGemmError):
-        scaled_gemm(*operands, torch.bfloat16)
+        scaled_gemm(operands[0], operands[1], torch.bfloat16)
 
 
 def test_scales_by_block_are_refused_where_torch_does_not_look_at_their_strides():
     from bench.gpu_code.gemms import RefusedGemmError, ScaledGemms
 
     a, b = operand(1024, Scales.ROWS), operand(1024, Scales.SQUARES)  # squares: of any order
-    options = {"scale_a": a.inv_scale, "scale_b": b.inv_scale, "out_dtype": torch.bfloat16}
+    options: Any = {"scale_a": a.inv_scale, "scale_b": b.inv_scale, "out_dtype": torch.bfloat16}
     torch._scaled_mm(a.data, b.data.t(), **options)
     with ScaledGemms("block"), pytest.raises(RefusedGemmError, match="float32 scales by block"):
         torch._scaled_mm(a.data, b.data.t(), **options)

@@ -211,9 +211,10 @@ def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
 
 
 def test_tiny_sizes_overwrite_no_committed_results():
-    before = (RESULTS / "grid.json").read_bytes()
-    assert refusal(lambda: runner.run("grid", WORDS)).startswith("--tiny would overwrite results")
-    assert (RESULTS / "grid.json").read_bytes() == before
+    before = (RESULTS / "operations.json").read_bytes()
+    said = refusal(lambda: runner.run("operations", ["--tiny"]))
+    assert said.startswith("--tiny would overwrite results")
+    assert (RESULTS / "operations.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("scenario", ["grid", "gpu"])

@@ -142,8 +142,9 @@ def test_no_product_or_sum_of_the_generator_exceeds_int64(counter, first):
 
 @pytest.mark.parametrize("words", [(0, 0, 0, 0), (2**31 - 1, 2**31, 2**31 + 1, 1), (WORD,) * 4])
 def test_no_word_at_a_limit_makes_a_product_exceed_int64(words):
+    c0, c1, c2, c3 = map(torch.tensor, words)
     with ExactInt64():
-        philox4x32(*map(torch.tensor, words), WORD, 2**31)
+        philox4x32(c0, c1, c2, c3, WORD, 2**31)
 
 
 @pytest.mark.parametrize("width", [0, 256, 512])
