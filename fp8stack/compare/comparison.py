@@ -158,8 +158,9 @@ class _Results:
         write_atomically(comparison.report, text.encode())
         write_atomically(out / "compare.md", as_markdown(rows, comparison, self.machine).encode())
         title = f"{config.model}, {counted(config.steps, 'step')}, {seeds(self.last_seed + 1)}"
+        title += f"\n{comparison.shared}" * bool(comparison.shared)
         write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
-        return as_text(rows, baseline)
+        return as_text(rows, baseline, comparison.shared)
 
     # Pairs until intervals are narrow
 
@@ -197,6 +198,8 @@ class _Results:
         """What is known of each recipe after a pair, and what is still to do."""
         comparison = self.comparison
         others = (row for row in self.rows if row.recipe != comparison.baseline)
+        if comparison.shared:
+            yield f"  {comparison.shared}"
         yield from (f"  {row.recipe}: {row.verdict}" for row in others)
         more = self.pairs_left()
         if more is None:

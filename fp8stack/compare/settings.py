@@ -16,7 +16,7 @@ from fp8stack.config import RunConfig, parse_config, percent
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, probe
-from fp8stack.precision.phases import PhaseConfig
+from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.presets import recipe_words
 from fp8stack.terminal import shell_quoted
@@ -71,6 +71,11 @@ class Comparison:
     def report(self) -> Path:
         """The path of `compare.json`."""
         return self.out / REPORT
+
+    @property
+    def shared(self) -> str:
+        """A sentence on the steps that all runs of a seed share; "" if there are none."""
+        return shared_note([phase.model_dump() for phase in self.config.phases])
 
 
 class _Asked(BaseModel):
@@ -194,15 +199,8 @@ def _with_shared_steps(
         )
     if not share:
         return config
-    first = PhaseConfig(name="shared", recipe=baseline, until=share / 100)
+    first = PhaseConfig(name=SHARED_PHASE, recipe=baseline, until=share / 100)
     return _with_phases(config, [first, PhaseConfig(name="compared")])
-
-
-def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
-    """The share of its steps that each run takes in the baseline's recipe first."""
-    first = phases[0] if phases else {}
-    until = first.get("until")
-    return until if first.get("name") == "shared" and isinstance(until, float) else 0.0
 
 
 def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:

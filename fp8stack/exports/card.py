@@ -14,8 +14,9 @@ import fp8stack
 from fp8stack import presets
 from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
+from fp8stack.forecast.result import FIRST_QUARTER, ForecastResult, shares
 from fp8stack.forecast.result import NAME as FORECAST
-from fp8stack.forecast.result import ForecastResult, shares
+from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 
@@ -69,6 +70,7 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
         torch_version=source.info.get("versions", {}).get("torch", torch.__version__),
         measured=measured,
         forecast=forecast,
+        first_quarter=FIRST_QUARTER.capitalize(),
         number=lambda value: f"{value:,}",
     )
 
@@ -122,4 +124,5 @@ def _measured_gap(source: Source) -> dict[str, Any] | None:
         "mean": float(gap["mean"]),
         "half_width": None if width is None else float(width),
         "samples": int(gap["samples"]),
+        "shared": shared_note(report["config"].get("phases", [])),
     }

@@ -20,7 +20,7 @@ from fp8stack.config import percent, toml_lines
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import RECIPES, Forecast
 from fp8stack.forecast.law import Law
-from fp8stack.forecast.result import GAP, Gap, shares
+from fp8stack.forecast.result import FIRST_QUARTER, GAP, Gap, shares
 from fp8stack.forecast.sensitivity import Sensitivity
 from fp8stack.forecast.times import PLAIN, Pair, Times
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
@@ -343,7 +343,8 @@ def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str
         which = forward if forward == backward else f"{forward}, backward {backward}"
         of.setdefault(which, []).append(path)
     table = aligned([["recipe", *costs, *GAP], *rows])
-    return [*table, "", *(f"{which}: {', '.join(paths)}" for which, paths in of.items())]
+    layers = (f"{which}: {', '.join(paths)}" for which, paths in of.items())
+    return [*table, "", *layers, "", f"gap: {FIRST_QUARTER}"]
 
 
 def write(found: Assignment, forecast: Forecast, target: Target) -> None:
@@ -351,7 +352,7 @@ def write(found: Assignment, forecast: Forecast, target: Target) -> None:
     time = "" if found.time is None else f", {found.time:.1%} of bf16's time"
     description = (
         f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits{time}, a gap of "
-        f"{found.gap.mean / forecast.trained.loss:.2%} is expected"
+        f"{found.gap.mean / forecast.trained.loss:.2%} is expected ({FIRST_QUARTER})"
     )
     with storage_errors(target.path):
         target.path.parent.mkdir(parents=True, exist_ok=True)

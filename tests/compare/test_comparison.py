@@ -385,6 +385,7 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
     assert f"torch {torch.__version__}" in page
     assert "the first 25% of the steps are in fp32 in all runs of a seed" in page
+    assert "\ngap: the first 25% of the steps are in fp32 in all runs of a seed\n" in printed
     assert "[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
     assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed

@@ -80,7 +80,9 @@ def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, co
 def test_a_card_tells_the_gap_that_was_forecast_for_its_recipe_and_checkpoint(run, command):
     (run / "forecast.json").write_text(json.dumps(FORECAST))
     assert command("export", "run", "--out", "x") == 0
-    assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in Path("x", CARD).read_text()
+    card = Path("x", CARD).read_text()
+    assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in card
+    assert "The first quarter of training is in fp32 in such a gap." in card
     (run / "forecast.json").write_text(json.dumps(FORECAST | {"checkpoint": "step-000008"}))
     assert command("export", "run", "--out", "x", "--overwrite") == 0
     assert "Forecast" not in Path("x", CARD).read_text()
@@ -91,12 +93,15 @@ def test_a_card_tells_the_gap_that_a_comparison_measured(trained, command, tmp_p
     gap = {"mean": 0.5, "half_width": 0.1, "samples": 3, "deviation": 0.1}
     rows = [{"recipe": "fp32", "gap_percent": None}, {"recipe": "current", "gap_percent": gap}]
     report = {"asked": {"baseline": "fp32"}, "config": {"steps": 12}, "recipes": rows}
+    phases = [{"name": "shared", "recipe": "fp32", "until": 0.25}, {"name": "compared"}]
     for steps, told in ((12, True), (24, False)):
-        report["config"] = {"steps": steps}
+        report["config"] = {"steps": steps, "phases": phases}
         (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
         assert command("export", "out/runs/current-seed0", "--out", f"x{steps}") == 0
         card = Path(f"x{steps}", CARD).read_text()
         assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == told
+        shared = "In this gap, the first 25% of the steps are in fp32 in all runs of a seed."
+        assert (shared in card) == told
 
 
 def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
