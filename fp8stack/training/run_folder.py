@@ -16,7 +16,7 @@ from fp8stack.checkpoint.writer import forget_after, sweep
 from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
 from fp8stack.io import TEMPORARY, lock, storage_errors, write_atomically
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
@@ -37,7 +37,7 @@ class RunFolder:
         self.profile, self.presets = path / "profile", path / "presets"
         self.checkpoints = path / "checkpoints"
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
-        self._own.append(self.sessions)
+        self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
         self._made: list[Path] = []  # folders that this process created
 

@@ -16,7 +16,7 @@ from fp8stack.hf import path_in, repository_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
 from fp8stack.threads import use_threads
-from fp8stack.tokenizer import NAMED
+from fp8stack.tokenizer import NAMED, save_tokenizer
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
@@ -118,7 +118,7 @@ def set_up(
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
             if run.data.tokenizer is not None:
-                write_atomically(folder.tokenizer, run.data.tokenizer.to_json().encode())
+                save_tokenizer(run.data.tokenizer, folder.path)
     return run
 
 
