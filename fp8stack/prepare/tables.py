@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +239,13 @@ def encode(
         StorageError: the disk is full or cannot be written.
     """
     global _work
-    datasets, partial = library(), folder.with_suffix(".part")
+    datasets, unfinished = library(), folder.with_suffix(".part")
     features = datasets.Features({name: datasets.Value(kind) for name, kind in ROW.items()})
     _work = encoder, blocks
     try:
         with storage_errors(folder), _children(workers):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
             datasets.Dataset.from_dict({"block": range(len(blocks))}).map(
                 _encode_one,
                 batched=True,
@@ -254,13 +255,13 @@ def encode(
                 remove_columns="block",
                 features=features,
                 num_proc=workers if workers > 1 else None,
-                cache_file_name=str(partial / "rows.arrow"),
+                cache_file_name=str(unfinished / "rows.arrow"),
                 new_fingerprint="encoded",
             )
-            for file in partial.iterdir():
+            for file in unfinished.iterdir():
                 with file.open("rb+") as written:
                     os.fsync(written.fileno())
-            partial.rename(folder)
+            unfinished.rename(folder)
             sync_folder(folder.parent)
     except Exception as error:
         cause: BaseException | None = error
@@ -311,14 +312,20 @@ def _children(workers: int) -> Iterator[None]:
         multiprocess.set_start_method(method, force=True)
 
 
+def _hold_signals(held: bool) -> None:
+    """Hold signals back while a process is forked: what their handlers raise there is lost."""
+    if _parent:
+        signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _begin_child() -> None:
     """Have a child ignore Ctrl-C, which its parent answers, and end with its parent."""
-    if not _parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(_parent,), daemon=True).start()
+    if _parent:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _hold_signals(False)
+        threading.Thread(target=_end_with, args=(_parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -330,5 +337,10 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
+if os.name == "posix":
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    os.register_at_fork(
+        before=partial(_hold_signals, True),
+        after_in_parent=partial(_hold_signals, False),
+        after_in_child=_begin_child,
+    )

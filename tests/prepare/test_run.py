@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -9,12 +10,14 @@ import io
 import json
 import lzma
 import os
+import random
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,12 +25,13 @@ import pytest
 import tokenizers
 import zstandard
 
+from fp8stack.data import tokenizer_of
 from fp8stack.prepare import blocks, inputs, run, tables, train
 from fp8stack.prepare.inputs import Settings
 from fp8stack.prepare.progress import Display
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
-from tests.support.made_tokenizers import metaspace
+from tests.support.made_tokenizers import metaspace, trained
 
 WORDS = (
     "alpha beta Gamma delta's (epsilon) 12345 zeta,\n\teta  theta Grüße мир 世界 😀 <|endoftext|>"
@@ -679,6 +683,88 @@ def test_a_package_that_is_missing_is_named(corpus, tmp_path, out, monkeypatch):
         assert "pip install zstandard" in refusal(packed, out=out)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs the extra 'data'" in refusal(corpus, out=out)
+
+
+def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus, tmp_path, out):
+    given = tmp_path / "given"
+    given.mkdir()
+    library = trained(special_tokens=["<seed:eos>", "<seed:bos>", "</s>"])
+    library.save(str(given / "tokenizer.json"))
+    asked = {"tokenizer": str(given), "held_out": 0.0}
+    for name, token, more in (
+        ("by name", "</s>", {}),
+        ("by option", "<seed:bos>", {"end_of_text": "<seed:bos>"}),
+        ("beside", "<seed:eos>", {}),
+    ):
+        if name == "beside":
+            written(given / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
+        manifest = prepared(corpus, out=tmp_path / name, **asked, **more)
+        assert manifest["tokenizer"]["end_of_text"] == library.token_to_id(token)
+        assert len(shards(tmp_path / name, "train")[1]) == 300
+        assert tokenizer_of(str(tmp_path / name)).end_token == token
+    message = refusal(corpus, out=tmp_path / "beside", **asked, end_of_text="</s>")
+    assert "--end-of-text was none, now </s>" in message
+    assert "Known: <|endoftext|>" in refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
+
+
+def test_a_tokenizer_of_the_hub_is_fetched(corpus, tmp_path, out, monkeypatch):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    trained().save(str(saved / "tokenizer.json"))
+    fetched: list[str] = []
+
+    def fetch(repository: str, **wanted: Any) -> str:
+        fetched.append(repository)
+        assert "*.safetensors" not in wanted["allow_patterns"]
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    prepared(corpus, out=out, tokenizer="hf:owner/name")
+    prepared(corpus, out=tmp_path / "local", tokenizer=f"hf:{saved}")
+    assert fetched == ["owner/name"]
+    assert shards(out, "train") == shards(tmp_path / "local", "train")
+
+    def offline(*name: object, **wanted: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    other = tmp_path / "other"
+    assert "hf:owner/name cannot be fetched" in refusal(
+        corpus, out=other, tokenizer="hf:owner/name"
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
+    def marked(text: str) -> bytes:
+        mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+        return mark + text.encode(encoding)
+
+    texts = ["Grüße, 世界 😀\n", *documents(20)]
+    written(tmp_path / "in" / "a.txt", marked(texts[0]))
+    written(tmp_path / "in" / "b.jsonl", marked(lines(texts).decode()))
+    written(tmp_path / "in" / "c.csv.gz", gzip.compress(marked("n,text\n1,世界\n")))
+    written(tmp_path / "in" / "d.json", marked(json.dumps([{"text": "世界"}])))
+    prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, [texts[0], *texts, "世界", "世界"], share=0.0)
+
+
+def test_codes_that_are_not_utf16_are_counted(tmp_path, out):
+    content = codecs.BOM_UTF16_LE + b"a\0\x00\xd8b\0\1"
+    manifest = prepared(written(tmp_path / "a.txt", content), out=out, held_out=0.0)
+    require(out, ["a\ufffdb\ufffd"], share=0.0)
+    assert manifest["documents"]["replaced"] == 2
+
+
+def test_a_zst_file_of_a_long_window_is_read(tmp_path, out):
+    block = random.Random(0).randbytes(2**20).hex()
+    text = block + "0123456789" * 13 * 2**20 + block  # the end refers far back
+    how = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True, compression_level=1)
+    packed = zstandard.ZstdCompressor(compression_params=how).compress(text.encode())
+    assert zstandard.get_frame_parameters(packed).window_size > 2**27
+    prepared(written(tmp_path / "a.txt.zst", packed), out=out, held_out=0.0)
+    content = np.fromfile(out / "train-00000.bin", dtype="<u2").astype("u1").tobytes()
+    assert content == text.encode() + b"\xff"
 
 
 # Texts that must not be cut

@@ -23,6 +23,7 @@ from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup import resume as resuming
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build, with_quantizers
+from fp8stack.training.setup.datasets import with_vocabulary
 from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
 from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
@@ -80,6 +81,8 @@ def set_up(
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
             config = with_source(config, source)
+        if found is None:
+            config = with_vocabulary(config)
     checkpoint = found.checkpoint if found else None
     tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
     try:
