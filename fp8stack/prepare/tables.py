@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fp8stack.data.parquet import is_text, open_parquet, read_column
@@ -218,7 +219,9 @@ ROW = {  # columns of the rows that `encode` writes
     **dict.fromkeys(("tokens", "lengths", "text_bytes"), "large_binary"),
 }
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _parent = 0  # the process that maps; 0 while none does
+_is_forking = False
 _work: tuple[Callable[[Any], dict[str, Any]], Sequence[Any]] | None = None  # its children inherit
 
 
@@ -293,13 +296,25 @@ def last_row(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _children(workers: int) -> Iterator[None]:
-    """A context in which processes are forked that end with it, or with this process."""
+    """A context in which processes are forked that end with it, or with this process. Signals that
+    arrive during a fork are handled after it: what a handler raises there would be lost."""
     global _parent
     import multiprocess  # what `map` starts them by
 
     method, config = multiprocess.get_start_method(), multiprocess.current_process()._config
     multiprocess.set_start_method("fork" if workers > 1 else method, force=True)  # for `_work`
     config["tempdir"] = tempfile.mkdtemp(prefix="fp8stack-")  # for sockets; long paths have none
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {n: h for n in SIGNALS if is_main and (h := signal.getsignal(n)) is not None}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if _is_forking:
+            threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+        elif callable(handler := handlers[signal.Signals(number)]):
+            handler(number, frame)
+
+    for number in (number for number, handler in handlers.items() if callable(handler)):
+        signal.signal(number, handle)
     _parent = os.getpid()
     try:
         yield
@@ -308,14 +323,15 @@ def _children(workers: int) -> Iterator[None]:
             child.terminate()
             child.join()
         _parent = 0
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         shutil.rmtree(config.pop("tempdir"), ignore_errors=True)
         multiprocess.set_start_method(method, force=True)
 
 
-def _hold_signals(held: bool) -> None:
-    """Hold signals back while a process is forked: what their handlers raise there is lost."""
-    if _parent:
-        signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, SIGNALS)
+def _fork(begins: bool) -> None:
+    global _is_forking
+    _is_forking = begins
 
 
 def _begin_child() -> None:
@@ -324,7 +340,6 @@ def _begin_child() -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _hold_signals(False)
         threading.Thread(target=_end_with, args=(_parent,), daemon=True).start()
 
 
@@ -337,10 +352,6 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-if os.name == "posix":
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    os.register_at_fork(
-        before=partial(_hold_signals, True),
-        after_in_parent=partial(_hold_signals, False),
-        after_in_child=_begin_child,
-    )
+os.register_at_fork(
+    before=partial(_fork, True), after_in_parent=partial(_fork, False), after_in_child=_begin_child
+)
