@@ -17,12 +17,12 @@ _BESIDE = re.compile(r"\.ds\.(index|metadata|loss)$")
 
 
 def is_ds(path: Path) -> bool:
-    """Whether the name is that of a `.ds` file of tokens."""
+    """Return whether the path names a `.ds` file of tokens."""
     return path.suffix.lower() == ".ds"
 
 
 def is_beside_ds(path: Path) -> bool:
-    """Whether the name is that of a file that datatrove writes beside its tokens."""
+    """Return whether datatrove writes a file of this name beside its tokens."""
     return _BESIDE.search(path.name) is not None
 
 

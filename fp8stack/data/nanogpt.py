@@ -39,8 +39,8 @@ def characters_beside(path: Path) -> Characters | None:
         meta = _dictionaries(content)
         vocabulary, characters = meta["vocab_size"], meta.get("itos", {})
         ids = {text: id for id, text in characters.items()}
-        known = all(isinstance(id, int) and 0 <= id < vocabulary for id in ids.values())
-        if not (vocabulary > 0 and known and all(isinstance(text, str) for text in ids)):
+        ids_fit = all(isinstance(id, int) and 0 <= id < vocabulary for id in ids.values())
+        if not (vocabulary > 0 and ids_fit and all(isinstance(text, str) for text in ids)):
             raise ValueError("its ids or characters are not valid")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())

@@ -48,7 +48,7 @@ class Block:
     content: Sequence[bytes] = ()  # documents, or one piece of JSON lines
     first: int = 1  # number of the first JSON line
     continues: bool = False  # whether the first document began in an earlier block
-    unfinished: bool = False  # whether the last document goes on in the next block
+    unfinished: bool = False  # whether the next block continues the last document
     inside_a_word: bool = False  # whether it was cut where tokens may change
     on_disk: int = 0  # bytes of all files (packed) read up to its end
     problem: str = ""  # the error message, if reading the source failed here

@@ -77,7 +77,7 @@ def _decoded(content: bytes) -> tuple[str, int]:
 
 
 def _in_lines(content: bytes, path: str, first: int, key: str) -> Iterator[tuple[str, int]]:
-    """The texts of JSON lines, of which the first has the number `first`."""
+    """Yield the texts of JSON lines, numbered from `first`."""
     for number, line in enumerate(content.split(b"\n"), first):
         if not line.strip():
             continue

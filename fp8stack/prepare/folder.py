@@ -122,7 +122,7 @@ class Folder:
         return manifest
 
     def begun(self) -> dict[str, Any]:
-        """What an unfinished preparation was begun with; empty if there is none."""
+        """The settings and inputs of an unfinished preparation; empty if there is none."""
         try:
             content = json.loads(self.begun_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -130,7 +130,7 @@ class Folder:
         return content if isinstance(content, dict) else {}
 
     def begin(self, content: dict[str, Any]) -> None:
-        """Keep the tokens of an unfinished preparation that was begun with this, or begin anew."""
+        """Begin a preparation; tokens of an unfinished one with the same `content` stay."""
         if self.begun() != content:
             with storage_errors(self.path):
                 self.sweep()

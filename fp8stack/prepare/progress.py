@@ -14,25 +14,23 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows the progress of `work` on files of `total` bytes, 0 if that is unknown."""
+    """Shows the progress of `work` on files of `total` bytes, 0 if that is unknown, of which `done`
+    were processed before."""
 
-    def __init__(self, work: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.work, self.total, self._clock = work, total, clock
-        self._begin, self._started = 0, clock()
-        self._shown_s = self._started
+    def __init__(
+        self, work: str, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.work, self.total, self._begin, self._clock = work, total, done, clock
+        self._started = self._shown_s = clock()
         self._bar: Bar | None = None
         if sys.stdout.isatty():
-            self._bar = Bar(work, DownloadColumn(), total or None, 0, Console())
+            self._bar = Bar(work, DownloadColumn(), total or None, done, Console())
             self._bar.start()
 
     def close(self) -> None:
         """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
-
-    def begin(self, done: int) -> None:
-        """Say that `done` bytes were read by an earlier command."""
-        self._begin, self._started = done, self._clock()
 
     def update(self, done: int, line: str = "") -> None:
         """Show that `done` bytes of the files were read, with more in `line`."""

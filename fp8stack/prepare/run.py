@@ -173,8 +173,8 @@ def _groups(folder: Folder) -> list[Path]:
 
 
 def _resume(folder: Folder, sources: Sequence[Source]) -> Place:
-    """Where reading continues after the groups that are done. Groups of inputs that have changed
-    since are removed."""
+    """The place after the groups that are done. Groups of inputs that have changed since are
+    removed."""
     listing, place, valid = listings(sources), Place(), True
     for path in _groups(folder):
         row = last_row(path)
@@ -203,12 +203,12 @@ def _encode_all(
     problems: dict[int, str] = {}
     number = len(_groups(folder))
     tokens, total, workers = 0, _size(sources), settings.workers
+    done = sum(source.size for source in sources[: place.source])
     if total:  # an idle process would cost its start
-        done = sum(source.size for source in sources[: place.source])
         workers = max(1, min(workers, -(-(total - done) // BLOCK_BYTES)))
     started = time.monotonic()
     with (
-        closing(Display("prepared", total)) as display,
+        closing(Display("prepared", total, done)) as display,
         closing(reader.blocks(sources, place)) as blocks,
     ):
         while group := _group(blocks, GROUP_BYTES * workers):

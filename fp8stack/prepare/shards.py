@@ -1,4 +1,4 @@
-"""Writes shards of tokens, and beside each where its documents end."""
+"""Writes shards of tokens, each with a file of the ends of its documents."""
 
 import hashlib
 import os

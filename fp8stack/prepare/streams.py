@@ -88,7 +88,7 @@ class ByteStream:
 
 
 def _chunks(file: IO[bytes], suffix: str) -> Iterator[bytes]:
-    """Yield the unpacked bytes of a file, or those of a file of another suffix as they are."""
+    """Yield the bytes of a file, unpacked if `suffix` says that it is packed."""
     if suffix == ".zst":
         yield from _unpack_zstd(file)
     else:

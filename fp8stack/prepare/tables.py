@@ -335,7 +335,7 @@ def _fork(begins: bool) -> None:
 
 
 def _begin_child() -> None:
-    """Have a child ignore Ctrl-C, which its parent answers, and end with its parent."""
+    """Let a child ignore Ctrl-C, which its parent answers, and end with its parent."""
     if _parent:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
