@@ -23,7 +23,7 @@ from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
-from fp8stack.training.setup.datasets import read
+from fp8stack.training.setup.datasets import read, with_vocabulary
 from fp8stack.training.setup.init_from import find_source, with_source
 from fp8stack.training.setup.start import with_absolute_paths
 from fp8stack.training.setup.variants import Decided, plan_phases
@@ -232,7 +232,7 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, P
     unset = {key: value for key, value in usual.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
     if not config.init_from:
-        return config, None
+        return with_vocabulary(config), None
     source = find_source(config.init_from)
     return with_source(config, source), source.tokenizer
 

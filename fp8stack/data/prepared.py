@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
-from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
 MANIFEST = "manifest.json"
 ENDS = ".ends"
@@ -154,4 +154,5 @@ def tokenizer_of_prepared(folder: Path) -> Tokenizer:
             f"{path} is not the tokenizer that made the tokens beside it: its SHA-256 begins with "
             f"{found[:8]}, that of {MANIFEST} with {manifest.sha256[:8]}. Copy the folder again."
         )
-    return tokenizer_from_json(content.decode(errors="replace"), manifest.name)
+    text = content.decode(errors="replace")
+    return tokenizer_from_json(text, manifest.name, end_token_in(folder))

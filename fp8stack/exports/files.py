@@ -132,9 +132,7 @@ def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     text = tokenizer.to_json()
     special: dict[str, str] = {}
-    if tokenizer.end_of_text is not None:
-        added = json.loads(text)["added_tokens"]
-        end = next(one["content"] for one in added if one["id"] == tokenizer.end_of_text)
+    if (end := tokenizer.end_token) is not None:
         # The token that begins a document ends the one before it.
         special = {"bos_token": end, "eos_token": end}
     table = {

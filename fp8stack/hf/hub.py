@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.hf.folder import HF, INDEX, WEIGHTS
+from fp8stack.hf.folder import HF, INDEX, WEIGHTS, path_in
 from fp8stack.io import storage_errors
 from fp8stack.terminal import is_terminal
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
 
 # `consolidated` is a second copy of the weights, under the original authors' names.
+_TOKENIZER = [TOKENIZER_FILE, SPECIAL_TOKENS, "tokenizer_config.json"]
 _FILES: dict[str, Any] = {
-    "allow_patterns": ["config.json", TOKENIZER_FILE, "*.safetensors.index.json", "*.safetensors"],
+    "allow_patterns": ["config.json", *_TOKENIZER, "*.safetensors.index.json", "*.safetensors"],
     "ignore_patterns": ["*/*", "consolidated*"],
 }
 # Weights of an earlier push, which a reader would mix with the new ones.
@@ -90,6 +91,18 @@ def fetch(repository: Repository) -> tuple[Path, Repository]:
             "transformers' save_pretrained wrote."
         )
     return path, Repository(name=repository.name, revision=path.name)
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """The folder of the tokenizer that `hf:FOLDER` or `hf:owner/name[@revision]` names, downloaded
+    unless it is in the cache. Raises a UserError if there is none, or it cannot be downloaded."""
+    repository = repository_in(name)
+    if repository is None:
+        return path_in(name) or Path(name)
+    hub = _hub(str(repository))
+    options = {"revision": repository.revision, "allow_patterns": _TOKENIZER}
+    with _refusals(hub, repository):
+        return Path(hub.snapshot_download(repository.name, **options))
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:

@@ -34,6 +34,11 @@ class Tokenizer(ABC):
     end_of_text: int | None  # the id that stands between documents; None if there is none
 
     @property
+    def end_token(self) -> str | None:
+        """The token with the id `end_of_text`, as files call it."""
+        return END_OF_TEXT
+
+    @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """Of its ids in a file: little-endian, as wide as the vocabulary needs."""
         return np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")

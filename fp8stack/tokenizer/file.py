@@ -26,9 +26,11 @@ MOST_IDS = 2**24
 
 class FileTokenizer(Tokenizer):
     """The contents of a `tokenizer.json`. Truncation and padding that it may ask for are left out.
-    Raises a UserError if it is none, or has ids beyond 16 million."""
+    `end_of_text` is the token that ends a document; if it is None, or not in the vocabulary, it is
+    a special token of a usual name. Raises a UserError if it is none, or has ids beyond 16
+    million."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, end_of_text: str | None = None) -> None:
         self.name = name
         self._tokenizer, self._content = _parsed(text, name)
         # The file's own text, unless it would make others cut or pad what they encode.
@@ -46,9 +48,20 @@ class FileTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
         self.end_of_text = next((special[n] for n in ENDS_OF_TEXT if n in special), None)
+        if (
+            end_of_text is not None
+            and (token := self._tokenizer.token_to_id(end_of_text)) is not None
+        ):
+            self.end_of_text = token
 
-    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, str]]:
-        return FileTokenizer, (self._text, self.name)
+    @property
+    def end_token(self) -> str | None:
+        """See `Tokenizer.end_token`."""
+        end = self.end_of_text
+        return None if end is None else self._tokenizer.id_to_token(end)
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, str, str | None]]:
+        return FileTokenizer, (self._text, self.name, self.end_token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""

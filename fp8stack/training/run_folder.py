@@ -27,7 +27,7 @@ from fp8stack.io import (
     write_atomically,
 )
 from fp8stack.terminal import shell_quoted
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
@@ -48,7 +48,7 @@ class RunFolder:
         self.profile, self.presets = path / "profile", path / "presets"
         self.checkpoints = path / "checkpoints"
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
-        self._own.append(self.sessions)
+        self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
         self._made: list[Path] = []  # folders that this process created
 

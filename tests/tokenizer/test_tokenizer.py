@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, tokenizer_from_json
 from fp8stack.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
 from tests.support.made_tokenizers import (
@@ -208,6 +208,51 @@ def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
 
 
 # What is refused
+
+
+EOS = {  # as these models' tokenizer_config.json has it
+    "DeepSeek-V3": {"__type": "AddedToken", "content": "<\uff5cend\u2581of\u2581sentence\uff5c>"},
+    "Command R": "<|END_OF_TURN_TOKEN|>",
+    "Seed-OSS": "<seed:eos>",
+    "MiniMax-M2": "[e~[",
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("model", EOS)
+def test_the_end_of_text_is_the_eos_token_beside_the_file_and_is_saved_along(model, file, tmp_path):
+    eos = EOS[model]
+    token = eos["content"] if isinstance(eos, dict) else eos
+    library = trained(special_tokens=["</s>", "<bos>", token])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).end_token == "</s>"
+    (tmp_path / file).write_text(json.dumps({"bos_token": "<bos>", "eos_token": eos}))
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        found = load_tokenizer(str(name))
+        assert found.end_token == token
+        assert found.end_of_text == library.token_to_id(token)
+    again = pickle.loads(pickle.dumps(found))
+    save_tokenizer(again, tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).end_of_text == found.end_of_text
+    assert load_tokenizer(str(tmp_path / "copy")).sha256 == found.sha256
+    save_tokenizer(tokenizer_from_json(library.to_str()), tmp_path / "copy")  # without its files
+    assert load_tokenizer(str(tmp_path / "copy")).end_token == "</s>"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"eos_token": 5}', '{"eos_token": "<no>"}'])
+def test_an_eos_token_that_is_not_there_changes_nothing(content, tmp_path):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert load_tokenizer(str(tmp_path)).end_token == "<|endoftext|>"
+
+
+def test_the_end_of_text_may_be_asked_for(tmp_path):
+    trained(special_tokens=["</s>", "<end>"]).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path), "<end>").end_token == "<end>"
+    assert load_tokenizer("bytes", "<|endoftext|>").end_of_text == 255
+    message = refusal(load_tokenizer, str(tmp_path), "<endd>")
+    assert f"No token in tokenizer {tmp_path} is '<endd>'. Did you mean '<end>'?" in message
+    assert "'</s>'" in refusal(load_tokenizer, "bytes", "</s>")
 
 
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])

@@ -5,6 +5,7 @@ from pathlib import Path
 from fp8stack import data
 from fp8stack.config import RunConfig, training_preset
 from fp8stack.errors import UserError, quoted
+from fp8stack.model.config import load_config
 from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.training.run import RunData
@@ -12,6 +13,21 @@ from fp8stack.training.run_folder import RunFolder
 
 MOST_OF_BYTES = 512
 """Up to this vocabulary (256 with padding), text without a tokenizer is read as bytes."""
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The configuration of a new run whose model has as many tokens as its data's tokenizer, if
+    that is known, unless the user gave a vocabulary or initial weights. Raises a UserError if the
+    data or the tokenizer cannot be read."""
+    if config.init_from or "vocabulary" in config.model_overrides:
+        return config
+    vocabulary = data.vocabulary_of(config.data)
+    if vocabulary is None and config.tokenizer is not None:
+        vocabulary = load_tokenizer(config.tokenizer).vocabulary
+    if vocabulary in (None, load_config(config.model, config.model_overrides).vocabulary):
+        return config
+    overrides = {**config.model_overrides, "vocabulary": vocabulary}
+    return config.model_copy(update={"model_overrides": overrides})
 
 
 def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> RunData:

@@ -17,13 +17,14 @@ from fp8stack.io import write_atomically
 from fp8stack.precision import probe
 from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
-from fp8stack.tokenizer import NAMED
+from fp8stack.tokenizer import NAMED, save_tokenizer
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup import resume as resuming
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build, with_quantizers
+from fp8stack.training.setup.datasets import with_vocabulary
 from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
 from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
@@ -88,6 +89,8 @@ def set_up(
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
             config = with_source(config, source)
+        if found is None:
+            config = with_vocabulary(config)
     checkpoint = found.checkpoint if found else None
     tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
     try:
@@ -127,7 +130,7 @@ def set_up(
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
             if run.data.tokenizer is not None:
-                write_atomically(folder.tokenizer, run.data.tokenizer.to_json().encode())
+                save_tokenizer(run.data.tokenizer, folder.path)
     return run
 
 

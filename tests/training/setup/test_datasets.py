@@ -1,18 +1,22 @@
 """Runs on prepared data: their tokenizer, documents, order and mixtures, also when resumed."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.config import parse_config
 from fp8stack.data import load_corpora, texts
 from fp8stack.distributed.parallelize import part_of
 from fp8stack.errors import UserError
+from fp8stack.model.config import load_config
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -64,7 +68,49 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
 def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
     words = ["pretrain", "--data", tokens, *TINY]
     refused(*words, "--tokenizer", "bytes", *VOCABULARY, said="is not that of the data")
-    refused(*words, said="--set model.vocabulary=300")
+    small = ("--set", "model_overrides.vocabulary=299")
+    refused(*words, *small, said="--set model.vocabulary=300")
+
+
+def vocabulary_of(run: Path) -> int:
+    config = parse_config(str(run / "run.toml"), {})
+    return load_config(config.model, config.model_overrides).vocabulary
+
+
+def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path):
+    """And a run that was resumed keeps its own."""
+    assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
+    assert vocabulary_of(tmp_path / "run") == 300
+    cut = cut_short(tmp_path / "run")
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(cut) == losses(tmp_path / "run")
+    more = ["--set", "model_overrides.vocabulary=512"]
+    assert command("pretrain", "--data", tokens, "--out", "more", *SHORT, *more) == 0
+    assert vocabulary_of(tmp_path / "more") == 512
+    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    asked = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
+    assert command("pretrain", *asked, *SHORT) == 0
+    assert vocabulary_of(tmp_path / "bin") == 300
+    asked = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
+    small = ["--steps", "2", "--batch", "4", "--context", "32"]
+    assert command("compare", *asked, *small, "--set", "model_overrides.layers=1") == 0
+    assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
+
+
+def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
+    characters = "\n abcdeé"
+    ids = {character: number for number, character in enumerate(characters)}
+    meta = {"vocab_size": len(ids), "stoi": ids, "itos": dict(enumerate(characters))}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/meta.pkl").write_bytes(pickle.dumps(meta))
+    for name in ("train", "val"):
+        tokens = np.array([ids[c] for c in "abc de é\n" * 200], dtype="<u2")
+        tokens.tofile(tmp_path / f"text/{name}.bin")
+    assert command("pretrain", "--data", "text", "--out", "run", *SHORT) == 0
+    assert vocabulary_of(tmp_path / "run") == len(characters)
+    capsys.readouterr()
+    assert command("generate", "run", "--prompt", "abc", "--tokens", "20", "--seed", "0") == 0
+    assert set(capsys.readouterr().out.rstrip("\n")) <= set(characters)
 
 
 def test_a_folder_of_tokens_is_no_place_for_a_run(refused, tokens, tmp_path):
