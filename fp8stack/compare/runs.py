@@ -1,6 +1,5 @@
 """Training runs, each in its own process, with a progress display."""
 
-import json
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Self
 from rich.console import Console
 
 from fp8stack.compare.settings import Comparison, Job
-from fp8stack.io import storage_errors
+from fp8stack.io import parse_json, storage_errors
 from fp8stack.terminal import say
 
 POLL_S = 0.5
@@ -160,6 +159,6 @@ def _last_step(metrics: Path) -> tuple[int, float | None]:
         return 0, None
     for line in reversed(lines[:-1]):  # what follows the last newline is not whole
         with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
+            row = parse_json(line, metrics.name)
             return int(row["step"]), row.get("loss")
     return 0, None

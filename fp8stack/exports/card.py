@@ -14,6 +14,7 @@ from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
 from fp8stack.forecast.result import NAME as FORECAST
 from fp8stack.forecast.result import ForecastResult, shares
+from fp8stack.io import read_json
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 
@@ -117,7 +118,7 @@ def _measured_gap(run: Path, step: int) -> str:
     """The gap to the baseline of the comparison that the run belongs to. Raises a KeyError, or
     errors of reading, if there is none."""
     run = run.absolute()  # a relative path may have no parents
-    report: dict[str, Any] = json.loads((run.parents[1] / "compare.json").read_text("utf-8"))
+    report: dict[str, Any] = read_json(run.parents[1] / "compare.json")
     recipe, _, _ = run.name.rpartition("-seed")
     row = next(row for row in report["recipes"] if row["recipe"] == recipe)
     baseline, gap = report["asked"]["baseline"], row["gap_percent"]

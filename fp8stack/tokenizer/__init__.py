@@ -1,10 +1,9 @@
 """Tokenizers: bytes, GPT-2's, and any `tokenizer.json`."""
 
-import json
 from pathlib import Path
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer
+from fp8stack.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer, TokenizerIdentity
 from fp8stack.tokenizer.byte_level import ByteTokenizer
 
 __all__ = [
@@ -12,6 +11,7 @@ __all__ = [
     "NAMED",
     "Decoder",
     "Tokenizer",
+    "TokenizerIdentity",
     "alike",
     "load_tokenizer",
     "tokenizer_from_json",
@@ -19,6 +19,7 @@ __all__ = [
 
 TOKENIZER_FILE = "tokenizer.json"
 NAMED = ("bytes", "gpt2")  # tokenizers without a file
+LARGEST_BYTES = 2**28  # of a file: ten times what 256,000 tokens take
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -40,6 +41,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         return load_gpt2()
     path = _file(name)
     try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UserError(f"Tokenizer {quoted(str(path))} is too large. Give another.")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
@@ -67,10 +70,7 @@ def tokenizer_from_json(text: str, name: str = TOKENIZER_FILE) -> Tokenizer:
 
 def alike(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether ids stand for the same texts in both; the rest of their files may differ."""
-    if one.sha256 == other.sha256:
-        return True
-    first, second = (json.loads(each.to_json())["model"].get("vocab") for each in (one, other))
-    return bool(first == second)
+    return one.identity.is_alike(other.identity)
 
 
 def _file(name: str) -> Path:

@@ -15,7 +15,7 @@ from fp8stack.checkpoint.reader import candidates, step_of
 from fp8stack.checkpoint.writer import forget_after, sweep
 from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
-from fp8stack.io import TEMPORARY, lock, storage_errors, write_atomically
+from fp8stack.io import TEMPORARY, lock, parse_json, storage_errors, write_atomically
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 BESIDES = (
@@ -274,9 +274,9 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
     (`defaults` gives missing keys)."""
     rows: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         for line in text.splitlines():
-            row = json.loads(line)
+            row = parse_json(line, path.name)
             json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
             if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
                 break
