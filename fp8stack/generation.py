@@ -14,7 +14,8 @@ from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
 from fp8stack.tables import counted
 from fp8stack.terminal import warn, write_text
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.tokenizer import Tokenizer
+from fp8stack.training.load import Trained
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
 
@@ -120,7 +121,7 @@ class _Text:
         self.model = trained.model(recipe, hardware, request.backend)
         vocabulary = self.model.config.vocabulary
         name = request.tokenizer or trained.own_tokenizer
-        self.tokenizer = tokenizer_for(request.run, vocabulary, name)
+        self.tokenizer = tokenizer_for(request.run, name, trained)
         self.prompt = prompt_tokens(request.prompt, self.tokenizer, vocabulary)
         for note in trained.notes:
             say(note)
@@ -165,17 +166,15 @@ def default_recipe(hardware: Hardware) -> tuple[str, str]:
     return "fp32", " (this CPU has no bf16 instructions)"
 
 
-def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
-    """The tokenizer called `name`, or the run's; bytes if the run does not say and has 256 tokens.
-    Raises a UserError if it cannot be loaded, or is not known."""
-    found = tokenizer_of_run(run, name)
+def tokenizer_for(run: str, name: str | None, trained: Trained) -> Tokenizer:
+    """The tokenizer called `name`, or the one of `trained`, the model of `run`. Raises a UserError
+    if it cannot be loaded, is unknown, or is not the one that the run was trained with."""
+    found = tokenizer_of_run(run, name, trained.recorded_tokenizer)
     if found is not None:
         return found
-    if vocabulary == 256:
-        return load_tokenizer("bytes")
     raise UserError(
-        f"{quoted(run)} does not say what its {vocabulary} tokens are. Give --tokenizer: bytes, "
-        "gpt2, or the path of a tokenizer.json."
+        f"The tokenizer of {quoted(run)} is unknown: its {trained.shape.vocabulary} tokens may "
+        "stand for any text. Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json."
     )
 
 

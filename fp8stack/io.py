@@ -1,5 +1,5 @@
-"""Files and folders written whole or not at all, and the system's errors in one line. No torch
-here.
+"""Files and folders written whole or not at all, TOML and JSON that anyone may have written, and
+the system's errors in one line. No torch here.
 
 What is being written has a temporary name beside its place, and the process that writes it holds it
 locked. So the temporaries that a killed process left behind are told from those in use: nobody
@@ -9,14 +9,17 @@ holds them, and whoever writes to the same place next removes them.
 import errno
 import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
 import stat
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -25,7 +28,7 @@ except ImportError:
 
 from safetensors import SafetensorError
 
-from fp8stack.errors import StorageError
+from fp8stack.errors import StorageError, UserError, quoted
 
 TEMPORARY = ".tmp-"
 """What the names of files and folders begin with that are being written or removed."""
@@ -34,6 +37,18 @@ LOCK = ".lock"
 _OLD = "-old"
 _TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}(?P<name>.+?)-\d+({_OLD})?", re.DOTALL)
 _LOCK_RETRY_S = 0.05
+
+DEEPEST = 64
+"""The most levels of tables and lists in TOML and JSON: several times what any program writes, and
+few enough for code that recurses."""
+LARGEST_TOML = 2**20  # bytes: a hundred times what anyone writes
+LARGEST_JSON = 2**26  # bytes: the index of a large model takes megabytes
+
+_KEY = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+# tomllib takes quadratic time and memory for a dotted key.
+_DEEP_KEY = re.compile(
+    rf"(?:^|[\[{{,])[ \t]*{_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{{DEEPEST}}}", re.MULTILINE
+)
 
 
 @contextmanager
@@ -211,6 +226,80 @@ def settle(file: Path) -> None:
     file.chmod(file.parent.stat().st_mode & 0o666)
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file. Raises a UserError if it cannot be read or is not TOML."""
+    return parse_toml(_text_of(path, "TOML", LARGEST_TOML), str(path))
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """The table in a TOML text, which errors call `name`. Raises a UserError, in bounded time, if
+    it is not TOML, or has more than `DEEPEST` levels."""
+    name = quoted(name)
+    if key := _DEEP_KEY.search(text):
+        shown = quoted(key[0].strip(" \t\n[{,")[:60])
+        raise UserError(
+            f"{name}: key '{shown}...' is nested too deeply: it has more than {DEEPEST} parts."
+        )
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or an integer too long to convert
+        raise UserError(f"{name} is not valid TOML: {quoted(str(error))}.") from error
+    except RecursionError as error:
+        raise UserError(f"{name} is nested too deeply.") from error
+    _require_shallow(table, name)
+    return table
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """The value in a JSON file. Raises a UserError if it cannot be read, has more than `largest`
+    bytes, or is not JSON."""
+    return parse_json(_text_of(path, "JSON", largest), str(path))
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """The value of a JSON text, which errors call `name`. Raises a UserError if it is not JSON, or
+    has more than `DEEPEST` levels."""
+    name = quoted(name)
+    try:
+        value = json.loads(text)
+    except ValueError as error:  # not JSON, not UTF-8, or an integer too long to convert
+        raise UserError(f"{name} is not valid JSON: {quoted(str(error))}.") from error
+    except RecursionError as error:
+        raise UserError(f"{name} is nested too deeply.") from error
+    _require_shallow(value, name)
+    return value
+
+
+def _text_of(path: Path, kind: str, largest: int) -> str:
+    name = quoted(str(path))
+    try:
+        if path.exists() and not path.is_file():  # /dev/zero has no end
+            raise UserError(f"{name} is no regular file. Give a {kind} file.")
+        if path.stat().st_size > largest:
+            raise UserError(f"{name} is too large. Give a {kind} file.")
+        return path.read_text(encoding="utf-8-sig")
+    except UserError:  # a ValueError too
+        raise
+    except (OSError, ValueError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "invalid path"
+        reason = getattr(error, "strerror", None) or reason
+        raise UserError(f"Cannot read {name}: {reason}. Give a {kind} file.") from error
+
+
+def _require_shallow(value: Any, name: str) -> None:
+    """Raise a UserError if `value` has more than `DEEPEST` levels; found without recursion."""
+    level = [value]
+    for _ in range(DEEPEST):
+        outer = [item for item in level if isinstance(item, dict | list)]
+        level = [
+            inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    if any(isinstance(item, dict | list) for item in level):
+        raise UserError(f"{name} is nested too deeply: more than {DEEPEST} levels.")
 
 
 def sha256_of_file(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Training runs, each in its own process, with a progress display."""
 
-import json
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Self
 from rich.text import Text
 
 from fp8stack.compare.settings import Comparison, Job
-from fp8stack.io import storage_errors
+from fp8stack.io import parse_json, storage_errors
 from fp8stack.screen import Screen
 from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.run_folder import RunFolder
@@ -171,6 +170,6 @@ def _last_step(metrics: Path) -> tuple[int, float | None]:
         return 0, None
     for line in reversed(lines[:-1]):  # what follows the last newline is not whole
         with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
+            row = parse_json(line, metrics.name)
             return int(row["step"]), row.get("loss")
     return 0, None

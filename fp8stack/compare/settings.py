@@ -14,6 +14,7 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
 from fp8stack.config import RunConfig, parse_config, percent
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import read_json
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, probe
 from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
@@ -347,9 +348,9 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
 def read_report(path: Path) -> dict[str, Any]:
     """The contents of `compare.json`. Raises a UserError if it is none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         _Report.model_validate(found)
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
         said = f"{path} is no comparison's, or is damaged. Give another --out."
         raise UserError(said) from error
     return found

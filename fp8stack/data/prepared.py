@@ -1,7 +1,6 @@
 """A folder that `fp8stack prepare` wrote: token shards with their documents. No torch here."""
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
+from fp8stack.io import read_json
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
 MANIFEST = "manifest.json"
@@ -76,11 +76,9 @@ def read_manifest(folder: Path) -> Manifest:
     or is invalid."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        unreadable(path, error)
-    except (ValidationError, ValueError, RecursionError) as error:
-        why = "it is not JSON"
+        return Manifest.model_validate(read_json(path))
+    except ValueError as error:
+        why = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             where = ".".join(str(key) for key in first["loc"]) or "its whole"

@@ -122,7 +122,8 @@ def evaluate(
         for recipe in chosen:
             model = trained.model(recipe, hardware, backend)
             if given is None:
-                known = tokenizer_of_run(run, tokenizer or trained.own_tokenizer)
+                tokenizer_name = tokenizer or trained.own_tokenizer
+                known = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
                 given = windows_for(run, config, model.config, known, data, windows, context)
             count = len(given.tokens)
             warn(f"{trained.path} in {recipe}: {counted(count, 'window')}")

@@ -68,7 +68,13 @@ def windows_for(
     own = path == config.data
     if path is not None and config.data is not None:
         own = own or data.absolute(path) == config.data
-    texts = tokenizer if data.holds_text(path) else None
+    holds_text = data.holds_text(path)
+    if tokenizer is None and holds_text:
+        raise UserError(
+            f"The data are text, and the tokenizer of {quoted(run)} is unknown. Give --tokenizer: "
+            "bytes, gpt2, or the path of a tokenizer.json."
+        )
+    texts = tokenizer if holds_text else None
     found = data.tokenizer_of(path, texts)
     if found is not None and tokenizer is not None and not alike(found, tokenizer):
         raise UserError(

@@ -1,6 +1,5 @@
 """The model card of an exported folder, a `README.md` for the Hugging Face Hub."""
 
-import json
 import re
 from contextlib import suppress
 from importlib.resources import files
@@ -16,6 +15,7 @@ from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
 from fp8stack.forecast.result import FIRST_QUARTER, ForecastResult, shares
 from fp8stack.forecast.result import NAME as FORECAST
+from fp8stack.io import read_json
 from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
@@ -111,7 +111,7 @@ def _measured_gap(source: Source) -> dict[str, Any] | None:
     number of steps. Raises a KeyError, or errors of reading, if there is no comparison."""
     assert source.run is not None
     run = source.run.absolute()  # a relative path may have no parents
-    report: dict[str, Any] = json.loads((run.parents[1] / "compare.json").read_text("utf-8"))
+    report: dict[str, Any] = read_json(run.parents[1] / "compare.json")
     recipe, _, _ = run.name.rpartition("-seed")
     row = next(row for row in report["recipes"] if row["recipe"] == recipe)
     baseline, gap = str(report["asked"]["baseline"]), row["gap_percent"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.checkpoint.reader import recorded_tokenizer
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import toml_lines
 from fp8stack.errors import UserError
@@ -45,7 +46,7 @@ class Source:
     def tokenizer(self, name: str | None) -> Tokenizer | None:
         """The tokenizer called `name`, else the run's own, if known. Raises a UserError if it
         cannot be loaded, or has more ids than the model's vocabulary."""
-        found = tokenizer_of_run(self.path, name)
+        found = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
         if found is not None and found.vocabulary > self.config.vocabulary:
             raise UserError(
                 f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "

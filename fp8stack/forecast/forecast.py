@@ -113,7 +113,8 @@ def load_trained(request: Request, source: Source, tokens: int | None) -> Traine
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
     model.to(hardware.device).eval()
-    tokenizer = tokenizer_of_run(request.run, request.tokenizer or source.own_tokenizer)
+    name = request.tokenizer or source.own_tokenizer
+    tokenizer = tokenizer_of_run(request.run, name, source.recorded_tokenizer)
     windows = windows_for(
         request.run, config, source.shape, tokenizer, request.data, request.windows, None
     )

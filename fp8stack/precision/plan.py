@@ -395,8 +395,9 @@ def block_indices(names: Iterable[str]) -> dict[str, Block]:
     lists: dict[str, set[int]] = {}
     for match in found.values():
         lists.setdefault(match[1], set()).add(int(match[2]))
+    counts = {before: max(numbers) + 1 for before, numbers in lists.items()}
     return {
-        name: Block(int(match[2]), max(lists[match[1]]) + 1)
+        name: Block(int(match[2]), counts[match[1]])
         for name, match in found.items()
         if len(lists[match[1]]) > 1 or len(lists) == 1
     }

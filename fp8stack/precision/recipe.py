@@ -409,6 +409,9 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
     named = {"name": "", **data}
     if "quantizers" in data:
         recipe: Recipe = presets.parse(Recipe, named, where)
+        plain = recipe.quantizers is None and recipe.compute_dtype is not None
+        if not plain and (recipe.quantizers is None or not all(t.each for t in recipe.tables)):
+            raise UserError(f"{where}: a table of quantizers has no quantizer.")
         return recipe
     if (base := named.pop("scaling", "none")) != "none":  # before recipes had quantizers
         named["like"] = base

@@ -2,7 +2,6 @@
 may be missing or unknown, and the last line may be incomplete.
 """
 
-import json
 import math
 import os
 from array import array
@@ -20,8 +19,7 @@ from numpy.typing import NDArray
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.result import NAME, ForecastResult
 from fp8stack.formats import FORMATS
-from fp8stack.io import LOCK, is_held
-from fp8stack.presets import read_toml
+from fp8stack.io import LOCK, is_held, parse_json, read_json, read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
@@ -152,7 +150,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
         name=path.resolve().name or str(path),
         config=_tried(lambda: read_toml(config), config, {}, notes),
         config_text=text,
-        plan=_tried(lambda: table(json.loads(plan.read_text("utf-8"))), plan, {}, notes),
+        plan=_tried(lambda: table(read_json(plan)), plan, {}, notes),
         rows=rows,
         events=events,
         written=written,
@@ -191,8 +189,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8", errors="replace") as stream:
             for count, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
                 try:
-                    row = json.loads(line) if len(line) < LONGEST_LINE else None
-                except (ValueError, RecursionError):
+                    row = parse_json(line, path.name) if len(line) < LONGEST_LINE else None
+                except UserError:
                     row = None
                 if not isinstance(row, dict):
                     # A file that is being written ends in the middle of a line.

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from fp8stack.errors import UserError, quoted, unknown
-from fp8stack.io import storage_errors, write_atomically
-from fp8stack.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer
+from fp8stack.io import read_json, storage_errors, write_atomically
+from fp8stack.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer, TokenizerIdentity
 from fp8stack.tokenizer.byte_level import ByteTokenizer
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "NAMED",
     "Decoder",
     "Tokenizer",
+    "TokenizerIdentity",
     "alike",
     "end_token_in",
     "load_tokenizer",
@@ -24,6 +25,7 @@ TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, SPECIAL_TOKENS)
 NAMED = ("bytes", "gpt2")  # tokenizers without a file
+LARGEST_BYTES = 2**28  # of a file: ten times what 256,000 tokens take
 
 
 def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
@@ -55,6 +57,8 @@ def _load(name: str, end_of_text: str | None) -> Tokenizer:
         return load_gpt2()
     path = _file(name)
     try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UserError(f"Tokenizer {quoted(str(path))} is too large. Give another.")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
@@ -73,7 +77,7 @@ def end_token_in(folder: Path) -> str | None:
     none does."""
     for name in ("tokenizer_config.json", SPECIAL_TOKENS):
         try:
-            token = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token"]
+            token = read_json(folder / name)["eos_token"]
             token = token["content"] if isinstance(token, dict) else token
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
@@ -112,10 +116,7 @@ def tokenizer_from_json(
 
 def alike(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether ids stand for the same texts in both; the rest of their files may differ."""
-    if one.sha256 == other.sha256:
-        return True
-    first, second = (json.loads(each.to_json())["model"].get("vocab") for each in (one, other))
-    return bool(first == second)
+    return one.identity.is_alike(other.identity)
 
 
 def _file(name: str) -> Path:

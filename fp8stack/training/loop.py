@@ -373,6 +373,7 @@ class _Loop:
             return False
         if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
             return self.mend(run.step, "a weight or a moment is not finite")
+        tokenizer = run.data.tokenizer
         info = {
             "identity": run.identity,
             "config": run.folder.portable(self.config).model_dump(mode="json"),
@@ -382,6 +383,7 @@ class _Loop:
             "scaler": run.loss_scaler.state_dict() if run.loss_scaler is not None else None,
             "versions": versions(),
             "guard": self.guard.state(),
+            "tokenizer": None if tokenizer is None else tokenizer.identity.model_dump(),
         }
         random, main = random_states(run.ranks), run.main.model
         groups = partial(capture, run.model, run.optimizer, random, fp8_model=main)

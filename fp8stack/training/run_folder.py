@@ -21,6 +21,7 @@ from fp8stack.io import (
     TEMPORARY,
     is_held,
     lock,
+    parse_json,
     restrict,
     storage_errors,
     sweep,
@@ -338,9 +339,9 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
     (`defaults` gives missing keys)."""
     rows: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         for line in text.splitlines():
-            row = json.loads(line)
+            row = parse_json(line, path.name)
             json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
             if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
                 break

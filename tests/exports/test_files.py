@@ -21,6 +21,7 @@ from fp8stack.exports.files import hf_files, safetensors_files
 from fp8stack.exports.writing import replace_folder, require_room
 from fp8stack.hf import layout_of
 from tests.conftest import contents, refusal
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.backend_models import same
 from tests.support.hf_models import (
     LAYOUT,
@@ -98,7 +99,8 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     nano, command, tmp_path, capsys
 ):
     checkpoint = next((nano / "checkpoints").glob("step-*"))
-    (tmp_path / "moved").symlink_to(checkpoint)
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    rewrite(tmp_path / "moved", lambda body: body["info"].update(tokenizer=None))
     assert command("export", "moved", "--out", "without") == 0
     assert "does not know its tokenizer" in capsys.readouterr().err
     assert not Path("without/tokenizer.json").exists()
@@ -106,6 +108,12 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert command("export", "moved", "--out", "with", "--tokenizer", "bytes") == 0
     assert "tokenizer" not in capsys.readouterr().err
     assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
+
+
+def test_a_checkpoint_that_was_moved_knows_that_its_tokens_are_bytes(nano, command, tmp_path):
+    shutil.copytree(next((nano / "checkpoints").glob("step-*")), tmp_path / "moved")
+    assert command("export", "moved", "--out", "x") == 0
+    assert transformers.AutoTokenizer.from_pretrained("x").encode("a") == [97]
 
 
 def test_in_fp8_a_run_in_delayed_scaling_says_the_same(nano, command):
@@ -262,6 +270,8 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(nano, refused):
     said = refused("export", "run", "--tokenizer", "other.json", "--out", "x")
     assert "was trained on tokens of bytes, not of --tokenizer" in said
     Path("run/tokenizer.json").unlink()
+    for checkpoint in Path("run/checkpoints").glob("step-*"):  # as older versions wrote them
+        rewrite(checkpoint, lambda body: body["info"].pop("tokenizer"))
     said = refused("export", "run", "--tokenizer", "more.json", "--out", "x")
     assert "257 tokens, the model a vocabulary of 256" in said
 

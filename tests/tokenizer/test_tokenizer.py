@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8stack.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import (
+    Tokenizer,
+    file,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_from_json,
+)
 from fp8stack.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
 from tests.support.made_tokenizers import (
@@ -272,6 +279,67 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     message = refusal(load_tokenizer, str(tmp_path / "tokenizer.json"))
     assert "is not a tokenizer.json" in message
     assert "saved." in message
+
+
+def changed(**changes: object) -> str:
+    """A tokenizer.json with other values for some keys."""
+    return json.dumps(json.loads(trained().to_str()) | changes)
+
+
+CATASTROPHIC = {"Regex": "(a+)+$"}
+PANICS = {
+    "pre-tokenizer": changed(
+        pre_tokenizer={
+            "type": "Split", "pattern": CATASTROPHIC, "behavior": "Isolated", "invert": False,
+        }
+    ),
+    "normalizer": changed(
+        normalizer={"type": "Replace", "pattern": CATASTROPHIC, "content": "b"}
+    ),
+    "without an unknown token": changed(
+        model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "x"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PANICS)
+def test_a_text_that_the_library_panics_at_is_one_line(case, capfd):
+    mine = tokenizer_from_json(PANICS[case])
+    message = refusal(mine.encode, "a" * 100 + "b")
+    assert message.startswith("Tokenizer tokenizer.json cannot encode a text: ")
+    assert capfd.readouterr().err == ""
+
+
+def test_tokens_that_the_library_panics_at_are_one_line(capfd):
+    replace = {"type": "Replace", "pattern": CATASTROPHIC, "content": "b"}
+    words = {"type": "WordLevel", "vocab": {"a" * 100 + "b": 0}, "unk_token": "x"}
+    mine = tokenizer_from_json(changed(decoder=replace, model=words))
+    message = refusal(mine.decode, [0])
+    assert message.startswith("Tokenizer tokenizer.json cannot decode tokens: ")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_the_library_panics_at_is_one_line(capfd):
+    content = changed(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]})
+    assert "is not a tokenizer.json that can be read" in refusal(tokenizer_from_json, content)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
+    def interrupted() -> None:
+        with file._library_errors("x"):
+            os.write(2, b"a line")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capfd.readouterr().err == "a line"
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as stream:
+        stream.truncate(2**40)  # a hole, which takes no room
+    assert "is too large" in refusal(load_tokenizer, str(tmp_path))
 
 
 def test_ids_beyond_reason_and_a_folder_without_a_tokenizer_are_refused(tmp_path):

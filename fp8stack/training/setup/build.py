@@ -108,6 +108,9 @@ def build(
             restore_weights(model, source.weights)
             told = "optimizer, scales and schedule are new"
             notes += ("; ".join([f"weights of {source.name}", told, *source.notes]),)
+            if source.tokenizer is None and found.tokenizer is not None:
+                theirs = "the tokenizer of the weights is unknown"
+                notes += (f"{theirs}: the data are tokens of {found.tokenizer.name}",)
             if source.tokenizer is not None and found.tokenizer is None:
                 whose = "they do not say whose they are"
                 notes += (f"the data must be tokens of {source.tokenizer}; {whose}",)

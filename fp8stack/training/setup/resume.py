@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.checkpoint.state import differences, restore
 from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
 from fp8stack.config import (
@@ -25,9 +25,11 @@ from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.hf import repository_in
 from fp8stack.precision import recipe_from_json
 from fp8stack.terminal import shell_quoted
+from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.setup.datasets import own_tokenizer
 from fp8stack.training.setup.init_from import same_source
 from fp8stack.training.setup.variants import ANY, Decided
 
@@ -197,6 +199,33 @@ def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
     copies: dict[bytes, str] = {}
     with_files(saved, lambda path: copies.setdefault(read(path), path))
     return with_files(asked, lambda path: copies.get(read(path), path))
+
+
+def tokenizer_to_resume(found: Resumption, config: RunConfig) -> Path | None:
+    """The run's `tokenizer.json`, if it has one. Raises a UserError if it is not the tokenizer that
+    the checkpoint records, and `config`, as resumed, names no other file."""
+    file = found.folder.tokenizer
+    names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
+    recorded = None if found.checkpoint is None else recorded_tokenizer(found.checkpoint.info)
+    if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
+        own_tokenizer(file, recorded)
+    return file if file.is_file() else None
+
+
+def require_same_tokenizer(found: Resumption, tokenizer: Tokenizer | None) -> str | None:
+    """Raise a UserError if `tokenizer`, of the data, is not the one that the checkpoint records.
+    Returns a note if the file of the run is missing."""
+    assert found.checkpoint is not None
+    recorded = recorded_tokenizer(found.checkpoint.info)
+    if recorded is None:
+        return None
+    if tokenizer is None or not recorded.is_alike(tokenizer.identity):
+        ours = "unknown" if tokenizer is None else f"{tokenizer.name} ({tokenizer.sha256[:8]})"
+        theirs = f"{recorded.name} ({recorded.sha256[:8]})"
+        difference = f"the tokenizer is {ours} here and {theirs} in the checkpoint"
+        refuse_differences(found, [difference])
+    file = found.folder.tokenizer
+    return None if file.is_file() else f"{file} was missing: it is written again"
 
 
 def refuse_differences(

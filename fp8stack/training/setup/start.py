@@ -25,7 +25,12 @@ from fp8stack.training.setup import resume as resuming
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build, with_quantizers
 from fp8stack.training.setup.datasets import with_vocabulary
-from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
+from fp8stack.training.setup.init_from import (
+    absolute_source,
+    find_source,
+    tokenizer_to_begin_with,
+    with_source,
+)
 from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
 
@@ -92,7 +97,11 @@ def set_up(
         if found is None:
             config = with_vocabulary(config)
     checkpoint = found.checkpoint if found else None
-    tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
+    with ranks.together():
+        if source is not None:
+            tokenizer = tokenizer_to_begin_with(source, config)
+        else:
+            tokenizer = None if found is None else resuming.tokenizer_to_resume(found, config)
     try:
         run = build(
             config,
@@ -101,7 +110,7 @@ def set_up(
             hardware=hardware,
             ranks=ranks,
             source=source,
-            tokenizer=source.tokenizer if source else tokenizer,
+            tokenizer=tokenizer,
         )
     except UnservedAttention as error:
         if found is not None and checkpoint is not None:
@@ -200,6 +209,8 @@ def _resume(run: Run, found: resuming.Resumption) -> tuple[str, ...]:
         differing = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
         resuming.refuse_differences(found, [differing + by_machine], weights_go_on=True)
     resuming.refuse_differences(found, list(differences(theirs, ours)))
+    if missing := resuming.require_same_tokenizer(found, run.data.tokenizer):
+        notes.append(missing)
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "

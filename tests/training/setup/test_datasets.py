@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -227,14 +228,114 @@ def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tm
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
     asked = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
     assert command("pretrain", *asked) == 0
-    assert tokenizer_of_run("runs/mine") is None
+    assert tokenizer_of_run("runs/mine", None, None) is None
     assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
     for path in ("runs/mine", "runs/mine/checkpoints/step-000002"):
-        found = tokenizer_of_run(path)
+        found = tokenizer_of_run(path, None, None)
         assert found is not None
         assert found.vocabulary == 300
     with pytest.raises(UserError, match="was trained on tokens of"):
-        tokenizer_of_run("runs/mine", "bytes")
+        tokenizer_of_run("runs/mine", "bytes", None)
+
+
+def another(file: Path) -> None:
+    """Two tokens of a tokenizer.json change places."""
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(content))
+
+
+def other_spacing(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=4))
+
+
+REPLACED: dict[str, Callable[[Path], object]] = {
+    "another vocabulary": another,
+    "bytes": lambda file: file.write_text(fp8stack.load_tokenizer("bytes").to_json()),
+    "other spacing": other_spacing,
+    "nothing": Path.unlink,
+    "no tokenizer": lambda file: file.write_text("{}"),
+}
+USES = {
+    "resume": ["pretrain", "--steps", "13", "--resume", "cut"],
+    "begin": ["pretrain", "--init-from", "cut", "--data", "text.txt", "--out", "new"],
+    "generate": ["generate", "cut", "--tokens", "2"],
+    "generate of a checkpoint": ["generate", "cut/checkpoints/step-000008", "--tokens", "2"],
+    "eval": ["eval", "cut", "--windows", "2", "--recipes", "fp32"],
+    "export": ["export", "cut", "--format", "hf", "--out", "exported"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, on prepared data, and on
+    text, all with a `tokenizer.json`."""
+    home = tmp_path_factory.mktemp("runs")
+    shutil.copytree(prepared, home / "tokens")
+    (home / "train.bin").write_bytes((home / "tokens/train-00000.bin").read_bytes())
+    (home / "text.txt").write_text(TEXT)
+    named = ["--tokenizer", str(home / "tokens")]
+    for name, data in (("bin", ["train.bin", *named]), ("prepared", ["tokens"]),
+                       ("text", ["text.txt", *named])):  # fmt: skip
+        asked = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
+        assert exit_code("pretrain", *asked, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
+        (home / name / "checkpoints/step-000012/checkpoint.json").unlink()
+    return home
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "replaced"),
+    [
+        *(("bin", use, replaced) for use in USES for replaced in REPLACED),
+        *(
+            (name, use, replaced)
+            for name in ("prepared", "text")
+            for use in ("resume", "begin")
+            for replaced in ("another vocabulary", "nothing")
+        ),
+    ],
+)
+def test_a_run_whose_tokenizer_was_replaced_says_so(
+    name, use, replaced, runs, command, tmp_path, capsys
+):
+    shutil.copytree(runs / name, tmp_path / "cut")
+    (tmp_path / "text.txt").write_text(TEXT)
+    file = tmp_path / "cut/tokenizer.json"
+    before = file.read_text()
+    REPLACED[replaced](file)
+    code = command(*USES[use])
+    printed = capsys.readouterr()
+    if replaced == "nothing" and (use, name) == ("resume", "prepared"):  # the data have another
+        assert code == 0
+        assert "tokenizer.json was missing: it is written again" in printed.out
+        assert file.read_text() == before
+        return
+    assert code == 2, printed
+    assert printed.err.count("\n") == 1 + printed.err.count("passed over"), printed
+    assert "tokenizer.json" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [*(("bin", use) for use in USES if use != "begin"), ("prepared", "resume"), ("text", "resume")],
+)
+def test_a_run_with_another_file_goes_on_with_its_tokenizer_by_name(
+    name, use, runs, command, tmp_path
+):
+    shutil.copytree(runs / name, tmp_path / "cut")
+    (tmp_path / "text.txt").write_text(TEXT)
+    file = tmp_path / "cut/tokenizer.json"
+    before = file.read_text()
+    another(file)
+    flags = [*USES[use], "--tokenizer", str(runs / "tokens")]
+    assert command(*flags) == 0
+    if use == "resume":
+        assert file.read_text() == before
+    other = tmp_path / "other.json"
+    other.write_text(before)
+    another(other)
+    assert command(*USES[use], "--tokenizer", str(other)) == 2
 
 
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
