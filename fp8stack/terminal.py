@@ -1,4 +1,4 @@
-"""What commands print. Names, samples and messages may come from a stranger's files, so every
+"""The printing of commands. Names, samples and messages may come from a stranger's files, so every
 character that a terminal would act on is escaped. Only this file and `screen` write to stdout and
 stderr."""
 
@@ -47,13 +47,13 @@ def _in_bash(character: str) -> str:
 
 
 def say(*lines: str, keep: str = "") -> None:
-    """Print lines of a command whose results are in files, at once. Where stdout cannot be written,
-    because its reader has gone or its disk is full, the work goes on in silence."""
+    """Print lines of a command whose results are in files, at once. Work goes on in silence if
+    stdout cannot be written: its reader has gone, or its disk is full."""
     _print_or_silence(sys.stdout, lines, keep)
 
 
 def warn(*lines: str) -> None:
-    """Print lines to stderr, at once. Where that cannot be written, the work goes on."""
+    """Print lines to stderr, at once. Work goes on if it cannot be written."""
     _print_or_silence(sys.stderr, lines, "")
 
 
@@ -81,7 +81,7 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 @contextmanager
 def silenced_on_error(stream: IO[str]) -> Iterator[None]:
-    """Within, the first error of writing to `stream` silences it."""
+    """A context in which the first error of writing to `stream` silences it."""
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""What is printed: escaped, quoted, and without a traceback where a stream cannot be written."""
+"""Printing: escaped, quoted, and without a traceback where a stream cannot be written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ EVIL = "n\x1b]0;X\a\n[red]:smile:\u202e"
 def test_every_character_that_a_terminal_acts_on_is_escaped_and_no_letter_is():
     for character in ACTIVE:
         assert printable(f"a{character}b").isprintable()
-        kept = printable(character, LAYOUT)
-        assert kept == character if character in "\n\t" else kept.isprintable()
+        as_text = printable(character, LAYOUT)
+        assert as_text == character if character in "\n\t" else as_text.isprintable()
     assert printable("é☃😀 [red]\\") == "é☃😀 [red]\\"
     assert printable("\udcff") == "\\udcff"
 
@@ -42,23 +42,25 @@ def test_a_quoted_word_is_that_word_to_bash_and_no_more(word):
     quoted = shell_quoted(word)
     assert quoted.isprintable()
     environment = os.environ | {"LC_ALL": "C.UTF-8"}
-    told = subprocess.run(
+    printed_word = subprocess.run(
         ["bash", "-c", f"printf %s {quoted}"], capture_output=True, env=environment, check=True
     )
-    assert told.stdout.decode() == word
+    assert printed_word.stdout.decode() == word
 
 
 def test_a_file_name_that_is_not_utf8_is_quoted_by_its_bytes():
     quoted = shell_quoted(os.fsdecode(b"a\xff\x9bb"))
-    told = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True)
-    assert told.stdout == b"a\xff\x9bb"
+    printed_word = subprocess.run(
+        ["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True
+    )
+    assert printed_word.stdout == b"a\xff\x9bb"
 
 
 @pytest.mark.parametrize("printed", [say, show, warn])
 def test_a_line_stays_one_line(printed, capsys):
     printed(EVIL, "second")
-    both = "".join(capsys.readouterr())
-    assert both == "n\\x1b]0;X\\x07\\n[red]:smile:\\u202e\nsecond\n"
+    lines = "".join(capsys.readouterr())
+    assert lines == "n\\x1b]0;X\\x07\\n[red]:smile:\\u202e\nsecond\n"
 
 
 def test_text_keeps_its_lines_and_tabs(capsys):
