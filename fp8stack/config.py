@@ -248,6 +248,8 @@ class RunConfig(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""Keys that start an experiment tracker."""
 FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
@@ -257,7 +259,7 @@ FREE_ON_RESUME = frozenset(
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
         *("save_every", "keep_checkpoints", "keep_every", "checkpoint_async", "sample_tokens"),
-        *("sample_prompt", "temperature", "tokenizer", "tensorboard", "wandb", "trackio"),
+        *("sample_prompt", "temperature", "tokenizer", *TRACKERS),
         *("telemetry_every", "what_if", "guard"),
     }
 )

@@ -1,6 +1,5 @@
 """`fp8stack generate`: text that a trained model writes, token by token."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ from fp8stack.model.sampling import Sampling
 from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
 from fp8stack.tables import counted
+from fp8stack.terminal import warn, write_text
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
@@ -57,7 +57,7 @@ def write(request: Request) -> None:
         NumericFailure: the model gives logits that are not finite.
         Interrupted: by Ctrl-C.
     """
-    text = _Text(request, _say)
+    text = _Text(request, warn)
     with closing(_Speed(min(len(text.prompt), text.model.config.context), text.model)) as speed:
         _print(request.prompt, text.pieces(speed.watched(text.tokens())))
 
@@ -105,14 +105,14 @@ def generate(
         tokenizer=tokenizer,
         device=device,
     )
-    text = _Text(request, lambda line: None)
+    text = _Text(request, lambda *lines: None)
     return prompt + "".join(text.pieces(text.tokens()))
 
 
 class _Text:
     """A text that is about to be written; `say` is told with what."""
 
-    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, say: Callable[..., None]) -> None:
         hardware = probe(request.device)
         trained = find_source(request.run)
         recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
@@ -125,7 +125,8 @@ class _Text:
         for note in trained.notes:
             say(note)
         say(f"checkpoint: {trained.path}")
-        say("\n".join(self.model.backend.plan.summary()) + why)
+        *plan, last = self.model.backend.plan.summary()
+        say(*plan, last + why)
 
     def tokens(self) -> Iterator[int]:
         """What the model writes, token by token."""
@@ -225,25 +226,16 @@ class _Speed:
             wrote += f" at {(self._written - 1) / self._rest_s:,.0f} tokens/s"
         plan = self._model.backend.plan
         fp8 = f", {self._model.backend.fp8_gemms():,} FP8 GEMMs" if plan.is_fp8 else ""
-        _say(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
+        warn(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
 
 
 def _print(prompt: str, pieces: Iterator[str]) -> None:
     """Print a prompt and what follows, a character as soon as it is whole."""
-    _put(prompt)
+    write_text(prompt)
     try:
         for piece in pieces:
-            _put(piece)
+            write_text(piece)
     except KeyboardInterrupt:
         raise Interrupted("Interrupted.") from None
     finally:
-        _put("\n")
-
-
-def _put(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        write_text("\n")

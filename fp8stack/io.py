@@ -60,7 +60,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         sweep(path.parent, path.name.__eq__)
         with _temporary(path, lambda temporary: temporary.open("xb").close()) as temporary:
             try:
-                write_flushed(temporary, content)
+                write_flushed(temporary, content, replaces=path)
                 temporary.replace(path)
                 sync_folder(path.parent)
             finally:
@@ -180,12 +180,29 @@ def _holds(path: Path, released: ExitStack) -> bool:
     return os.path.samestat(status, os.stat(path))
 
 
-def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
+def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> None:
+    """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
+        if os.name == "posix":
+            restrict(stream.fileno(), path.parent)
+            if replaces is not None:
+                keep_mode(replaces, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def keep_mode(replaced: Path, descriptor: int) -> None:
+    """Give an open file the mode of the file that it is about to replace, if there is one."""
+    with suppress(FileNotFoundError):
+        mode = replaced.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+
+
+def restrict(descriptor: int, folder: Path) -> None:
+    """Take access to an open file from those who have none to the folder it was created in."""
+    os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode & folder.stat().st_mode))
 
 
 def settle(file: Path) -> None:

@@ -89,7 +89,10 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
     corpus = {f"fp8stack/conform/golden/{path.name}" for path in FOLDER.glob("*.safetensors")}
     assert corpus
     assert (
-        corpus | SOURCES | {"fp8stack/py.typed"} | {f"fp8stack/report/{name}" for name in parts}
+        corpus
+        | SOURCES
+        | {"fp8stack/py.typed", "fp8stack/exports/card.md.jinja"}
+        | {f"fp8stack/report/{name}" for name in parts}
         <= names
     )
 

@@ -7,6 +7,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import say, show, write_text
 
 MODEL = option("Model preset or TOML file. [gpt2-124m]")
 CONTEXT = option("Tokens per sequence. [the model's]", min=1)
@@ -24,7 +25,7 @@ bench = typer.Typer(
 @bench.callback()
 def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = False) -> None:
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        write_text(f"{context.get_help()}\n")
 
 
 @bench.command()
@@ -44,12 +45,11 @@ def shapes(
     hardware = probe()
     config = load_config(model)
     plan = shapes.native_plan(recipe, hardware, backend)
-    print(f"machine: {hardware}")
-    print(plan.summary()[0])
+    say(f"machine: {hardware}", plan.summary()[0])
     tokens = batch * (context or config.context)
     results = shapes.measure_shapes(config, plan, hardware, tokens=tokens, rounds=rounds)
-    print(*shapes.as_lines(results, plan), sep="\n")
-    print(f"written: {shapes.save(results, plan, hardware)}")
+    say(*shapes.as_lines(results, plan))
+    say(f"written: {shapes.save(results, plan, hardware)}")
 
 
 CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
@@ -87,7 +87,7 @@ def roofline(
     if json:
         options.print_json(predicted.as_json(made))
     else:
-        print(*predicted.as_lines(made), sep="\n")
+        show(*predicted.as_lines(made))
 
 
 @bench.command()
@@ -117,6 +117,6 @@ def step(
     if json:
         options.print_json(rows)
     else:
-        from rich.console import Console
+        from fp8stack.screen import Screen
 
-        Console().print(table(rows))
+        Screen().print(table(rows))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import leave_while_importing, options
 from fp8stack.cli.options import option
 
 INPUTS = typer.Argument(
@@ -74,7 +74,7 @@ def prepare(
     )
     with (
         contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
-        stop_requests() as stop,
+        stop_requests(leave_while_importing) as stop,
         stop.at_once("Stopped. Progress is saved; the same command continues."),
     ):
         manifest = prepare(settings, overwrite, stop.at_once)

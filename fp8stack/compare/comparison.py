@@ -66,7 +66,8 @@ def _compare(comparison: Comparison) -> int:
             stopped = _train_all(found, requested, progress)
     finally:
         text = found.write()
-    say("", text, "", f"written: {comparison.out}/compare.json, compare.md and compare.png")
+    written = f"written: {comparison.out}/compare.json, compare.md and compare.png"
+    say("", *text.split("\n"), "", written)
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED

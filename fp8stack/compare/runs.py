@@ -11,11 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
+from rich.text import Text
 
 from fp8stack.compare.settings import Comparison, Job
 from fp8stack.io import storage_errors
-from fp8stack.terminal import say
+from fp8stack.screen import Screen
+from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.run_folder import RunFolder
 
 POLL_S = 0.5
@@ -41,7 +42,7 @@ class Progress:
     time that a tenth of a run is done."""
 
     def __init__(self) -> None:
-        self._status = Console().status("") if sys.stdout.isatty() else None
+        self._status = Screen(lasting=True).status("") if is_terminal(sys.stdout) else None
         self._shown = 0
 
     def __enter__(self) -> Self:
@@ -59,12 +60,12 @@ class Progress:
         if self._status is None:
             say(text)
         else:
-            self._status.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._status.console.print(printable(text), soft_wrap=True)
 
     def step(self, text: str, share: float) -> None:
         """Show how far a run is; `share` of its steps are done."""
         if self._status is not None:
-            self._status.update(text.replace("[", r"\["))
+            self._status.update(Text(printable(text)))
         elif int(share * LINES) > self._shown:
             self._shown = int(share * LINES)
             say(text)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from fp8stack.precision import Recipe, probe
 from fp8stack.precision.phases import PhaseConfig
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.presets import recipe_words
+from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
@@ -368,4 +368,4 @@ def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[st
             words += [f"--{name}", str(value)]
     for item in sets:
         words += ["--set", item]
-    return shlex.join([*words, "--out", out])
+    return " ".join(map(shell_quoted, [*words, "--out", out]))

@@ -13,6 +13,7 @@ from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import BYTE_ORDER_MARK, head_and_size, is_empty, unreadable, walk
 from fp8stack.data.parquet import END_OF_TEXT
 from fp8stack.errors import UserError
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer
 
 BYTE_VALUES = 256
@@ -48,7 +49,8 @@ def text(path: Path, vocabulary: int) -> Part:
         why = "holds JSON lines, not text"
     if why:
         raise UserError(
-            f"{path} {why}. Make tokens of it with `fp8stack prepare {path} --tokenizer bytes "
+            f"{path} {why}. Make tokens of it with `fp8stack prepare "
+            f"{shell_quoted(str(path))} --tokenizer bytes "
             "--out tokens` and give `--data tokens`."
         )
     if b"\0" in head:
@@ -115,8 +117,9 @@ def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Par
     if size > MOST_BYTES:
         raise UserError(
             f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
-            f"tokens when a run begins. Make them before: fp8stack prepare {name} --tokenizer "
-            f"{tokenizer.name} --out tokens, and give --data tokens."
+            f"tokens when a run begins. Make them before: fp8stack prepare "
+            f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and "
+            "give --data tokens."
         )
     return tuple(_tokens_of(part, tokenizer) for part in parts)
 

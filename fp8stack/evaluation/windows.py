@@ -13,6 +13,7 @@ from fp8stack.config import RunConfig
 from fp8stack.data import Corpus
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer, alike
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.setup.build import context_of
@@ -72,8 +73,8 @@ def windows_for(
     if found is not None and tokenizer is not None and not alike(found, tokenizer):
         raise UserError(
             f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
-            f"on those of {tokenizer.name}. Make them: fp8stack prepare {quoted(str(path))} "
-            f"--tokenizer {quoted(run)} --out DIR"
+            f"on those of {tokenizer.name}. Make them: fp8stack prepare {shell_quoted(str(path))} "
+            f"--tokenizer {shell_quoted(run)} --out DIR"
         )
     tokenizer = tokenizer or found
     end = None if tokenizer is None else tokenizer.end_of_text

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,11 +80,21 @@ def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None
     files apart, with at most `largest` bytes of tensors per file. Raises a StorageError if the disk
     is full or cannot be written; then `out` is unchanged."""
     with replacing(out) as fresh:
+        _copy_modes(out, fresh)
         _write_tensors(fresh, files.tensors, files.metadata, largest)
         for name, text in files.texts.items():
             write_flushed(fresh / name, text.encode())
         for file in _hidden_files(out):
             shutil.copy2(file, fresh / file.name)
+        _copy_modes(out, fresh)
+
+
+def _copy_modes(replaced: Path, fresh: Path) -> None:
+    """Give a folder and its files the modes of the folder that it replaces, if there is one."""
+    for old in [replaced, *replaced.iterdir()] if replaced.is_dir() else []:
+        new = fresh if old == replaced else fresh / old.name
+        if new.exists() and not old.is_symlink():
+            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _write_tensors(

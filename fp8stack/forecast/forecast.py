@@ -3,7 +3,6 @@ which layers cause it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
+from fp8stack.terminal import warn
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -95,7 +95,7 @@ def load_trained(request: Request) -> Trained:
     run = source.config
     require_text(request.run, run, request.data)
     for note in source.notes:
-        print(note, file=sys.stderr)
+        warn(note)
     config, tokens = run or RunConfig(), request.tokens
     if tokens is None and source.checkpoint and not config.init_from:  # else unknown
         tokens = source.checkpoint.step * config.batch * context_of(config, source.shape)
@@ -144,7 +144,7 @@ def forecast(
         for key, value in recipe.beside_linears.items():
             if value != usual[key]:
                 note = f"{name}: the forecast is of linear layers, without {key} = '{value}'"
-                print(note, file=sys.stderr)
+                warn(note)
     trained = load_trained(request)
     law = fitted()
     if require_covered and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
@@ -187,6 +187,6 @@ def keep(result: ForecastResult, run: str) -> Path | None:
     try:
         write_atomically(path, (result.model_dump_json(indent=1) + "\n").encode())
     except StorageError as error:
-        print(f"fp8stack: the report will not show this: {error}", file=sys.stderr)
+        warn(f"fp8stack: the report will not show this: {error}")
         return None
     return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import storage_errors, write_atomically
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.tables import aligned
+from fp8stack.terminal import shell_quoted
 
 PLAIN_BITS = 16.0
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
@@ -330,7 +330,7 @@ def command(run: str, out: str) -> str:
     file = Path(run) / "run.toml"
     config = ["--config", str(file)] if file.is_file() else []
     own = ["--out", f"{out.removesuffix('.toml')}-run"] if config else []
-    return shlex.join(["fp8stack", "pretrain", *config, "--recipe", out, *own])
+    return " ".join(map(shell_quoted, ["fp8stack", "pretrain", *config, "--recipe", out, *own]))
 
 
 def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from fp8stack.errors import UserError, quoted
 from fp8stack.hf.folder import HF, INDEX, WEIGHTS
 from fp8stack.io import storage_errors
+from fp8stack.terminal import is_terminal, warn
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
@@ -90,7 +91,7 @@ def fetch(repository: Repository) -> tuple[Path, Repository]:
             if new and os.environ.get("LOCAL_RANK", "0") == "0":
                 size = f"{sum(sizes[file] for file in new) / 1e6:,.1f} MB"
                 files = "1 file" if len(new) == 1 else f"{len(new)} files"
-                print(f"fetching {repository}: {files}, {size}", file=sys.stderr, flush=True)
+                warn(f"fetching {repository}: {files}, {size}")
             path = hub.snapshot_download(name, revision=revision, **patterns)
     except UserError:
         raise
@@ -161,7 +162,7 @@ def _hub(wanted_by: str) -> Any:
         raise UserError(f"{quoted(wanted_by)} needs huggingface_hub. {hint}") from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     hub: Any = huggingface_hub
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         hub.utils.disable_progress_bars()
     return hub
 

@@ -10,7 +10,6 @@ Where numba is missing or fails, `why_not` says so, and `rounding` computes its 
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -22,6 +21,7 @@ from torch import Tensor
 from fp8stack.formats import FORMATS
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
+from fp8stack.terminal import warn
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import Work
@@ -90,7 +90,7 @@ def _load() -> tuple[Any, str | None]:
 
             def on_start(self, event: object) -> None:
                 if not self.said:
-                    print(_COMPILING, file=sys.stderr, flush=True)
+                    warn(_COMPILING)
                 self.said = True
 
             def on_end(self, event: object) -> None:
@@ -104,7 +104,7 @@ def _load() -> tuple[Any, str | None]:
         problem = f"numba failed ({str(error).partition(chr(10))[0]})"
     else:
         return fused_kernels, None
-    print(f"Casts are slower than they could be: {problem}.", file=sys.stderr, flush=True)
+    warn(f"Casts are slower than they could be: {problem}.")
     return None, problem
 
 

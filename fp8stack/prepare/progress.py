@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from rich.console import Console
 from rich.progress import DownloadColumn
 
-from fp8stack.terminal import Bar, say
+from fp8stack.progress import Bar
+from fp8stack.screen import Screen
+from fp8stack.terminal import is_terminal, say
 
 LINE_EVERY_S = 10.0
 
@@ -23,8 +24,8 @@ class Display:
         self.what, self.total, self._begin, self._clock = what, total, done, clock
         self._started = self._shown_s = clock()
         self._bar: Bar | None = None
-        if sys.stdout.isatty():
-            self._bar = Bar(what, DownloadColumn(), total or None, done, Console())
+        if is_terminal(sys.stdout):
+            self._bar = Bar(what, DownloadColumn(), total or None, done, Screen(lasting=True))
             self._bar.start()
 
     def close(self) -> None:

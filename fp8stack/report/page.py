@@ -47,6 +47,8 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
     if os.path.lexists(page) and not _is_ours(page):
         raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
     plots = _plots_of(page)
+    if plots.is_symlink():
+        raise UserError(f"{quoted(str(plots))} is a symbolic link. Give another --out.")
     try:
         entries = plots.iterdir() if os.path.lexists(plots) else iter(())
         foreign = not all(

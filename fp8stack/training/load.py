@@ -19,6 +19,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.attention import FP8_ATTENTION
+from fp8stack.terminal import printable
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 
@@ -38,7 +39,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     """
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
-        warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
+        warnings.warn(printable(f"{path} is used, an older checkpoint. {reason}"), stacklevel=2)
     return trained_run(checkpoint, path).model(recipe, probe())
 
 

@@ -1,7 +1,6 @@
 """The training loop: steps, logging, evaluation, checkpoints, and what the guard decides."""
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -68,7 +67,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
-    go_on = f"fp8stack pretrain --resume {run.folder.path}"
+    go_on = run.folder.go_on(config)
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
     try:
@@ -295,7 +294,7 @@ class _Loop:
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
         if (text := self.profiler.written()) is not None:
-            self.display.note(f"{text}profile: {self.run.folder.profile}")
+            self.display.note(*text.splitlines(), f"profile: {self.run.folder.profile}")
         self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
 
@@ -342,12 +341,9 @@ class _Loop:
 
     def lost_note(self) -> str:
         """How a run goes on that lost a data worker."""
-        step, folder = self.run.step, self.run.folder.path
+        step, command = self.run.step, self.run.folder.go_on(self.config)
         saved = f"The run is saved after step {step}" if step else "No step was done yet"
-        return (
-            f"{saved}: go on with fp8stack pretrain --resume {shlex.quote(str(folder))}, and with "
-            "--set workers=0 if it happens again."
-        )
+        return f"{saved}: go on with {command}, and with --set workers=0 if it happens again."
 
     def wait(self) -> None:
         """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every

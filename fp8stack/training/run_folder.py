@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shlex
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +14,19 @@ from typing import Any, TextIO
 from fp8stack.checkpoint import writer
 from fp8stack.checkpoint.reader import candidates, step_of
 from fp8stack.checkpoint.writer import forget_after
-from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
+from fp8stack.config import FREE_ON_RESUME, TRACKERS, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
 from fp8stack.io import (
     LOCK,
     TEMPORARY,
     is_held,
     lock,
+    restrict,
     storage_errors,
     sweep,
     write_atomically,
 )
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 BESIDES = (
@@ -72,9 +73,14 @@ class RunFolder:
                 return (done, steps) if done < steps else None
         return None
 
+    def go_on(self, config: RunConfig) -> str:
+        """The command that goes on with this run, which `config` describes, and its trackers."""
+        trackers = "".join(f" --{key}" for key in TRACKERS if getattr(config, key))
+        return f"fp8stack pretrain --resume {shell_quoted(str(self.path))}{trackers}"
+
     def next_commands(self) -> list[str]:
         """The commands to use on the run next, as lines for a terminal."""
-        path = shlex.quote(str(self.path))
+        path = shell_quoted(str(self.path))
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
             f"fp8stack generate {path}": "text of the model",
@@ -131,6 +137,20 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
+    def require_own_files(self) -> None:
+        """Raise a UserError if a file or folder that a run writes or removes is a symbolic link:
+        in a stranger's run, what it points at may be anybody's."""
+        folders = [self.checkpoints, self.presets, self.profile]
+        folders += [self.path / name for name in ("tensorboard", "report_files")]
+        files = [*self._own, self.metrics, self.config, self.path / LOCK]
+        files.append(self.profile / "trace.json.gz")
+        for path in (*folders, *files):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} is a symbolic link, and a run writes and removes nothing through one. "
+                    "Put what it points at in its place, or give another --out."
+                )
+
     def remove(self) -> str | None:
         """Remove what a run wrote into the claimed folder; other files stay. Returns a line about
         it, None if there was nothing. Raises a StorageError if a file cannot be removed."""
@@ -153,6 +173,7 @@ class RunFolder:
         """Create the folder, lock it until this process ends, and remove a crash's temporary files.
         Raises a UserError if another process trains in it, a StorageError if it cannot be
         created."""
+        self.require_own_files()
         with storage_errors(self.path):
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -301,7 +322,10 @@ def _now() -> str:
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    is_new = not path.exists()
     with storage_errors(path), path.open("ab") as stream:
+        if is_new and os.name == "posix":
+            restrict(stream.fileno(), path.parent)
         stream.write(_lines(rows))
 
 

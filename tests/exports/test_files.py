@@ -264,3 +264,29 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(nano, refused):
     Path("run/tokenizer.json").unlink()
     said = refused("export", "run", "--tokenizer", "more.json", "--out", "x")
     assert "257 tokens, the model a vocabulary of 256" in said
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_an_export_that_is_written_again_keeps_its_modes(nano, command):
+    words = ["export", str(nano), "--out", "x"]
+    assert command(*words) == 0
+    kept = {"x": 0o700, "x/config.json": 0o600, "x/model.safetensors": 0o640}
+    for name, mode in kept.items():
+        Path(name).chmod(mode)
+    Path("x/README.md").unlink()
+    assert command(*words, "--overwrite") == 0
+    assert {name: Path(name).stat().st_mode & 0o777 for name in kept} == kept
+    assert Path("x/README.md").stat().st_mode & 0o077 == 0
+
+
+def test_an_export_removes_links_and_not_what_they_lead_to(nano, command, refused, tmp_path):
+    words = ["export", str(nano), "--out", "x"]
+    assert command(*words) == 0
+    (tmp_path / "mine").write_text("mine")
+    Path("x/config.json").unlink()
+    Path("x/config.json").symlink_to(tmp_path / "mine")
+    assert command(*words, "--overwrite") == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not Path("x/config.json").is_symlink()
+    Path("link").symlink_to("x")
+    refused("export", str(nano), "--out", "link", "--overwrite", said="link is no folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,7 +15,8 @@ import torch
 import yaml
 
 import fp8stack
-from fp8stack.exports.card import CARD, MARK
+from fp8stack.exports.card import CARD, MARK, model_card
+from fp8stack.exports.files import load_source
 from fp8stack.training.setup.init_from import find_source
 from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
@@ -192,3 +194,26 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(run, refuse
     refused(*export, *words, said="--push needs --format hf or fp8.")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refused(*export, "--push", "me/mine", said="--push needs huggingface_hub. Install it")
+
+
+EVIL = "a<img src=x>`<script>`|[x](http://y)*b*\n# c\x1b[2J\u202e&amp;~~\\$"
+
+
+def test_no_name_of_a_run_is_markup_in_its_card(run):
+    source = load_source(str(run), torch.float32)
+    forecast = json.dumps(FORECAST)
+    cards = []
+    for name in ("plain", EVIL):
+        recipe = source.plan["recipe"] | {"name": name}
+        plan, info = (
+            {"recipe": recipe, "backend": name},
+            {**source.info, "versions": {"torch": name}},
+        )
+        (run / "forecast.json").write_text(forecast.replace('"current"', json.dumps(name)))
+        named = dataclasses.replace(source, plan=plan, info=info)
+        cards.append(model_card(named, "hf", "title", None))
+        assert "Forecast" in cards[-1]
+    plain, card = cards
+    for active in "<>`|[]*#&~$\n\x1b\u202e":
+        assert card.count(active) == plain.count(active), active
+    assert front_matter(card)["tags"][1].startswith("a\\x3cimg src=x\\x3e")

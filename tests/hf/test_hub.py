@@ -3,6 +3,7 @@ Hub on this machine."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,16 @@ def test_a_run_records_the_commit_and_is_resumed_from_there(hub: Hub, files, com
         assert same_source(asked, saved), asked
     for other in ("hf:a/c", "hf:a/b@v2", "hf:run", "run"):
         assert not same_source(other, saved), other
+
+
+def test_a_resumed_run_fetches_only_weights_that_the_command_names(
+    hub: Hub, files, command, refused
+):
+    hub.add("a/b", files)
+    assert command("pretrain", "--init-from", "hf:a/b", "--out", "run", *TRAIN) == 0
+    shutil.rmtree("run/checkpoints")
+    hub.requests.clear()
+    told = refused("pretrain", "--resume", "run")
+    assert "run has no checkpoint yet and begins with hf:a/b@" in told
+    assert "add --init-from hf:a/b@" in told
+    assert not hub.requests

@@ -5,6 +5,7 @@ from pathlib import Path
 from fp8stack import data
 from fp8stack.config import RunConfig, training_preset
 from fp8stack.errors import UserError, quoted
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.training.run import RunData
 from fp8stack.training.run_folder import RunFolder
@@ -35,7 +36,7 @@ def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Token
     name = name or training_preset(config.model).get("tokenizer")
     if name is not None:
         return load_tokenizer(name)
-    text = quoted(config.data or "TEXT")
+    text = shell_quoted(config.data or "TEXT")
     raise UserError(
         f"The data are text, and nothing names the tokenizer of model {config.model}, whose "
         f"vocabulary is {vocabulary}. Give --tokenizer PATH, a tokenizer.json, or --tokenizer "
@@ -57,14 +58,16 @@ def _tokenizer(
         if found is not None and not alike(found, asked):
             raise UserError(
                 f"--tokenizer {config.tokenizer} is not that of the data, {found.name}. Leave it "
-                f"out, or tokenize them: fp8stack prepare {config.data or 'TEXT'} --tokenizer "
-                f"{config.tokenizer} --out DIR"
+                f"out, or tokenize them: fp8stack prepare "
+                f"{shell_quoted(config.data or 'TEXT')} --tokenizer "
+                f"{shell_quoted(config.tokenizer)} --out DIR"
             )
         found = asked
     elif source is not None and found is not None and not alike(found, load_tokenizer(str(source))):
         raise UserError(
             f"The data's tokenizer, {found.name}, is not that of the weights, {source}: their ids "
-            f"mean other text. Tokenize with it: fp8stack prepare TEXT --tokenizer {source} "
+            f"mean other text. Tokenize with it: fp8stack prepare TEXT --tokenizer "
+            f"{shell_quoted(str(source))} "
             "--out DIR; or train anyway, with the data's tokenizer as --tokenizer."
         )
     if found is not None and found.vocabulary > vocabulary:

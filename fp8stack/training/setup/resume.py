@@ -12,9 +12,18 @@ from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import differences, restore
 from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
-from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config, with_files
+from fp8stack.config import (
+    FREE_ON_RESUME,
+    TRACKERS,
+    RunConfig,
+    at_home,
+    parse_config,
+    with_files,
+)
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.hf import repository_in
+from fp8stack.terminal import shell_quoted
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
@@ -140,18 +149,35 @@ def put_back(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags given now. Raises a UserError if a flag changes
-    something that the run's losses depend on."""
+    """The saved configuration with the flags given now; it starts no tracker of its own. Raises a
+    UserError if a flag changes something that the run's losses depend on, or if only the saved
+    configuration asks for weights of the Hub."""
+    source = found.saved.init_from
+    if found.checkpoint is None and source and asked.init_from is None and repository_in(source):
+        raise UserError(
+            f"{found.folder.path} has no checkpoint yet and begins with {source}, which is fetched "
+            f"only if you ask for it: add --init-from {shell_quoted(source)}"
+        )
     if asked.init_from and same_source(asked.init_from, found.saved.init_from):
         asked = asked.model_copy(update={"init_from": found.saved.init_from})
     asked = _with_saved_files(asked, found.saved)
-    saved, given = found.saved.model_dump(), asked.given
+    saved, given = found.saved.model_dump() | dict.fromkeys(TRACKERS, False), asked.given
     given |= {"guard": saved["guard"] | given.get("guard", {})}
     merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
     refuse_differences(found, list(differences(saved, now)))
     return merged
+
+
+def left_out_trackers(found: Resumption, asked: RunConfig) -> str | None:
+    """A note on the trackers that the saved configuration names and the flags given now do not:
+    the run may be a stranger's. None if there are none."""
+    names = [key for key in TRACKERS if getattr(found.saved, key) and key not in asked.given]
+    if not names:
+        return None
+    flags = " ".join(f"--{name}" for name in names)
+    return f"not started: {', '.join(names)}, which only the saved run names; to go on: {flags}"
 
 
 def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
@@ -182,5 +208,5 @@ def refuse_differences(
             )
         new = "start a new run in another --out"
         if weights_go_on:
-            new += f", with its weights by --init-from {found.folder.path}"
+            new += f", with its weights by --init-from {shell_quoted(str(found.folder.path))}"
         raise UserError(f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or {new}.")

@@ -15,6 +15,7 @@ from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.hf import path_in, repository_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
+from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
 from fp8stack.tokenizer import NAMED
 from fp8stack.training.metrics.trackers import start_trackers
@@ -55,7 +56,7 @@ def set_up(
         resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
     again = resume is None and restarted
     overwrite = overwrite and not again
-    source = None
+    source, left_out = None, None
     with ranks.together():
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
@@ -68,6 +69,12 @@ def set_up(
                 chosen = choose_folder(config, resume=False)
                 if overwrite:
                     chosen.require_folder()
+                    chosen.require_own_files()
+                    if chosen.path.is_symlink():
+                        raise UserError(
+                            f"{chosen.path} is a symbolic link, and --overwrite removes nothing "
+                            f"through one. Give --out {shell_quoted(os.path.realpath(chosen.path))}"
+                        )
                 else:
                     chosen.require_free()
                 return str(chosen.path)
@@ -75,6 +82,7 @@ def set_up(
             folder = RunFolder(Path(ranks.from_main(choose)))
         else:
             folder = found.folder
+            left_out = resuming.left_out_trackers(found, config)
             config = resuming.config_to_resume(found, config)
         use_threads(config.threads)
         if config.init_from and (found is None or found.checkpoint is None):
@@ -104,6 +112,7 @@ def set_up(
             notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
         else:
             notes = found.notes + notes + _resume(run, found)
+            notes += (left_out,) if left_out else ()
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
         removed = folder.remove() if overwrite and ranks.is_main else None
@@ -158,7 +167,7 @@ def _cut_note(config: RunConfig) -> str | None:
         return None
     return (
         f"{cut.path} was cut after step {at[0]} of {at[1]}, and this is a new run; to go on with "
-        f"that one: --resume {cut.path}"
+        f"that one: --resume {shell_quoted(str(cut.path))}"
     )
 
 
