@@ -1,7 +1,6 @@
 """The training loop: steps, logging, evaluation, checkpoints, and what the guard decides."""
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -342,12 +341,9 @@ class _Loop:
 
     def lost_note(self) -> str:
         """How a run goes on that lost a data worker."""
-        step, folder = self.run.step, self.run.folder.path
+        step, command = self.run.step, self.run.folder.go_on(self.config)
         saved = f"The run is saved after step {step}" if step else "No step was done yet"
-        return (
-            f"{saved}: go on with fp8stack pretrain --resume {shlex.quote(str(folder))}, and with "
-            "--set workers=0 if it happens again."
-        )
+        return f"{saved}: go on with {command}, and with --set workers=0 if it happens again."
 
     def wait(self) -> None:
         """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every

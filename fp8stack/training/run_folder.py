@@ -143,7 +143,7 @@ class RunFolder:
         in a stranger's run, what it points at may be anybody's."""
         folders = [self.checkpoints, self.presets, self.profile]
         folders += [self.path / name for name in ("tensorboard", "report_files")]
-        files = [*self._own, self.metrics, self.config, self.path / ".lock"]
+        files = [*self._own, self.metrics, self.config, self.path / LOCK]
         files.append(self.profile / "trace.json.gz")
         for path in (*folders, *files):
             if path.is_symlink():
