@@ -54,14 +54,14 @@ class Slot:
         self._delayed = delayed
         self._column = torch.zeros(1, dtype=torch.int64)
         self.column = 0  # its place in the history
-        self.recorded = torch.zeros((), dtype=torch.float32)
+        self._recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
         """Find the slot's place in the history, which was made or moved to another device."""
         history = self._delayed.history
-        self.recorded = history.recorded(self.name)
+        self._recorded = history.recorded(self.name)
         self.column = history.column(self.name)
-        self._column = torch.tensor([self.column], device=self.recorded.device)
+        self._column = torch.tensor([self.column], device=self._recorded.device)
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
@@ -73,7 +73,9 @@ class Slot:
         """The scale to cast with, in a pass that is run `again` if it is one."""
         if again is None or self.operand == "grad_output":
             return self._scales()[self.column]
-        return again.scales[int(self.operand == "weight"), self.column]
+        # By as many operators as above: selective checkpointing counts them.
+        scales = again.weight_scales if self.operand == "weight" else again.scales
+        return scales[self.column]
 
     def _scales(self) -> Tensor:
         delayed = self._delayed
@@ -82,13 +84,16 @@ class Slot:
     @property
     def counts(self) -> Tensor | None:
         """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
-        in its present state, nor one in a pass that is run again and was counted. None: it does."""
-        delayed = self._delayed
-        if self.operand == "grad_output":
-            return None
-        if not torch.compiler.is_compiling() and not delayed.forward_counts:
-            return torch.zeros_like(delayed.first)
-        return delayed.first if self.operand == "weight" else None
+        in its present state. None: it does."""
+        return self._delayed.first if self.operand == "weight" else None
+
+    @property
+    def recorded(self) -> Tensor:
+        """Where an amax is recorded, float32 and 0-dim: in the history but for one that an update
+        moved, of a pass that is run again."""
+        if torch.compiler.is_compiling() or self.operand == "grad_output":
+            return self._recorded
+        return self._recorded if self._delayed.forward_counts else self._delayed.discarded
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
@@ -108,6 +113,7 @@ class DelayedScaling:
             self.history = AmaxHistory()
             # Bool, 0-dim: whether this pass is the first with these weights.
             self.first = torch.ones((), dtype=torch.bool)
+            self.discarded = torch.zeros((), dtype=torch.float32)  # amaxes that were counted before
             # The scales when it was, float32 [slots]; read for weights alone.
             self.first_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
@@ -164,6 +170,7 @@ class DelayedScaling:
         with torch.inference_mode(False):
             self.history.extend(self.quantizers)
             self.sharing.slots = list(self.quantizers)
+            self._passes.reserve(self.history.scales)
             self.first_scales = torch.ones_like(self.history.scales)
             self._bind()
         device = next(model.parameters()).device
@@ -340,8 +347,8 @@ class DelayedScaling:
             self._take_scales(self.sharing.key if compiling and self.sharing.active else "")
         self.distribute()
         if not compiling:
-            scales = torch.stack([self.history.scales, self.first_scales])
-            begun = self._distributed = self._passes.begin(scales, self._records)
+            scales = self.history.scales, self.first_scales
+            begun = self._distributed = self._passes.begin(*scales, self._records)
             self._under_way.append(begun)
 
     def _announce(self) -> None:
@@ -390,7 +397,7 @@ class DelayedScaling:
             changing = (history.scales, self.first_scales, history.all_recorded)
             self._aside = [tensor.clone() for tensor in changing]
             Variable._execution_engine.queue_callback(self._leave)
-        self._read(*begun.scales)
+        self._read(begun.scales, begun.weight_scales)
 
     def _leave(self) -> None:
         """Undo `_enter`, and what layers recorded that ran again."""
@@ -441,8 +448,10 @@ class DelayedScaling:
             return
         with torch.inference_mode(False):
             self.history.to(device)
+            self._passes.reserve(self.history.scales)
             self.weights.flag = self.weights.flag.to(device)
             self.first = self.first.to(device)
+            self.discarded = self.discarded.to(device)
             self.first_scales = self.first_scales.to(device)
             self._bind()
 

@@ -13,17 +13,18 @@ from torch.autograd import Variable
 
 from fp8stack.errors import UserError
 
-LIMIT = 512
-"""Passes that are remembered: 8 bytes for each slot and pass."""
+LIMIT = 256
+"""Passes that are remembered, each in 8 bytes for every slot."""
 
 
 @dataclass(eq=False)
 class Pass:
     """A forward pass of the model: the scales that it casts inputs and weights with, float32
-    [2, slots]; whether it records amaxes; and whether an update moved those of its inputs and
-    weights. `end` is the number that autograd gives the first node after it; None while it runs."""
+    [slots]; whether it records amaxes; and whether an update moved those of its inputs and weights.
+    `end` is the number that autograd gives the first node after it; None while it runs."""
 
     scales: Tensor
+    weight_scales: Tensor
     records: bool
     moved: bool = False
     end: int | None = None
@@ -38,18 +39,31 @@ class Passes:
 
     def __init__(self) -> None:
         self._begun: deque[Pass] = deque()
+        self._count = 0
+        self._memory: Tensor | None = None  # of their scales
         self._forgotten = -1  # the nodes up to this number belong to passes that were dropped
         self._outer: tuple[int, Pass] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Passes())  # no graph of a copy has been made
 
-    def begin(self, scales: Tensor, records: bool) -> Pass:
-        """Remember a forward pass that begins."""
+    def reserve(self, like: Tensor) -> Tensor:
+        """Have memory for the scales of all slots, beside `like`, float32 [slots]."""
+        memory = self._memory
+        if memory is None or memory.device != like.device or memory.shape[0] != LIMIT:
+            with torch.inference_mode(False):
+                memory = self._memory = like.new_zeros(LIMIT, 2, len(like))
+        return memory
+
+    def begin(self, scales: Tensor, weight_scales: Tensor, records: bool) -> Pass:
+        """Remember a forward pass that begins, and the scales of inputs and weights [slots]."""
         if len(self._begun) >= LIMIT:
             self._forgotten = self._begun.popleft().end or self._forgotten
         self._outer = None
-        self._begun.append(Pass(scales, records))
+        room = self.reserve(scales)[self._count % LIMIT]
+        self._count += 1
+        torch.stack([scales, weight_scales], out=room)
+        self._begun.append(Pass(room[0], room[1], records))
         return self._begun[-1]
 
     def end(self, ended: Pass) -> None:

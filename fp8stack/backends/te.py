@@ -231,7 +231,8 @@ class TEDelayedScaling(DelayedScaling):
             counts = self.first | ~self._of_weights[names]  # see `Slot.counts`
             # A comparison with NaN is false: cuDNN may give one.
             found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
-            torch._foreach_maximum_([slot.recorded for slot in slots], list(found.unbind()))
+            recorded = [self.history.recorded(name) for name in names]
+            torch._foreach_maximum_(recorded, list(found.unbind()))
         if states:
             torch._foreach_zero_([state.recorded for state in states])
 

@@ -149,7 +149,8 @@ class WeightChanges:
         """Look for changes before a pass of the model; one that `trains` uses them up."""
         if torch.compiler.is_compiling():
             self.copied = False  # it cannot look, so it quantizes in its graph
-            if trains and self.has_amaxes:
+            shared_out = any(_is_shared_out(layer) for layer in self._layers)
+            if trains and self.has_amaxes and not self.only_told and not shared_out:
                 self._compare()
             return
         versions = {layer: version_of(own_weight(layer)) for layer in self._layers}
@@ -172,7 +173,8 @@ class WeightChanges:
         did."""
         if self.only_told:
             return False
-        is_certain = all(_is_plain_on_cpu(own_weight(layer)) for layer in self._layers)
+        on_cpu = [_is_plain_on_cpu(own_weight(layer)) for layer in self._layers]
+        is_certain = bool(on_cpu) and all(on_cpu)
         if is_certain or self.has_amaxes:
             changed = self._compare()
             if is_certain and changed is not None and bool(changed):
