@@ -64,9 +64,9 @@ def _dictionaries(content: bytes) -> dict[str, Any]:
         elif name == "MARK":
             marks.append(len(stack))
         elif name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
-            memo[len(memo) if argument is None else int(argument)] = stack[-1]
+            memo[int(argument or 0) if name != "MEMOIZE" else len(memo)] = stack[-1]
         elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(argument or 0)])
         elif name in ("DICT", "SETITEM", "SETITEMS"):
             at = len(stack) - 2 if name == "SETITEM" else marks.pop()
             items = stack[at:]

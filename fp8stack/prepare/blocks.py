@@ -1,7 +1,7 @@
 """Reads sources as blocks that can be tokenized independently, and finds places where a long text
 can be cut without changing its tokens. JSON lines are parsed later, when they are tokenized."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +64,7 @@ class Reader:
     size: int = BLOCK_BYTES
     scratch: Path  # folder for unpacked tables
 
-    def blocks(self, sources: Sequence[Source], start: Place) -> Iterator[Block]:
+    def blocks(self, sources: Sequence[Source], start: Place) -> Generator[Block, None, None]:
         """Yield all blocks from `start` on, with small texts combined into one block. A source
         that cannot be read yields its `problem`, and the next one follows."""
         held, held_bytes = list[Block](), 0

@@ -248,8 +248,7 @@ def _write(
 ) -> tuple[dict[str, int], dict[str, SplitWriter]]:
     """Write all groups to shards, each document to its split. Returns counts, and the splits."""
     splits = {
-        name: SplitWriter(folder.path, name, tokenizer.dtype, settings.shard_tokens)
-        for name in ("train", "val")
+        name: SplitWriter(folder.path, name, settings.shard_tokens) for name in ("train", "val")
     }
     counts = dict.fromkeys(("documents", "empty", "replaced", "cut_words"), 0)
     with storage_errors(folder.path):

@@ -20,8 +20,8 @@ class SplitWriter:
     document that reaches `shard_tokens`. Every method raises a StorageError if the disk is full or
     cannot be written."""
 
-    def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
-        self._folder, self._split, self._dtype = folder, split, np.dtype(dtype)
+    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        self._folder, self._split = folder, split
         self._shard_tokens = shard_tokens
         self.shards: list[Shard] = []  # the finished ones
         self.text_bytes = 0  # of all shards

@@ -76,7 +76,11 @@ def test_the_number_of_processes_changes_nothing(mixed, tmp_path):
 def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monkeypatch):
     prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
     rng, cuts = random.Random(seed), 0
-    steps = [(SplitWriter, "_append"), (SplitWriter, "finish"), (Encoder, "__call__")]
+    steps: list[tuple[Any, str]] = [
+        (SplitWriter, "_append"),
+        (SplitWriter, "finish"),
+        (Encoder, "__call__"),
+    ]
     steps += [(run, "encode"), (run, "save_tokenizer"), (Folder, "begin"), (Folder, "sweep")]
     for _ in range(15):
         with monkeypatch.context() as patched:

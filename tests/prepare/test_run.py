@@ -690,12 +690,13 @@ def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus
     given.mkdir()
     library = trained(special_tokens=["<seed:eos>", "<seed:bos>", "</s>"])
     library.save(str(given / "tokenizer.json"))
-    asked = {"tokenizer": str(given), "held_out": 0.0}
-    for name, token, more in (
+    asked: dict[str, Any] = {"tokenizer": str(given), "held_out": 0.0}
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("by name", "</s>", {}),
         ("by option", "<seed:bos>", {"end_of_text": "<seed:bos>"}),
         ("beside", "<seed:eos>", {}),
-    ):
+    ]
+    for name, token, more in cases:
         if name == "beside":
             written(given / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
         manifest = prepared(corpus, out=tmp_path / name, **asked, **more)

@@ -218,7 +218,7 @@ def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
 
 
 EOS = {  # as these models' tokenizer_config.json has it
-    "DeepSeek-V3": {"__type": "AddedToken", "content": "<\uff5cend\u2581of\u2581sentence\uff5c>"},
+    "DeepSeek-V3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "Command R": "<|END_OF_TURN_TOKEN|>",
     "Seed-OSS": "<seed:eos>",
     "MiniMax-M2": "[e~[",
@@ -228,8 +228,8 @@ EOS = {  # as these models' tokenizer_config.json has it
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("model", EOS)
 def test_the_end_of_text_is_the_eos_token_beside_the_file_and_is_saved_along(model, file, tmp_path):
-    eos = EOS[model]
-    token = eos["content"] if isinstance(eos, dict) else eos
+    token = EOS[model]
+    eos = {"__type": "AddedToken", "content": token} if model == "DeepSeek-V3" else token
     library = trained(special_tokens=["</s>", "<bos>", token])
     library.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(str(tmp_path)).end_token == "</s>"
