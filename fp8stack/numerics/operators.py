@@ -55,12 +55,10 @@ def operator_on_any_device(
 
 
 def seen(x: Tensor) -> bool:
-    """Whether somebody looks at the operators on `x` and has to be told of ours, or `x` has no
-    memory. Else their code is called as it is: an operator costs as much as the work on a small
-    matrix."""
+    """Whether somebody looks at the operators on `x`, and has to be told of ours. Else their code
+    is called as it is: an operator costs as much as the work on a small matrix."""
     return (
-        x.is_meta
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or type(x) not in _PLAIN
         or torch.autograd.profiler._is_profiler_enabled
