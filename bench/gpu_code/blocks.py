@@ -177,7 +177,7 @@ def _like(value: Any, output: Any) -> Any:
     """A tensor like an output of a graph, whose rows inductor may have padded."""
     if not isinstance(value, Tensor):
         return value
-    strides = value.stride()
+    strides = list(value.stride())
     if isinstance(output, IRNode) and output.has_tensor_output():
         strides = [int(stride) for stride in output.get_stride()]
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=CUDA)

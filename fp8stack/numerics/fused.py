@@ -55,12 +55,12 @@ def number(rule: Rounding) -> int:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether `x` is rounded here: on a CPU, not in compiled code. A tensor without memory, whose
-    operators somebody looks at, needs no kernel."""
+    """Whether `x` is rounded here: on a CPU, not in compiled code. A tensor without memory takes
+    the operator, which needs no kernel, while a dispatch mode records operators."""
     if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
         return False
     if x.is_meta or isinstance(x, FakeTensor):
-        return True
+        return torch._C._len_torch_dispatch_stack() > 0
     return x.device.type == "cpu" and why_not() is None
 
 
