@@ -57,6 +57,20 @@ def quoted(name: str) -> str:
     return shown if shown.isprintable() else repr(shown)[1:-1]
 
 
+def described(value: object) -> str:
+    """`value` as an error message names something of the wrong type.
+
+    >>> described([1, 2]), described(None), described(int)
+    ('a list', 'None', "the class 'int'")
+    """
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class '{value.__name__}'"
+    name = type(value).__name__
+    return f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
+
+
 def unknown(kind: str, name: str, known: Iterable[str], meant: str | None = None) -> UserError:
     """The error for a name that is not among `known`, with `meant`, if that is, or the
     nearest one suggested.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from fp8stack.errors import UserError, quoted, unknown
+from fp8stack.errors import UserError, described, quoted, unknown
 
 Kind = Literal["models", "recipes"]
 
@@ -88,6 +88,8 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
     """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
     Anything that ends in `.toml` or holds a path separator is a path; the rest are names. Raises a
     UserError if there is no such preset or file, or it is not TOML."""
+    if not isinstance(name, str):
+        raise UserError(f"A {kind[:-1]} is given by name or path, not by {described(name)}.")
     if name.endswith(".toml") or "/" in name or "\\" in name:
         path = Path(name)
         if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long

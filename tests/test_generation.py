@@ -299,7 +299,7 @@ def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
 def test_any_recipe_and_backend_write(write, backend):
     err = write("--recipe", "delayed", "--backend", backend, "--tokens", "5", "--prompt", "ab")[1]
-    assert "FP8 layers 4/5" in err
+    assert "% of GEMM FLOPs (4 of 5 linears)" in err
     assert f"{4 * 5} FP8 GEMMs" in err
 
 

@@ -12,6 +12,7 @@ from fp8stack.backends.base import Backend, fp8_state, load_fp8_state
 from fp8stack.backends.emulate import EmulateBackend
 from fp8stack.backends.operands import Draws
 from fp8stack.backends.torch import TorchBackend
+from fp8stack.errors import UserError, described
 from fp8stack.precision.plan import Plan
 
 __all__ = ["Backend", "Draws", "build_backend", "fp8_state", "load_fp8_state"]
@@ -25,7 +26,15 @@ def build_backend(plan: Plan, *, save_fp8: bool = False, draws: Draws | None = N
         save_fp8: keep x and w for the backward pass as bytes, a quarter of float32's memory, and
             unpack them again: slower on a CPU. For the emulator; te and torch always do.
         draws: what stochastic rounding has drawn, with its seed, if several models share it.
+
+    Raises:
+        UserError: `plan` is no plan.
     """
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"build_backend needs a plan, such as plan_for(config, 'delayed', probe()), not "
+            f"{described(plan)}."
+        )
     backend = _build(plan, save_fp8, draws)
     for name in dict.fromkeys(layer.backend for layer in plan.layers if layer.backend):
         backend.lend_layers(_build(replace(plan, backend=name), save_fp8, backend.draws))

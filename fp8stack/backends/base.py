@@ -13,7 +13,7 @@ from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import WeightChanges
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, described, quoted
 from fp8stack.ops.attention import Mask, attend
 from fp8stack.ops.eager import RMSNorm
 from fp8stack.ops.matmul_precision import MatmulPrecision
@@ -200,7 +200,11 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     Empty unless the recipe has one of the two. Paths begin at the model that was built or
     converted, whatever wraps it; if several parts of `module` were converted by themselves, at
     `module`.
+
+    Raises:
+        UserError: no part of `module` was converted.
     """
+    _require_converted(module)
     return {
         f"{prefix}{name}": tensor
         for attribute in _KEEPERS
@@ -213,8 +217,11 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put back what `fp8_state` gave, into a model of the same layers and recipe.
 
     Raises:
-        UserError: the model keeps no such state, or other slots, or another history length.
+        UserError: the model was not converted, or keeps no such state, or other slots, or another
+            history length.
     """
+    _require_converted(module)
+    _require_tensors(state)
     drawn = {name: tensor for name, tensor in state.items() if name.endswith(".draws")}
     scales = {name: tensor for name, tensor in state.items() if name not in drawn}
     for attribute, part in zip(_KEEPERS, (scales, drawn), strict=True):
@@ -227,6 +234,39 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         for prefix, keeper in found.items():
             keeper.load_state_dict(
                 {n.removeprefix(prefix): t for n, t in part.items() if n.startswith(prefix)}
+            )
+    for layer in module.modules():
+        if isinstance(layer, LowPrecisionLinear) and layer.reminder is not None:
+            layer.reminder.state_loaded()
+
+
+def _require_converted(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            "FP8 state is in a model that fp8stack.convert was called on, not in "
+            f"{described(module)}."
+        )
+    if not any(
+        isinstance(part, LowPrecisionLinear)
+        or isinstance(getattr(part, "stochastic_rounding", None), Draws)
+        for part in module.modules()
+    ):
+        raise UserError(
+            f"This {type(module).__name__} was not converted and has no FP8 state: call "
+            "fp8stack.convert(model, recipe) first."
+        )
+
+
+def _require_tensors(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise UserError(
+            f"FP8 state is the dictionary that fp8stack.fp8_state gave, not {described(state)}."
+        )
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+            raise UserError(
+                f"FP8 state: '{quoted(str(name))}' is {described(tensor)}. Give the dictionary "
+                "that fp8stack.fp8_state gave, of names and tensors."
             )
 
 

@@ -54,13 +54,19 @@ class Draws:
         """Put back what `state_dict` gave.
 
         Raises:
-            UserError: a layer too many or too few; nothing is changed.
+            UserError: a layer too many or too few, or another tensor; nothing is changed.
         """
         if odd := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
             raise UserError(
                 f"FP8 state: '{odd[0]}' is {'not ' if odd[0] in state else 'only '}in this model. "
                 "Load it into the model it came from."
             )
+        for name, tensor in state.items():
+            if tensor.shape != () or tensor.dtype != torch.int64:
+                raise UserError(
+                    f"FP8 state: '{name}' is {tensor.dtype} {tuple(tensor.shape)}, not int64 (). "
+                    "Give what fp8_state gave."
+                )
         for path, layer in self.layers.items():
             layer.counter.copy_(state[f"{path}.draws"])
 

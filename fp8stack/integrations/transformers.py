@@ -48,9 +48,15 @@ class FP8StateCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the state if training resumes."""
+        """Restore the state if training resumes.
+
+        Raises:
+            UserError: the model was not converted; what `fp8stack.load_fp8_state` raises.
+        """
         if state.global_step:
             _restore(kwargs["model"], Path(self.resume_from or _checkpoint(args, state)))
+        else:
+            fp8_state(kwargs["model"])  # or the first save would be what is refused
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -4,20 +4,25 @@ unaffected."""
 
 import fnmatch
 import logging
-import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.delayed import Group
 from fp8stack.backends.linear import LowPrecisionLinear
-from fp8stack.errors import UserError, quoted
+from fp8stack.backends.reminder import StateReminder
+from fp8stack.errors import UserError, described, quoted
 from fp8stack.model.converted import UNCHANGED, PlanFollower
+from fp8stack.model.experts import Mixture, find_mixtures, find_routers, matrices_beside
+from fp8stack.model.heads import find_heads
 from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
 log = logging.getLogger("fp8stack")
@@ -72,15 +77,23 @@ def convert(
         `module`.
 
     Raises:
-        UserError: nothing to convert, or no layer that would be in FP8; a recipe with a dtype for
-            attention or the residual stream; a pattern or class that matches no layer; a module
-            that is or was converted; under `strict`, a layer that the hardware cannot serve.
+        UserError: an argument of another type; nothing to convert, or no layer that would be in
+            FP8; a recipe with a dtype for attention or the residual stream; a pattern or class that
+            matches no layer; a module that is or was converted; under `strict`, a layer that the
+            hardware cannot serve.
     """
+    also = (also,) if isinstance(also, type) else also
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
+    _require_arguments(module, exclude, also, amax_group)
+    patterns, also = tuple(exclude), tuple(also)
     if isinstance(plan, str | Recipe):
         devices = {parameter.device.type for parameter in module.parameters()}
         plan = resolve(plan, probe("cuda" if "cuda" in devices else "cpu"))
     if not isinstance(plan, Plan):
-        raise UserError("convert needs a recipe or a plan, such as convert(model, 'delayed').")
+        raise UserError(
+            f"convert needs a recipe or a plan, such as convert(model, 'delayed'), not "
+            f"{described(plan)}."
+        )
     usual = Recipe(name="").beside_linears
     for key, asked in plan.recipe.beside_linears.items():
         if asked != usual[key]:
@@ -88,23 +101,24 @@ def convert(
                 f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
                 f"'{asked}'. Set it to '{usual[key]}' in the recipe."
             )
-    also = (also,) if isinstance(also, type) else tuple(also)
     linears = _linears(module, also)
-    patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     left_out = _left_out(module, linears, patterns, also)
     plan = _decided(module, plan, linears, left_out, scaled_loss)
-    if plan.is_fp8 and (elsewhere := _matrices_elsewhere(module, linears)):
-        plan = replace(plan, reasons=(*plan.reasons, elsewhere))
     backend = build_backend(plan)
     if backend.delayed is not None:
         backend.delayed.group = amax_group
     parts = {name: linear.part for name, linear in linears.items()}
     changed = [layer for layer in plan.layers if layer.precision != UNCHANGED]
     likes = [(parts[layer.name], _like(parts[layer.name], backend, layer)) for layer in changed]
-    for part, like in likes:
+    reminder = StateReminder()
+    for layer, (part, like) in zip(changed, likes, strict=True):
+        table = layer.quantizers
+        if table is not None and (table.delayed or table.stochastic):
+            like.reminder = reminder
         _become(part, like)
     if likes:
         PlanFollower(module, parts)  # its hooks come first: a backend's need the layers of the plan
+        reminder.attach(module)
     backend.attach(module)
     if plan.compute_dtype == "tf32":
         backend.set_matmul_precision(module)
@@ -112,6 +126,38 @@ def convert(
     for line in plan.summary():
         log.info(line)
     return module
+
+
+def _require_arguments(module: object, exclude: object, also: object, amax_group: object) -> None:
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise UserError(
+            f"convert takes a model, not {described(module)}: make one first, such as "
+            f"convert({module.__name__}(...), 'delayed')."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UserError(
+            "convert cannot change a TorchScript module: convert the model that it was made from, "
+            "and compile that with torch.compile."
+        )
+    if not isinstance(module, nn.Module):
+        raise UserError(f"convert takes a model (torch.nn.Module), not {described(module)}.")
+    for pattern in exclude if isinstance(exclude, Iterable) else (exclude,):
+        if not isinstance(pattern, str):
+            raise UserError(
+                f"exclude: {described(pattern)} is no pattern. Give module paths such as "
+                "'*.mlp.*', one or several."
+            )
+    for kind in also if isinstance(also, Iterable) else (also,):
+        if not isinstance(kind, type):
+            raise UserError(
+                f"also: {described(kind)} is no class. Give classes of layers, such as "
+                "also=(FalconLinear,)."
+            )
+    if not (amax_group in ("world", None) or isinstance(amax_group, dist.ProcessGroup)):
+        raise UserError(
+            f"amax_group: {described(amax_group)} is no group of torch.distributed. Pass what "
+            "new_group or mesh.get_group gave, or None for this rank alone."
+        )
 
 
 class _Found(NamedTuple):
@@ -178,9 +224,20 @@ def _left_out(
             reasons[name] = f"its {computed[0]} is computed and no parameter"
         elif is_lazy(part.get_parameter("weight")):
             reasons[name] = "it has no size before its first pass"
+        elif why := _held_otherwise(part.get_parameter("weight")):
+            reasons[name] = why
         elif not all(_shape(part)):
             reasons[name] = "its weight has no elements"
     return reasons
+
+
+def _held_otherwise(weight: nn.Parameter) -> str:
+    """Why a weight is not the numbers that a layer could quantize; "" if it is."""
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        return f"its weight is quantized already ({str(weight.dtype).removeprefix('torch.')})"
+    if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
+        return f"its weight is a {type(weight).__name__} of its own"
+    return ""
 
 
 def _decided(
@@ -201,7 +258,10 @@ def _decided(
     # Where nothing is left, there is nothing for "auto" to choose for.
     settled = plan.is_fp8 and len(left_out) == len(linears)
     fresh = replace(plan, layers=(), asked=plan.recipe.name if settled else plan.asked)
-    fresh = fresh.for_layers(shapes, _heads(module, linears), left_out, UNCHANGED)
+    heads = find_heads(module, {name: linear.part for name, linear in linears.items()}, shapes)
+    mixtures = find_mixtures(module)
+    routers = find_routers(module, shapes, mixtures)
+    fresh = fresh.for_layers(shapes, heads, left_out, UNCHANGED, routers=routers)
     if fresh.is_fp8 and not fresh.runs_fp8:
         names: dict[str, list[str]] = {}  # by the reason why they are not in FP8
         for layer in fresh.layers:
@@ -211,10 +271,36 @@ def _decided(
             for reason, (first, *others) in names.items()
         )
         raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({why}).")
-    if fresh.is_fp8 or fresh.compute_dtype in ("bf16", "fp16"):
+    if fresh.is_fp8:
+        return _with_work(module, fresh, shapes, mixtures)
+    if fresh.compute_dtype in ("bf16", "fp16"):
         return fresh
     unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
     return replace(fresh, layers=tuple(unchanged))
+
+
+def _with_work(
+    module: nn.Module,
+    plan: Plan,
+    shapes: Mapping[str, tuple[int, int]],
+    mixtures: Collection[Mixture],
+) -> Plan:
+    """`plan` with the work of its layers and of the matrices outside them: a token goes to a few
+    experts alone."""
+    beside = matrices_beside(module, shapes, mixtures)
+    layers = []
+    for layer in plan.layers:
+        mixture = next((mixture for mixture in mixtures if mixture.holds(layer.name)), None)
+        active = 1.0 if mixture is None else mixture.active or 1.0
+        layers.append(replace(layer, active=active))
+    unknown = any(mixture.active is None for mixture in mixtures)
+    return replace(
+        plan,
+        layers=tuple(layers),
+        beside_work=beside.work,
+        counted="GEMM weights" if unknown else "GEMM FLOPs",
+        reasons=(*plan.reasons, beside.sentence) if beside.sentence else plan.reasons,
+    )
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:
@@ -226,57 +312,6 @@ def _shape(part: nn.Module) -> tuple[int, int]:
         raise UserError(f"also: a {type(part).__name__} has no parameter `weight` [out, in].")
     rows, columns = weight.shape
     return (rows, columns) if _conv1d(part) else (columns, rows)
-
-
-def _heads(module: nn.Module, linears: dict[str, _Found]) -> set[str]:
-    """The layers that compute logits: those of `get_output_embeddings`, by their name, tied to an
-    embedding, or outside the blocks with as many outputs as the largest."""
-    asked = (getattr(part, "get_output_embeddings", None) for part in module.modules())
-    answers = [head for ask in asked if callable(ask) and (head := ask()) is not None]
-    heads = {id(part) for answer in answers for part in answer.modules()}
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    tied = {id(table.weight) for table in tables}
-    vocabulary = max((table.num_embeddings for table in tables), default=None)
-    found, named = set(), {}
-    for name, (part, _) in linears.items():
-        if id(part) in heads or id(part._parameters.get("weight")) in tied:
-            found.add(name)
-        path = name.split(".")
-        if any(key.isdecimal() for key in path[:-1]):
-            continue  # in a block
-        if _shape(part)[1] == vocabulary:
-            found.add(name)
-        place = next((i for i, key in enumerate(path) if key in _HEADS), None)
-        if place is not None:
-            named[tuple(path[: place + 1])] = name  # the last of several gives the logits
-    return found | set(named.values())
-
-
-_HEADS = {"lm_head", "head", "classifier", "classification_head", "score", "qa_outputs"}
-
-
-def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
-    """A sentence about weights outside linears, such as experts in one 3-D parameter; "" if they
-    are few compared with the linears'. Embeddings do not count."""
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    known = [*tables, *(found.part for found in linears.values())]
-    inside = {id(p) for part in known for p in part.parameters()}
-    elsewhere = {
-        name: p
-        for name, p in module.named_parameters()
-        if not is_lazy(p) and p.ndim > 1 and id(p) not in inside
-    }
-    weights = sum(math.prod(_shape(found.part)) for found in linears.values())
-    count = sum(p.numel() for p in elsewhere.values())
-    if 10 * count < weights or not elsewhere:
-        return ""
-    largest = max(elsewhere, key=lambda name: elsewhere[name].numel())
-    shape = list(elsewhere[largest].shape)
-    kind = ", matrices in one tensor, as experts are" if len(shape) == 3 else ""
-    return (
-        f"weights outside linear layers are not in FP8: {count:,} elements beside {weights:,} in "
-        f"linears, the most of them in {largest} {shape}{kind}"
-    )
 
 
 def _like(part: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLinear:

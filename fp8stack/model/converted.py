@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8stack.backends.linear import LowPrecisionLinear
+from fp8stack.backends.linear import LowPrecisionLinear, require_no_transform
 from fp8stack.errors import UserError
 from fp8stack.precision import LayerPlan, Plan
 
@@ -58,7 +58,12 @@ class PlanFollower:
                     self._linears[names[id(part)]] = part
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and not all(p.holds() for p in self._places):
+        if torch.compiler.is_compiling():
+            return
+        plan: Plan = model.fp8_plan  # type: ignore[assignment]
+        if plan.runs_fp8:
+            require_no_transform()  # before the hooks of delayed scaling, which write to its state
+        if not all(p.holds() for p in self._places):
             self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:

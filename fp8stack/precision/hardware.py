@@ -76,7 +76,7 @@ def probe(device: str = "auto") -> Hardware:
         UserError: an unknown device, or CUDA asked for where torch finds none.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"No device '{quoted(device)}'. Known: auto, cpu, cuda.")
+        raise UserError(f"No device '{quoted(str(device))}'. Known: auto, cpu, cuda.")
     has_cuda = device != "cpu" and _has_cuda()
     if device == "cuda" and not has_cuda:
         raise UserError("No CUDA GPU is usable by this torch. Use --device cpu.")

@@ -25,7 +25,8 @@ class OfBackend(str):
 class LayerPlan:
     """How one linear layer runs: `precision` is the recipe's name or a compute dtype, `reason` says
     why it is not quantized, `doubt` why one that is may gain nothing by it. `fp8` says whether it
-    is, `quantizers` by what, `backend` who multiplies it, if not the plan's, and `why` not."""
+    is, `quantizers` by what, `backend` who multiplies it, if not the plan's, and `why` not.
+    `active` is the share of tokens that the layer multiplies, less than 1 for an expert's."""
 
     name: str
     in_features: int
@@ -37,6 +38,18 @@ class LayerPlan:
     quantizers: Quantizers | None = None
     backend: BackendName | None = None
     why: str = ""
+    active: float = 1.0
+
+    @property
+    def work(self) -> float:
+        """Multiplications per token in each of the layer's three GEMMs."""
+        return self.in_features * self.out_features * self.active
+
+    @property
+    def fp8_work(self) -> float:
+        """`work` times the share of the three GEMMs that take quantized operands."""
+        gemms = {} if self.quantizers is None else self.quantizers.gemms
+        return self.work * sum(None not in operands for operands in gemms.values()) / 3
 
     @property
     def sentence(self) -> str:
@@ -46,6 +59,7 @@ class LayerPlan:
     def to_json(self) -> dict[str, Any]:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
+        left_out |= {"active"} if self.active == 1 else set()
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -57,6 +71,9 @@ class Plan:
     says whether the recipe as asked runs on the hardware's own units. `gpu` is the name of the GPU,
     whose rates say where FP8 pays. `others` are tables of quantizers that some layers have and
     `backend` does not serve, each with who does and why. `layers` is filled by `for_layers`.
+    `beside_work` counts multiplications per token with weights outside linears, such as experts in
+    one tensor; `counted` says whether experts count by the tokens that they get (GEMM FLOPs), or,
+    where that is not known, as if each got all tokens (GEMM weights).
     """
 
     asked: str
@@ -70,6 +87,8 @@ class Plan:
     gpu: str = ""
     others: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
+    beside_work: float = 0
+    counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
 
     @property
     def kernel(self) -> str | None:
@@ -141,6 +160,7 @@ class Plan:
         left_out: Mapping[str, str] | None = None,
         otherwise: str | None = None,
         *,
+        routers: Collection[str] = (),
         tokens: int | None = None,
         measured: Mapping[Shape, float] | None = None,
     ) -> Plan:
@@ -153,6 +173,8 @@ class Plan:
             heads: which of them give logits; they run in FP8 only if the recipe says so.
             left_out: those that stay out of it for a reason of the caller's.
             otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
+            routers: the layers that choose the experts of a mixture; they run in FP8 only if the
+                recipe says so, and else as `otherwise` says, in recipes without FP8 too.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose
                 the recipe, they are not in FP8.
@@ -166,14 +188,17 @@ class Plan:
         recipe = self.recipe
         blocks = block_indices(shapes)
         if recipe.quantizers is not None:
-            recipe.check_layers(shapes, blocks, heads)
+            recipe.check_layers(shapes, blocks, heads, routers)
+        router_rules = recipe.rules_of_routers(shapes, routers)
         layers = []
         for name, shape in shapes.items():
             reason, doubted = (left_out or {}).get(name) or "", ""
             quantizers, called = None, recipe.name
             if recipe.quantizers is not None and not reason:
-                place = blocks.get(name), name in heads
-                quantizers, called, reason = recipe.for_layer(name, *place)
+                place = blocks.get(name), name in heads, name in routers
+                quantizers, called, reason = recipe.for_layer(name, *place, router_rules)
+            elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
+                reason = "a router, which stays in the model's own precision"
             if quantizers is not None:
                 reason = self.unserved(name, shape, quantizers)
                 if tokens is not None and not reason:
@@ -200,7 +225,9 @@ class Plan:
             )
         made = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
-            return made._without_fp8(left_out or {}).for_layers(shapes, heads, left_out, otherwise)
+            return made._without_fp8(left_out or {}).for_layers(
+                shapes, heads, left_out, otherwise, routers=routers
+            )
         said = [one for one in self.reasons if made.runs_fp8 or not isinstance(one, OfBackend)]
         told = [layer.sentence for layer in layers if layer.reason or layer.why]
         new = [sentence for sentence in told if sentence not in said]
@@ -298,13 +325,28 @@ class Plan:
         lines += [f"  because {reason}" for reason in self.reasons if reason not in of_layers]
         why = _grouped(self.layers)
         if self.is_fp8 and self.layers:
-            count = sum(layer.fp8 for layer in self.layers)
-            told = f" ({'; '.join(why)})" if why else ""
-            lines.append(f"FP8 layers {count}/{len(self.layers)}{told}")
+            lines.append("; ".join([self._headline(), *why]))
         else:
             lines += [f"  {sentence}" for sentence in why]
         lines += [f"note: {note}" for note in self.notes]
         return [*lines, *self._beside_layers()]
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the multiplications in GEMMs with weights that is in FP8: forward, and for
+        the gradients of inputs and weights. Attention has no weights and does not count."""
+        total = sum(layer.work for layer in self.layers) + self.beside_work
+        return sum(layer.fp8_work for layer in self.layers) / total if total else 0.0
+
+    def _headline(self) -> str:
+        percent = f"{100 * self.fp8_share:.0f}"
+        if percent == "100" and self.fp8_share < 1:
+            percent = ">99"
+        if percent == "0" and self.fp8_share > 0:
+            percent = "<1"
+        count = sum(layer.fp8 for layer in self.layers)
+        linears = f"{count} of {len(self.layers)} linear{'s' * (len(self.layers) != 1)}"
+        return f"FP8: {percent} % of {self.counted} ({linears})"
 
     def _beside_layers(self) -> Iterator[str]:
         """What the recipe has in another precision than usual, beside linear layers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -49,7 +49,7 @@ class LayerRule(BaseModel):
     """What some layers run in instead of the recipe's own quantizers.
 
     Attributes:
-        match: "head", "first N blocks", "last N blocks", or a pattern of module paths.
+        match: "head", "router", "first N blocks", "last N blocks", or a pattern of module paths.
         recipe: the name of what they run in.
         quantizers: None leaves them in the compute dtype.
     """
@@ -60,10 +60,12 @@ class LayerRule(BaseModel):
     recipe: str = ""
     quantizers: Quantizers | None
 
-    def matches(self, layer: str, block: Block | None, head: bool) -> bool:
+    def matches(self, layer: str, block: Block | None, head: bool, router: bool = False) -> bool:
         """Whether this is the rule of a layer; the arguments are those of `Recipe.for_layer`."""
         if self.match == "head":
             return head
+        if self.match == "router":
+            return router
         if found := _IN_BLOCKS.fullmatch(self.match):
             count = int(found[2])
             if block is None:
@@ -90,6 +92,7 @@ class Recipe(BaseModel):
             compute in float32.
         compute_dtype: of a recipe without quantizers, what every GEMM computes in.
         head: whether the layer that gives the logits is quantized.
+        router: whether the layers that choose the experts of a mixture are quantized.
         exclude: patterns of the layers that stay in the compute dtype.
         exclude_first_blocks: how many blocks do at the start of the model.
         exclude_last_blocks: how many at its end.
@@ -105,6 +108,7 @@ class Recipe(BaseModel):
     residual: ResidualDtype = "fp32"
     compute_dtype: ComputeDtype | None = None
     head: bool = False
+    router: bool = False
     exclude: tuple[str, ...] = ()
     exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
     exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
@@ -157,7 +161,12 @@ class Recipe(BaseModel):
         }
 
     def for_layer(
-        self, layer: str, block: Block | None, head: bool
+        self,
+        layer: str,
+        block: Block | None,
+        head: bool,
+        router: bool = False,
+        router_rules: Collection[LayerRule] = (),
     ) -> tuple[Quantizers | None, str, str]:
         """What this recipe asks for in one layer.
 
@@ -165,19 +174,44 @@ class Recipe(BaseModel):
             layer: its module path, such as `blocks.0.mlp.up`.
             block: its place among the blocks, if it is in one.
             head: whether it gives the logits.
+            router: whether it chooses the experts of a mixture.
+            router_rules: the rules that a router follows without `router = true`, see
+                `rules_of_routers`.
 
         Returns:
             Its quantizers and what they are called, and a reason if it has none.
         """
         assert self.quantizers is not None
-        rule = next((rule for rule in self.layers if rule.matches(layer, block, head)), None)
+        rules = router_rules if router and not self.router else self.layers
+        rule = next((rule for rule in rules if rule.matches(layer, block, head, router)), None)
         if rule is None and head and not self.head:
             why = "the recipe says head = false"
+        elif rule is None and router and not self.router:
+            why = "a router: the recipe says router = false"
         elif not (why := self._excluded(layer, block)) and rule is not None:
             if rule.quantizers is not None:
                 return rule.quantizers, rule.recipe, ""
             why = f"the recipe does not quantize '{rule.match}'"
         return None if why else self.quantizers, self.name, why
+
+    def rules_of_routers(
+        self, layers: Iterable[str], routers: Collection[str]
+    ) -> tuple[LayerRule, ...]:
+        """The rules that are about routers alone: `match = "router"`, and patterns that match no
+        other layer. A pattern such as "*.mlp.*" is not meant for the router in the MLP.
+
+        Args:
+            layers: the module paths of all layers.
+            routers: the paths of the layers that choose experts.
+        """
+        others = [name for name in layers if name not in routers]
+        return tuple(
+            rule
+            for rule in self.layers
+            if rule.match != "head"
+            and not _IN_BLOCKS.fullmatch(rule.match)
+            and not fnmatch.filter(others, rule.match)
+        )
 
     def _excluded(self, layer: str, block: Block | None) -> str:
         for pattern in self.exclude:
@@ -191,7 +225,11 @@ class Recipe(BaseModel):
         return ""
 
     def check_layers(
-        self, layers: Iterable[str], blocks: Mapping[str, Block], heads: Iterable[str]
+        self,
+        layers: Iterable[str],
+        blocks: Mapping[str, Block],
+        heads: Iterable[str],
+        routers: Collection[str] = (),
     ) -> None:
         """See that every exclusion and every rule speaks of some layer of a model, and of no more
         blocks than it has.
@@ -224,7 +262,10 @@ class Recipe(BaseModel):
                     f"layer. Layers: {', '.join(names)}."
                 )
         for place, rule in enumerate(self.layers, 1):
-            if not any(rule.matches(name, blocks.get(name), name in heads) for name in names):
+            if not any(
+                rule.matches(name, blocks.get(name), name in heads, name in routers)
+                for name in names
+            ):
                 raise UserError(
                     f"recipe '{self.name}': layers entry {place}: '{rule.match}' matches no layer. "
                     f"Layers: {', '.join(names)}."
@@ -317,6 +358,7 @@ class RecipeFile(_Tables):
     attention: AttentionPrecision | None = None
     residual: ResidualDtype | None = None
     head: bool | None = None
+    router: bool | None = None
     exclude: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     exclude_first_blocks: Annotated[int, Field(ge=0)] | None = None
     exclude_last_blocks: Annotated[int, Field(ge=0)] | None = None
@@ -451,8 +493,11 @@ def _require_sound(recipe: Recipe, where: str) -> None:
             f'{where}: it has no quantizer. Begin with a key like = "delayed", or give '
             "[quantizer], or compute_dtype for a recipe without."
         )
-    if recipe.quantizers is None and (recipe.layers or recipe.exclude or recipe.head):
-        raise UserError(f"{where}: head, exclude and layers need quantizers, and it has none.")
+    layer_keys = (recipe.layers, recipe.exclude, recipe.head, recipe.router)
+    if recipe.quantizers is None and any(layer_keys):
+        raise UserError(
+            f"{where}: head, router, exclude and layers need quantizers, and it has none."
+        )
     if recipe.quantizers is not None and recipe.compute_dtype is not None:
         raise UserError(
             f"{where}: compute_dtype is for recipes without quantizers. Leave it out: the plan "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from fp8stack import presets
-from fp8stack.errors import UnservedAttention, UserError, unknown
+from fp8stack.errors import UnservedAttention, UserError, described, unknown
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
@@ -47,6 +47,12 @@ def resolve(
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
     """
+    if not isinstance(recipe, str | Recipe):
+        raise UserError(f"A recipe is a name, a path or a Recipe, not {described(recipe)}.")
+    if not isinstance(hardware, Hardware):
+        raise UserError(f"resolve needs hardware, such as probe(), not {described(hardware)}.")
+    if not isinstance(backend, str):
+        raise UserError(f"A backend is given by its name, not by {described(backend)}.")
     if backend != "auto" and backend not in get_args(BackendName):
         raise unknown("backend", backend, ["auto", *get_args(BackendName)])
     asked = recipe if isinstance(recipe, str) else recipe.name

@@ -14,7 +14,7 @@ from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
 from fp8stack.config import RunConfig, at_home
-from fp8stack.errors import UnservedAttention, UserError, quoted
+from fp8stack.errors import UnservedAttention, UserError, described, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
@@ -46,6 +46,10 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     """Return a run's newest usable checkpoint, or one checkpoint, with its path and why newer ones
     were skipped. Raises a UserError if there is no run or checkpoint, and a NoUsableCheckpoint if
     the checkpoint is damaged, or all of the run's are."""
+    if not isinstance(run_or_checkpoint, str | Path):
+        raise UserError(
+            f"A run is given by the path of its folder, not by {described(run_or_checkpoint)}."
+        )
     path = Path(run_or_checkpoint)
     try:
         if (path / "checkpoints").is_dir():

@@ -54,7 +54,7 @@ def fit(lit: Lit, folder: Path, recipe: str | None, epochs: int, resume: Path | 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, tmp_path):
+def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, tmp_path, caplog):
     straight = Lit(gpt2(None))
     fit(straight, tmp_path, recipe, 2)
     assert len(straight.losses) == 6
@@ -68,6 +68,7 @@ def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, t
     assert first.losses + again.losses == straight.losses
     assert same(again.state_dict(), straight.state_dict())
     assert same(fp8_state(again), state)
+    assert "load_fp8_state" not in caplog.text
 
 
 def test_the_plugin_trains_as_a_plain_loop_with_the_converted_model_does(tmp_path):

@@ -39,7 +39,7 @@ def prepared(recipe: str, seed: int, register: bool = True) -> tuple[Accelerator
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_accelerate_resumes_to_the_bit(recipe, tmp_path):
+def test_accelerate_resumes_to_the_bit(recipe, tmp_path, caplog):
     accelerator, model, optimizer = prepared(recipe, seed=0)
     train(model, optimizer, range(3), backward=accelerator.backward)
     accelerator.save_state(str(tmp_path))
@@ -49,6 +49,7 @@ def test_accelerate_resumes_to_the_bit(recipe, tmp_path):
     assert train(resumed, optimizer, range(3, 6), backward=accelerator.backward) == losses
     assert same(resumed.state_dict(), model.state_dict())
     assert same(fp8_state(resumed), fp8_state(model))
+    assert "load_fp8_state" not in caplog.text
 
 
 def test_accelerate_refuses_a_checkpoint_without_the_state(tmp_path):
@@ -110,4 +111,6 @@ def test_the_state_of_another_model_is_refused():
     del state[name]
     with pytest.raises(UserError, match=f"'{name}' is missing"):
         FP8State(gpt2("delayed")).load_state_dict(state)
-    assert FP8State(torch.nn.Linear(2, 2)).state_dict() == {}
+    assert FP8State(gpt2("current")).state_dict() == {}
+    with pytest.raises(UserError, match="This Linear was not converted"):
+        FP8State(torch.nn.Linear(2, 2)).state_dict()

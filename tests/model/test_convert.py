@@ -889,7 +889,9 @@ def test_the_report_says_what_was_converted_and_what_not(caplog):
         "odd: unchanged, 20 in features, not divisible by 16",
         "lm_head: unchanged, the recipe says head = false",
     ]
-    assert summary[-1] == f"FP8 layers 1/4 ({'; '.join(left)})"
+    share = 32 * 64 / (2 * 32 * 64 + 20 * 32 + 32 * 64)
+    headline = f"FP8: {100 * share:.0f} % of GEMM FLOPs (1 of 4 linears)"
+    assert summary[-1] == "; ".join([headline, *left])
     assert [record.message for record in caplog.records] == summary
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert in_fp8(model) == ["body.up"]

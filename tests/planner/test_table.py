@@ -248,7 +248,7 @@ def test_auto_goes_by_the_rates_of_the_gpu_and_phases_without_the_recipe_are_not
         assert command(*words, gpu) == 0
         printed = capsys.readouterr().out
         assert printed.startswith(f"machine: assumed {gpu} (compute capability 8.9)\nplan: auto ->")
-        assert f"FP8 layers {layers}/49" in printed
+        assert f"% of GEMM FLOPs ({layers} of 49 linears)" in printed
 
 
 def test_the_json_has_every_layer(command, capsys):

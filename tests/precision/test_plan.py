@@ -252,7 +252,7 @@ def test_a_plan_is_told_in_lines_and_in_json_with_all_of_its_reasons(asked):
         lines = made.summary()
         assert all("\n" not in line for line in lines)
         assert all(any(reason in line for line in lines) for reason in made.reasons)
-        assert any(line.startswith("FP8 layers") for line in lines) == made.is_fp8
+        assert any(line.startswith("FP8: ") for line in lines) == made.is_fp8
         data = made.to_json()
         assert json.loads(json.dumps(data, allow_nan=False)) == data
         assert type(made.recipe).model_validate_json(json.dumps(data["recipe"])) == made.recipe
@@ -893,7 +893,9 @@ def test_the_head_is_in_fp8_when_the_recipe_says_so():
     made = resolve(recipe, H100, strict=True).for_layers(shapes(vocabulary=50304))
     assert left_out(made) == set()
     assert made.layer("lm_head").precision == "delayed"
-    assert "FP8 layers 25/25" in made.summary()  # and no reason behind it
+    assert (
+        "FP8: 100 % of GEMM FLOPs (25 of 25 linears)" in made.summary()
+    )  # and no reason behind it
 
 
 @pytest.mark.parametrize(
@@ -1101,13 +1103,13 @@ def test_the_summary_says_once_what_is_the_same_in_many_blocks():
     figure = "4096 x 768 -> 768 on H200: M K N = 2.4e+09, below 4e+09"
     made = resolve("auto", H200).for_layers(shapes(6), tokens=4096)
     assert made.summary()[1:] == [
-        f"FP8 layers 18/25 (6 layers blocks.*.attention.output: bf16, FP8 does not pay for {figure}"
-        "; lm_head: bf16, the recipe says head = false)"
+        "FP8: 48 % of GEMM FLOPs (18 of 25 linears); 6 layers blocks.*.attention.output: bf16, FP8 "
+        f"does not pay for {figure}; lm_head: bf16, the recipe says head = false"
     ]
     assert len(made.reasons) == 7
     named = resolve("delayed", H200).for_layers(shapes(6), tokens=4096)
     assert named.summary()[1:] == [
-        "FP8 layers 24/25 (lm_head: bf16, the recipe says head = false)",
+        "FP8: 52 % of GEMM FLOPs (24 of 25 linears); lm_head: bf16, the recipe says head = false",
         f"note: FP8 may not pay in 6/25 layers: 6 layers blocks.*.attention.output, {figure}",
     ]
 
@@ -1155,7 +1157,9 @@ def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
     assert made.precision == "bf16"
     first, second = made.summary()
     assert first == "plan: delayed, with no layer in FP8, on cuda"
-    assert second.startswith("FP8 layers 0/2 (a: bf16, 7 in features, not divisible by 16")
+    assert second.startswith(
+        "FP8: 0 % of GEMM FLOPs (0 of 2 linears); a: bf16, 7 in features, not divisible by 16"
+    )
 
 
 def test_a_plan_without_a_layer_in_fp8_has_no_reason_for_emulating_it():
@@ -1200,12 +1204,85 @@ def test_auto_that_turns_to_bf16_keeps_what_the_caller_left_out():
 
 
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
-def test_the_summary_counts_fp8_layers_and_says_why_the_head_is_not(machine):
+def test_the_summary_counts_fp8_work_and_says_why_the_head_is_not(machine):
     made = layered(machine)
-    line = f"FP8 layers 24/25 (lm_head: {made.compute_dtype}, the recipe says head = false)"
-    assert line in made.summary()
-    line = "FP8 layers 24/25 (lm_head: bf16, 50257 out features, not divisible by 16)"
-    assert line in layered(head=True).summary()
+    blocks, head = 6 * (3 + 1 + 4 + 4) * 768, 50257
+    line = (
+        f"FP8: {100 * blocks / (blocks + head):.0f} % of GEMM FLOPs (24 of 25 linears); lm_head: "
+    )
+    assert f"{line}{made.compute_dtype}, the recipe says head = false" in made.summary()
+    why = "bf16, 50257 out features, not divisible by 16"
+    assert f"{line}{why}" in layered(head=True).summary()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gemms"),
+    [("delayed", 3), ("rowwise", 3), ("rowwise_wgrad_hp", 2), ("nvfp4_forward_high", 2),
+     ("nvfp4_backward_high", 1)],
+)  # fmt: skip
+def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms):
+    made = resolve(recipe, CPU).for_layers({"a": (64, 32), "b": (64, 64)}, heads=())
+    assert made.fp8_share == gemms / 3
+    percent = {3: "100", 2: "67", 1: "33"}[gemms]
+    assert made.summary()[-1] == f"FP8: {percent} % of GEMM FLOPs (2 of 2 linears)"
+
+
+def test_the_headline_rounds_neither_to_all_nor_to_nothing():
+    shapes = {"large": (4096, 4096), "small": (16, 16)}
+    for left_out, percent in (("small", ">99"), ("large", "<1")):
+        made = resolve("current", CPU).for_layers(shapes, (), {left_out: "it is mine"})
+        assert f"FP8: {percent} % of GEMM FLOPs (1 of 2 linears); {left_out}" in made.summary()[-1]
+    alone = resolve("current", CPU).for_layers({"a": (16, 16)}, ())
+    assert alone.summary()[-1] == "FP8: 100 % of GEMM FLOPs (1 of 1 linear)"
+
+
+MIXED = {f"layers.{i}.mlp.{name}": (64, 64) for i in range(2) for name in ("up", "gate.wg")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "out"),
+    [
+        ({}, {"layers.0.mlp.gate.wg", "layers.1.mlp.gate.wg"}),
+        ({"router": True}, set()),
+        ({"router": True, "exclude": ["*.0.mlp.gate.wg"]}, {"layers.0.mlp.gate.wg"}),
+        ({"layers": [{"match": "router", "recipe": "current"}]}, set()),
+        ({"layers": [{"match": "*.gate.*", "recipe": "current"}]}, set()),
+        ({"layers": [{"match": "*.1.mlp.gate.wg", "recipe": "current"}]}, {"layers.0.mlp.gate.wg"}),
+        # Not meant for the router in the MLP, nor in the block:
+        ({"layers": [{"match": "*.mlp.*", "recipe": "current"}]}, {*list(MIXED)[1::2]}),
+        ({"layers": [{"match": "first 2 blocks", "recipe": "current"}]}, {*list(MIXED)[1::2]}),
+        ({"layers": [{"match": "*.mlp.*", "recipe": "current"}], "router": True}, set()),
+    ],
+)  # fmt: skip
+def test_routers_are_in_fp8_only_where_the_recipe_says_so(changes, out):
+    routers = list(MIXED)[1::2]
+    made = resolve(changed(**changes), CPU).for_layers(
+        MIXED, (), None, "unchanged", routers=routers
+    )
+    assert left_out(made) == out
+    for name in out:
+        reason = made.layer(name).reason
+        assert reason in (
+            "a router: the recipe says router = false",
+            "excluded by the pattern '*.0.mlp.gate.wg'",
+        )
+        assert made.layer(name).precision == "unchanged"
+
+
+def test_a_rule_for_routers_needs_one():
+    recipe = changed(layers=[{"match": "router", "recipe": "current"}])
+    with pytest.raises(UserError, match="'router' matches no layer"):
+        resolve(recipe, CPU).for_layers({"a": (64, 64)}, ())
+
+
+@pytest.mark.parametrize("machine", [CPU, H100], ids=str)
+def test_a_router_stays_as_it_is_in_half_precision_too(machine):
+    plain = resolve("bf16", machine).for_layers(MIXED, (), None, "unchanged", routers=MIXED.keys())
+    reason = "a router, which stays in the model's own precision"
+    assert {layer.reason for layer in plain.layers} == {reason}
+    assert not any(line.startswith("FP8") for line in plain.summary())
+    exact = resolve("fp32", machine).for_layers(MIXED, (), None, "unchanged", routers=MIXED.keys())
+    assert {layer.reason for layer in exact.layers} == {""}
 
 
 @pytest.mark.parametrize(

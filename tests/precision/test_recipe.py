@@ -450,7 +450,8 @@ def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(own, like):
     [
         ("# nothing but a comment\n", "it has no quantizer. Begin with a key"),
         ('scaling = "none"\n', "it has no quantizer"),
-        ('like = "bf16"\nhead = true\n', "head, exclude and layers need quantizers"),
+        ('like = "bf16"\nhead = true\n', "head, router, exclude and layers need quantizers"),
+        ('like = "bf16"\nrouter = true\n', "head, router, exclude and layers need quantizers"),
         ('like = "delayed"\ncompute_dtype = "bf16"\n', "is for recipes without quantizers"),
         ('like = "delayed"\nscaling = "delayed"\n', "'like' and 'scaling' are the same key"),
         ('like = "delayd"\n', "No recipe 'delayd'. Did you mean 'delayed'?"),

@@ -1,0 +1,289 @@
+"""Routers and experts, in models of transformers and in others: no router goes to FP8."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fp8stack import convert, load_recipe, resolve
+from fp8stack.model.experts import find_mixtures, find_routers
+from tests.model.test_convert import in_fp8, plan_in, replaced
+from tests.support.backend_models import CPU
+
+WIDTH, EXPERTS = 64, 4
+PLAN = resolve("current", CPU, "emulate")
+COMMON: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 48,
+    "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+          "qk_nope_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": EXPERTS,
+          "n_group": 1, "topk_group": 1}  # fmt: skip
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+# By class: what its configuration has beside COMMON, and the routers that are linears.
+FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "MixtralForCausalLM": ({"num_local_experts": EXPERTS}, []),
+    "Qwen2MoeForCausalLM": (
+        {"num_experts": EXPERTS, "shared_expert_intermediate_size": 48},
+        ["mlp.shared_expert_gate"],
+    ),
+    "Qwen3MoeForCausalLM": ({"num_experts": EXPERTS}, []),
+    "Qwen3NextForCausalLM": ({"num_experts": EXPERTS}, ["mlp.shared_expert_gate"]),
+    "HunYuanMoEV1ForCausalLM": (
+        {"num_experts": EXPERTS, "moe_topk": 2, **ROPE},
+        ["mlp.gate.wg"],
+    ),
+    "JetMoeForCausalLM": (
+        {"num_local_experts": EXPERTS, "kv_channels": 32, "num_key_value_heads": 1},
+        ["mlp.router.layer", "self_attention.experts.router.layer"],
+    ),
+    "AfmoeForCausalLM": (
+        {"num_experts": EXPERTS, "num_dense_layers": 1, "n_group": 1, "topk_group": 1},
+        ["mlp.router.gate"],
+    ),
+    "GptOssForCausalLM": ({"num_local_experts": EXPERTS}, []),
+    "GraniteMoeForCausalLM": ({"num_local_experts": EXPERTS}, []),
+    "OlmoeForCausalLM": ({"num_experts": EXPERTS}, []),
+    "DeepseekV2ForCausalLM": (LATENT, []),
+    "DeepseekV3ForCausalLM": (LATENT, []),
+    "PhimoeForCausalLM": ({"num_local_experts": EXPERTS}, ["mlp.router"]),
+    "Ernie4_5_MoeForCausalLM": ({"moe_num_experts": EXPERTS, "moe_k": 2}, []),
+    "Glm4MoeForCausalLM": ({**LATENT}, []),
+    "Llama4ForCausalLM": (
+        {"num_local_experts": EXPERTS, "intermediate_size_mlp": 96, "num_experts_per_tok": 1},
+        ["feed_forward.router"],
+    ),
+    "MiniMaxForCausalLM": ({"num_local_experts": EXPERTS}, []),
+    "JambaForCausalLM": (
+        {"num_experts": EXPERTS, "use_mamba_kernels": False, "attn_layer_period": 2,
+         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        [],
+    ),
+    "LongcatFlashForCausalLM": (
+        {**LATENT, "num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
+         "zero_expert_num": 2, "moe_topk": 2},
+        ["mlp.router.classifier"],
+    ),
+    "SwitchTransformersForConditionalGeneration": (
+        {"d_model": WIDTH, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
+         "num_heads": 2, "num_experts": EXPERTS, "num_sparse_encoder_layers": 1,
+         "num_sparse_decoder_layers": 1},
+        ["mlp.router.classifier"],
+    ),
+    "NllbMoeForConditionalGeneration": (
+        {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "num_experts": EXPERTS,
+         "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 96,
+         "decoder_ffn_dim": 96, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+        ["ffn.router.classifier"],
+    ),
+    "DbrxForCausalLM": (
+        {"d_model": WIDTH, "n_heads": 2, "n_layers": 1, "max_seq_len": 32,
+         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": EXPERTS, "moe_top_k": 2,
+                        "hidden_size": WIDTH}},
+        ["ffn.router.layer"],
+    ),
+}  # fmt: skip
+
+
+def family(name: str, **options: Any) -> nn.Module:
+    kind = getattr(transformers, name)
+    fields = FAMILIES[name][0] | options if name in FAMILIES else options
+    known = COMMON if "d_model" not in fields else {"vocab_size": 128, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model: nn.Module = kind(kind.config_class(**{**known, **fields}))
+    return model
+
+
+@functools.cache
+def converted(name: str) -> nn.Module:
+    return convert(family(name), PLAN)
+
+
+def within_blocks(names: list[str] | set[str]) -> set[str]:
+    """The names of layers within their blocks."""
+    return {re.sub(r"^.*?\.(?:layers|block|blocks)\.\d+\.(?:layer\.\d+\.)?", "", n) for n in names}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_routers_of_transformers_stay_as_they_are_and_all_else_goes_to_fp8(name):
+    model = converted(name)
+    layers = plan_in(model).layers
+    kept = {layer.name for layer in layers if not layer.fp8} - {"lm_head"}
+    assert within_blocks(kept) == set(FAMILIES[name][1])
+    assert not kept & set(replaced(model))
+    for path in kept:
+        reason = next(layer.reason for layer in layers if layer.name == path)
+        if type(model.get_submodule(path)) is nn.Linear:
+            assert reason == "a router: the recipe says router = false"
+        else:  # Phimoe's and Llama 4's
+            assert "has a forward of its own" in reason
+    # Whatever has as many outputs as there are experts is one.
+    narrow = {la.name for la in layers if la.out_features in (EXPERTS, EXPERTS + 2)}
+    assert narrow <= kept
+
+
+@pytest.mark.parametrize("name", [name for name, (_, routers) in FAMILIES.items() if routers])
+def test_a_recipe_may_have_routers_in_fp8(name):
+    model = convert(family(name), resolve(load_recipe("current", {"router": True}), CPU, "emulate"))
+    left = {
+        la.name: la.reason for la in plan_in(model).layers if not la.fp8 and la.name != "lm_head"
+    }
+    assert all("has a forward of its own" in reason for reason in left.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_headline_counts_experts_by_the_tokens_that_they_get(name):
+    model = family(name)
+    plan = plan_in(converted(name))
+    weights = [
+        (f"{path}.{key}", parameter)
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | nn.Conv1d)
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1 and not key.endswith("bias") and key != "A_log"
+    ]
+    total = fp8 = 0.0
+    per_token = {"Switch": EXPERTS, "Nllb": EXPERTS, "Llama4": 1}.get(
+        next((word for word in ("Switch", "Nllb", "Llama4") if name.startswith(word)), ""), 2
+    )
+    count = EXPERTS + 2 if name.startswith("Longcat") else EXPERTS
+    for path, parameter in weights:  # a tied head too
+        expert = re.search(r"experts\.|(input|output)_linear\.weight", path) and (
+            "shared" not in path and "router" not in path
+        )
+        stacked = len(parameter) if parameter.ndim == 3 else count
+        work = parameter.numel() * (per_token / min(stacked, EXPERTS) if expert else 1)
+        total += work
+        fp8 += work if path.rpartition(".")[0] in in_fp8(converted(name)) else 0
+    assert plan.fp8_share == pytest.approx(fp8 / total, rel=1e-6)
+    unknown = name.startswith(("Switch", "Nllb"))
+    assert f"% of GEMM {'weights' if unknown else 'FLOPs'} (" in plan.summary()[-1]
+
+
+DENSE: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "Gemma2ForCausalLM": {},
+    "MambaForCausalLM": {"state_size": 4, "use_mambapy": False},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 8},
+    "xLSTMForCausalLM": {"num_heads": 4},
+    "T5ForConditionalGeneration": {"d_model": WIDTH, "d_kv": 32, "d_ff": 96, "num_layers": 2,
+                                   "num_heads": 2, "feed_forward_proj": "gated-gelu"},
+    "BertForMaskedLM": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_models_have_no_routers_though_they_have_gates(name):
+    model = family(name, **DENSE[name])
+    mixtures = find_mixtures(model)
+    shapes = {
+        path: (m.in_features, m.out_features)
+        for path, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
+    assert mixtures == []
+    assert find_routers(model, shapes, mixtures) == set()
+
+
+# Models of others
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, 48), nn.Linear(width, 48)
+        self.down_proj = nn.Linear(48, width)
+
+
+def experts(count: int = EXPERTS) -> nn.ModuleList:
+    return nn.ModuleList(Expert() for _ in range(count))
+
+
+def block(**parts: nn.Module) -> nn.Module:
+    mlp = nn.ModuleDict(parts)
+    attention = nn.ModuleDict({"q": nn.Linear(WIDTH, EXPERTS), "gate": nn.Linear(WIDTH, EXPERTS)})
+    return nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.ModuleDict({"attn": attention, "mlp": mlp})])}
+    )
+
+
+def linear(outputs: int = EXPERTS, **options: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, outputs, **options)
+
+
+class Stack(nn.Module):
+    """Experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.zeros(EXPERTS, WIDTH, 48))
+
+
+class TopKGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = linear(EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "routers"),
+    [
+        ({"gate": linear(), "experts": experts()}, {"gate"}),
+        ({"pick": linear(), "experts": experts()}, {"pick"}),
+        ({"gate": linear(), "experts": Stack()}, {"gate"}),
+        ({"gate": nn.ModuleDict({"wg": linear()}), "experts": experts()}, {"gate.wg"}),
+        ({"top": TopKGate(), "experts": experts()}, {"top.score"}),
+        ({"route": linear(), "noise_linear": linear(), "experts": experts()},
+         {"route", "noise_linear"}),
+        # A projection of the same width beside a router that has its name.
+        ({"gate": linear(), "latent": linear(), "experts": experts()}, {"gate"}),
+        # Deeper ones are no siblings; a gated MLP is no router, and neither is a shared expert.
+        ({"gate": linear(), "experts": experts(), "shared_expert": nn.ModuleDict(
+            {"gate_proj": linear(48), "down_proj": nn.Linear(48, EXPERTS)})}, {"gate"}),
+        ({"gate": linear(48), "up": linear(48), "down": nn.Linear(48, WIDTH)}, set()),
+        ({"router": linear(3)}, {"router"}),
+        ({"shared_expert_gate": linear(1), "gate": linear(), "experts": experts()},
+         {"shared_expert_gate", "gate"}),
+    ],
+)  # fmt: skip
+def test_a_router_is_found_by_its_name_or_by_its_width_beside_experts(parts, routers):
+    plan = plan_in(convert(block(**parts), PLAN))
+    kept = {layer.name.removeprefix("layers.0.mlp.") for layer in plan.layers if not layer.fp8}
+    assert kept == routers
+    for layer in plan.layers:
+        if not layer.fp8:
+            assert layer.reason == "a router: the recipe says router = false"
+            assert f"{layer.name}: unchanged, {layer.reason}" in plan.reasons
+
+
+def test_a_router_that_is_declared_float32_stays_so_in_a_model_in_bf16():
+    def model(dtype: torch.dtype) -> nn.Module:
+        made = block(experts=experts(), pick=linear(EXPERTS + 3), other=linear(EXPERTS + 3))
+        made.bfloat16()
+        made.get_submodule("layers.0.mlp.pick").to(dtype)
+        return made
+
+    for recipe in ("current", "bf16"):
+        declared = convert(model(torch.float32), recipe)
+        layers = {layer.name: layer for layer in plan_in(declared).layers}
+        pick = declared.get_submodule("layers.0.mlp.pick")
+        assert type(pick) is nn.Linear
+        assert pick.weight.dtype == torch.float32
+        assert layers["layers.0.mlp.pick"].precision == "unchanged"
+        assert layers["layers.0.mlp.other"].precision == recipe
+    assert in_fp8(convert(model(torch.bfloat16), PLAN)) == [*layers]
+
+
+def test_float32_layers_of_dense_models_go_to_fp8():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    model[1].float()  # as T5 has its `wo`
+    assert in_fp8(convert(model, PLAN)) == ["0", "1", "2"]

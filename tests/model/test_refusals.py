@@ -1,0 +1,225 @@
+"""Wrong arguments of the Python API, and transforms that converted models do not run under: one
+line of a UserError each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+import fp8stack
+from fp8stack import UserError, convert, fp8_state, load_fp8_state, load_recipe, resolve
+from tests.support.backend_models import CPU, normal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def converted(recipe: str = "delayed", backend: str = "emulate") -> nn.Sequential:
+    return convert(plain(), resolve(load_recipe(recipe), CPU, backend))
+
+
+def refusal(call: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ([nn.Linear(32, 32)], "not a list"),
+        ({}, "not a dict"),
+        (None, "not None"),
+        (3, "not an int"),
+        (plain, "not a function"),
+        (torch.ones(2, 2), "not a Tensor"),
+        (nn.Linear, r"not the class 'Linear': make one first, such as convert\(Linear\("),
+        (torch.Tensor, "not the class 'Tensor'"),
+        (torch.jit.script(nn.Sequential(nn.Linear(32, 32))), "TorchScript"),
+        (torch.jit.trace(nn.Sequential(nn.Linear(32, 32)), torch.ones(1, 32)), "TorchScript"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_no_model_is_not_converted(model, said):
+    with pytest.raises(UserError, match=said):
+        convert(model, "delayed")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exclude": None}, "exclude: None is no pattern"),
+        ({"exclude": 3}, "exclude: an int is no pattern"),
+        ({"exclude": ["0", 3]}, "exclude: an int is no pattern"),
+        ({"exclude": b"0"}, "exclude: an int is no pattern"),
+        ({"exclude": nn.Linear}, "exclude: the class 'Linear' is no pattern"),
+        ({"also": None}, "also: None is no class"),
+        ({"also": "FalconLinear"}, "also: a str is no class"),
+        ({"also": nn.Linear(1, 1)}, "also: a Linear is no class"),
+        ({"also": (nn.Linear, 3)}, "also: an int is no class"),
+        ({"amax_group": "wrld"}, "amax_group: a str is no group"),
+        ({"amax_group": [0, 1]}, "amax_group: a list is no group"),
+        ({"plan": None}, r"convert needs a recipe or a plan, such as .* not None"),
+        ({"plan": fp8stack.Plan}, r"needs a recipe or a plan, .* not the class 'Plan'"),
+        ({"plan": torch.float8_e4m3fn}, r"needs a recipe or a plan, .* not a dtype"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(options, said):
+    model = plain()
+    with pytest.raises(UserError, match=said):
+        convert(model, **{"plan": "delayed", **options})
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: resolve(3, CPU), "A recipe is a name, a path or a Recipe, not an int"),  # type: ignore[arg-type]
+        (lambda: resolve("delayed", None), "resolve needs hardware, such as probe(), not None"),  # type: ignore[arg-type]
+        (lambda: resolve("delayed", CPU, 3), "A backend is given by its name, not by an int"),  # type: ignore[arg-type]
+        (lambda: load_recipe(None), "A recipe is given by name or path, not by None"),  # type: ignore[arg-type]
+        (lambda: fp8stack.load_config([]), "A model is given by name or path, not by a list"),  # type: ignore[arg-type]
+        (lambda: fp8stack.probe(3), "No device '3'"),  # type: ignore[arg-type]
+        (lambda: fp8stack.build_backend("te"), "build_backend needs a plan"),  # type: ignore[arg-type]
+        (lambda: fp8stack.load(None), "not by None"),  # type: ignore[arg-type]
+        (lambda: fp8stack.load(plain()), "not by a Sequential"),  # type: ignore[arg-type]
+        (lambda: fp8stack.pretrain(stpes=1), "No key 'stpes'. Did you mean 'steps'?"),
+    ],
+)
+def test_other_functions_name_what_they_need(call, said):
+    assert said in refusal(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_weight_that_is_quantized_already_stays_out(dtype):
+    model: Any = plain()
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(dtype), requires_grad=False)
+    plan: Any = convert(model, resolve("current", CPU, "emulate")).fp8_plan
+    assert plan.layers[0].reason == f"its weight is quantized already ({str(dtype)[6:]})"
+    assert [layer.fp8 for layer in plan.layers] == [False, True]
+
+
+def test_a_weight_that_is_a_tensor_of_torchao_stays_out():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(plain(), plain())
+    torchao.quantize_(model[0], torchao.Int8WeightOnlyConfig())
+    plan: Any = convert(model, resolve("current", CPU, "emulate")).fp8_plan
+    assert [layer.fp8 for layer in plan.layers] == [False, False, True, True]
+    assert "its weight is a" in plan.layers[0].reason
+
+
+# FP8 state
+
+
+def test_a_model_that_was_not_converted_has_no_fp8_state():
+    said = "was not converted and has no FP8 state: call fp8stack.convert(model, recipe) first"
+    for call, *args in ((fp8_state,), (load_fp8_state, {})):
+        for model in (plain(), nn.ModuleDict(), nn.Embedding(2, 2)):
+            assert said in refusal(call, model, *args)
+        others: list[Any] = [3, None, nn.Linear, {}]
+        for other in others:
+            assert "FP8 state is in a model that fp8stack.convert" in refusal(call, other, *args)
+    for recipe in ("mxfp8", "current", "bf16", "fp32"):
+        model = converted(recipe, "auto")
+        assert fp8_state(model) == {}
+        load_fp8_state(model, {})
+    assert fp8_state(nn.ModuleList([converted(), plain()])).keys() == fp8_state(converted()).keys()
+    assert fp8_state(converted()[0])  # a part has the state of the model
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_state_of_other_types_is_refused_by_name(recipe):
+    model = converted(recipe)
+    state = fp8_state(model)
+    name = next(iter(state))
+    for other in (None, [], 3, "x", [1]):
+        assert "FP8 state is the dictionary that" in refusal(load_fp8_state, model, other)
+    values = {"an int": 3, "None": None, "a list": [1.0], "a Tensor": state[name].to("meta")}
+    for words, value in values.items():
+        told = refusal(load_fp8_state, model, {**state, name: value})
+        assert f"'{name}' is {words}" in told
+    assert "'1' is an int" in refusal(load_fp8_state, model, {1: 2})
+    for tensor in (torch.ones(3), torch.ones((), dtype=torch.float64)):
+        assert f"'{name}' is {tensor.dtype} " in refusal(
+            load_fp8_state, model, {**state, name: tensor}
+        )
+    assert all(torch.equal(value, state[key]) for key, value in fp8_state(model).items())
+
+
+# Transforms
+
+FP8 = ["delayed", "current", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("recipe", FP8)
+def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
+    if backend == "torch" and recipe in ("mxfp8", "nvfp4"):
+        pytest.skip("torch's CPU has no such scaling")
+    model, x = converted(recipe, backend).train(train), normal(8, 32)
+    before = fp8_state(model)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, given, (x,)).sum()
+
+    for call in (
+        lambda: grad(loss)(weights),
+        lambda: vmap(model)(x[None]),
+        lambda: vmap(lambda row: functional_call(model, weights, (row,)))(x[None]),
+        lambda: jacrev(model)(x),
+        lambda: jvp(model, (x,), (x,)),
+        lambda: torch.func.functionalize(model)(x),
+    ):
+        assert "cannot run under torch.func's grad, vmap or jacrev: call backward()" in refusal(
+            call
+        )
+
+    def forward_mode() -> None:
+        with forward_ad.dual_level():
+            model(forward_ad.make_dual(x, x))
+
+    state = fp8_state(model)
+    assert all(torch.equal(value, state[name]) for name, value in before.items())
+    assert "no forward-mode derivatives: call backward()" in refusal(forward_mode)
+    model(x).sum().backward()  # nothing is broken
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("recipe", FP8)
+def test_torch_jit_and_fx_are_refused_in_a_line(recipe, part):
+    x = normal(8, 32)
+    for train in (True, False):
+        model: Any = converted(recipe).train(train)
+        model = model[0] if part else model
+        assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, model, x)
+        assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, model)
+        if not part:
+            assert "torch.fx: trace the model first" in refusal(torch.fx.symbolic_trace, model)
+    traced = torch.fx.symbolic_trace(plain())
+    convert(traced, resolve(recipe, CPU, "emulate"))(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_in_bf16_can_be_traced_and_transformed_but_not_scripted():
+    model, x = converted("bf16", "auto"), normal(8, 32)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    assert torch.allclose(vmap(model)(x[None])[0], model(x), atol=1e-2)
+    assert "compiled by torch.jit" in refusal(torch.jit.script, model)
