@@ -103,7 +103,9 @@ def trained(
 def test_checkpointing_changes_nothing_in_whatever_order_passes_come(backend, order):
     if backend == "te" and order is twice:
         pytest.skip("TE refuses a second backward pass")
-    ways = [way for way in WAYS if way != "selective" or backend != "te"]
+    # torch refuses a second backward pass of what selective checkpointing runs again.
+    selective = backend != "te" and order is not twice
+    ways = [way for way in WAYS if way != "selective" or selective]
     plain, *others = (trained(gpt("delayed", backend), order, way) for way in ways)
     for frugal in others:
         assert frugal.keys() == plain.keys()

@@ -29,6 +29,7 @@ from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import Block
 from tests.conftest import refusal
+from tests.support.study_recipes import BACKWARD_HIGH
 
 CPU = Hardware("cpu")
 CPU_BF16 = Hardware("cpu", cpu_bf16=True)
@@ -1190,7 +1191,7 @@ def test_the_summary_counts_fp8_work_and_says_why_the_head_is_not(machine):
 @pytest.mark.parametrize(
     ("recipe", "gemms"),
     [("delayed", 3), ("rowwise", 3), ("rowwise_wgrad_hp", 2), ("nvfp4_forward_high", 2),
-     ("nvfp4_backward_high", 1)],
+     (BACKWARD_HIGH, 1)],
 )  # fmt: skip
 def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms):
     made = resolve(recipe, CPU).for_layers({"a": (64, 32), "b": (64, 64)}, heads=())
