@@ -11,11 +11,12 @@ from pydantic import BaseModel, Field, ValidationError
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
-from fp8stack.io import read_json
+from fp8stack.io import TEMPORARY, read_json
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
 MANIFEST = "manifest.json"
 ENDS = ".ends"
+UNFINISHED = f"{TEMPORARY}prepare"  # a folder in a folder that is being prepared
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 DtypeName = Literal["uint16", "uint32"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -63,12 +64,12 @@ def is_prepared(folder: Path) -> bool:
 def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
     """Raise a UserError if `files`, of a folder without a manifest, are an unfinished output of
     `fp8stack prepare`."""
-    for path in files:
-        if path.suffix == ENDS:
-            raise UserError(
-                f"{folder} has {path.name} and no {MANIFEST}: `fp8stack prepare` did not finish "
-                "it. Run the same command again."
-            )
+    ends = [path.name for path in files if path.suffix == ENDS]
+    if ends or (folder / UNFINISHED).is_dir():
+        raise UserError(
+            f"{folder} has {(ends or [UNFINISHED])[0]} and no {MANIFEST}: `fp8stack prepare` did "
+            "not finish it. Run the same command again."
+        )
 
 
 def read_manifest(folder: Path) -> Manifest:

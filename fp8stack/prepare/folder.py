@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fp8stack
-from fp8stack.data.prepared import MANIFEST, prepared_parts
+from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_parts
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
 from fp8stack.prepare.inputs import Settings, Source
@@ -37,7 +37,7 @@ class Folder:
     """A folder of shards. A preparation keeps its tokens in `scratch` until all are there."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.scratch = path, path / f"{TEMPORARY}prepare"
+        self.path, self.scratch = path, path / UNFINISHED
         self.manifest_path, self.begun_path = path / MANIFEST, self.scratch / "begun.json"
 
     @contextmanager

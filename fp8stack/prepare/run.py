@@ -35,7 +35,7 @@ from fp8stack.tokenizer import (
     save_tokenizer,
 )
 
-GROUP_BYTES = 2**24  # for each process
+GROUP_BYTES = 2**23  # for each process
 SAVED = "Stopped. Progress is saved; the same command continues."
 
 Stopping = Callable[[str], AbstractContextManager[object]]
@@ -215,7 +215,7 @@ def _encode_all(
             path = folder.scratch / f"{number:08d}"
             with stopping(SAVED):  # also a request that was lost while processes started
                 encode(group, encoder, path, workers)
-            for row in encoded(path):
+            for row in encoded(path, ("source", "problem", "lengths")):
                 if row["problem"]:
                     problems.setdefault(row["source"], row["problem"])
                 tokens += int(np.frombuffer(row["lengths"], np.int64).sum())

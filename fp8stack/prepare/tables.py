@@ -282,10 +282,10 @@ def encode(
         _work = None
 
 
-def encoded(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows that `encode` wrote to a folder."""
+def encoded(folder: Path, columns: Sequence[str] = tuple(ROW)) -> Iterator[dict[str, Any]]:
+    """Yield the rows that `encode` wrote to a folder, with some of their columns."""
     for file in sorted(folder.iterdir()):
-        yield from library().Dataset.from_file(str(file))
+        yield from library().Dataset.from_file(str(file)).select_columns(list(columns))
 
 
 def last_row(folder: Path) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from bench.cost.prepare import prepare
+from fp8stack.data import load_corpora
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import run
 from fp8stack.prepare.encode import Encoder
 from fp8stack.prepare.folder import Folder
 from fp8stack.prepare.shards import SplitWriter
 from tests.conftest import contents
+from tests.conftest import refusal as refused_by
 from tests.prepare.test_run import (
     documents,
     lines,
@@ -262,6 +264,7 @@ def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, caps
     path = tmp_path / name
     write(["before " * 9] * 900)
     cut_after(15, first, path, out=tmp_path / "out")
+    assert "did not finish it" in refused_by(load_corpora, str(tmp_path / "out"), 256)
     write(["after " * 9] * 900)
     capsys.readouterr()
     prepared(first, path, out=tmp_path / "out")
@@ -351,7 +354,7 @@ def test_memory_does_not_grow_with_the_input(kind, tmp_path):
             parquet(path, texts * times, len(texts))
         elif kind == "csv":
             words = "".join(f"{text.split(',')[0].split('(')[0]}\n" for text in texts)
-            written(path, b"text\n" + words.encode() * times * 3)
+            written(path, b"text\n" + words.encode() * times * 6)
         else:
             written(path, pack(content, path.suffix) * times)
         prepare(peaks, f"{times}", path, "--out", tmp_path / f"out-{times}", "--workers", 2)
