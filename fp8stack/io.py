@@ -26,8 +26,6 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-from safetensors import SafetensorError
-
 from fp8stack.errors import StorageError, UserError, quoted
 
 TEMPORARY = ".tmp-"
@@ -57,7 +55,11 @@ def storage_errors(path: Path) -> Iterator[None]:
     StorageError in place of an OSError or a SafetensorError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        from safetensors import SafetensorError  # reading files needs no safetensors
+
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         code = error.errno if isinstance(error, OSError) else None
         if told := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
             code = int(told[1])

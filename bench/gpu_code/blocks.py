@@ -151,6 +151,7 @@ def compile_for_gpu(
     ):
         with CUDA:
             gpt = GPT(config, build_backend(plan))
+            gpt.backend.weights.only_told = True  # as in a run
             shape, stream = (tokens // context, context), gpt.backend.residual_dtype
             x = torch.empty(*shape, config.width, dtype=stream, requires_grad=True)
             targets = torch.empty(shape, dtype=torch.int64)

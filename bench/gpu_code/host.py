@@ -122,6 +122,7 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
 def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
     """What a step runs outside the blocks and does not depend on the number of tokens."""
     delayed = gpt.backend.delayed
+    gpt.backend.weights.only_told = True  # as in a run
     if delayed is not None:
         delayed._compiled = True  # as the compiler sets when it traces a block
     monitor = Monitor(torch.optim.AdamW(gpt.parameters(), fused=True), GuardConfig(), delayed)
