@@ -303,7 +303,7 @@ def _children(workers: int) -> Iterator[None]:
 
     method, config = multiprocess.get_start_method(), multiprocess.current_process()._config
     multiprocess.set_start_method("fork" if workers > 1 else method, force=True)  # for `_work`
-    config["tempdir"] = tempfile.mkdtemp(prefix="fp8stack-")  # for sockets; long paths have none
+    config["tempdir"] = _folder_for_sockets()
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {n: h for n in SIGNALS if is_main and (h := signal.getsignal(n)) is not None}
 
@@ -327,6 +327,13 @@ def _children(workers: int) -> Iterator[None]:
             signal.signal(number, handler)
         shutil.rmtree(config.pop("tempdir"), ignore_errors=True)
         multiprocess.set_start_method(method, force=True)
+
+
+def _folder_for_sockets() -> str:
+    """A new temporary folder in which sockets can have a path: of at most 107 bytes on Linux."""
+    name_bytes = len("/fp8stack-xxxxxxxx/listener-xxxxxxxx")
+    fits = len(os.fsencode(tempfile.gettempdir())) + name_bytes < 100
+    return tempfile.mkdtemp(prefix="fp8stack-", dir=None if fits else "/tmp")
 
 
 def _fork(begins: bool) -> None:

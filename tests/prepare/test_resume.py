@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,7 @@ def wait_until(condition: Any, limit_s: float = 180) -> None:
 def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
     asked, group, code, told, large, tmp_path
 ):
-    sockets = tmp_path / "tmp"
-    sockets.mkdir()
+    sockets = Path(tempfile.mkdtemp())
     words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
     running = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *map(str, words)],
@@ -225,8 +225,18 @@ def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
     assert running.returncode == code
     assert said == (f"fp8stack: {told}" if told else "")
     wait_until(lambda: not any(alive(int(child)) for child in children))
-    assert list(sockets.iterdir()) == []
+    sockets.rmdir()  # which is empty
     prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01)
+    assert contents(tmp_path / "out") == large[1]
+
+
+def test_processes_find_each_other_where_temporary_files_have_long_paths(
+    large, tmp_path, monkeypatch
+):
+    far = tmp_path / ("x" * 100)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01, workers=2)
     assert contents(tmp_path / "out") == large[1]
 
 
