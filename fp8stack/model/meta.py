@@ -71,7 +71,9 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
 def without_memory(plan: Plan) -> Iterator[None]:
     """Within, new tensors have no memory, and code takes the paths of the plan's device."""
     on_cpu = plan.device == "cpu"
-    functions = {} if on_cpu else {F.dropout: _fused_dropout, F.rms_norm: _fused_rms_norm}
+    functions: dict[Any, Callable[..., Any]] = {}
+    if not on_cpu:
+        functions = {F.dropout: _fused_dropout, F.rms_norm: _fused_rms_norm}
     where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
     with Replaced(functions), where, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
