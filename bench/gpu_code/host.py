@@ -31,7 +31,8 @@ from fp8stack.backends import torch as torch_backend
 from fp8stack.config import GuardConfig
 from fp8stack.model.config import load_config
 from fp8stack.model.gpt import GPT
-from fp8stack.ops import fused_casts, kernels, replay
+from fp8stack.ops import fused_casts, kernels, replay, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
@@ -176,10 +177,15 @@ def _launching(launch: Callable[..., None]) -> Iterator[None]:
     def load(kernel: Any) -> None:
         kernel._run = launch
 
+    def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+        launch()
+        return torch.empty(len(a.data), len(b.data), dtype=out_dtype)
+
     with (
         patch.object(torch_backend, "_is_plain", lambda weight: True),
         patch.object(fused_casts, "has_kernel", lambda device: True),
         patch.object(kernels, "has_kernel", lambda device: True),
+        patch.object(scaled_gemm, "_by_blocks", gemm),
         patch.object(replay, "records", lambda device: True),
         patch.object(torch.cuda, "CUDAGraph", lambda: graph),
         patch.object(torch.cuda, "graph", lambda graph, **options: nullcontext()),
