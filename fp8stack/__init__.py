@@ -1,11 +1,8 @@
 """fp8stack: pretrain GPT-style models in FP8, with the same numerics on a laptop and on a GPU. The
 names below are public; they are imported when first used, so that `import fp8stack` is quick."""
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# The command sets its handler of Ctrl-C after this file: it imports nothing that takes long.
+TYPE_CHECKING = False  # typing's, for type checkers alike
 if TYPE_CHECKING:
     from fp8stack import numerics
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
@@ -75,7 +72,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name == "numerics":
         return import_module("fp8stack.numerics")
     if name in _HOMES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +22,7 @@ from pydantic import (
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted, unknown
+from fp8stack.io import DEEPEST, parse_toml, read_toml
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe import RecipeFile
@@ -148,6 +148,8 @@ class RunConfig(BaseModel):
     temperature: PositiveFloat = 0.8
     workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
+    worker_timeout: Annotated[float, Field(ge=1)] = 60.0
+    """Seconds after which data workers that give no batch count as lost."""
     threads: PositiveInt | None = None
     """CPU threads for torch, at most the cores; torch's own choice if left out."""
     deterministic: bool | None = None
@@ -179,7 +181,7 @@ class RunConfig(BaseModel):
     profile_shapes: bool = False
     """profile: record the shapes of operands, and list operators by them."""
     profile_memory: bool = False
-    """profile: record each allocation, and list what operators allocate."""
+    """profile: list what operators allocate on a GPU; on a CPU they are always listed."""
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
@@ -246,15 +248,18 @@ class RunConfig(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""Keys that start an experiment tracker."""
 FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
         *("device", "deterministic", "out", "steps", "workers", "save_fp8", "compile"),
+        "worker_timeout",
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
         *("save_every", "keep_checkpoints", "keep_every", "checkpoint_async", "sample_tokens"),
-        *("sample_prompt", "temperature", "tokenizer", "tensorboard", "wandb", "trackio"),
+        *("sample_prompt", "temperature", "tokenizer", *TRACKERS),
         *("telemetry_every", "what_if", "guard"),
     }
 )
@@ -280,7 +285,7 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
     """
     if file == "":
         raise UserError("--config is empty. Give a run file, or leave it out.")
-    table = at_home(presets.read_toml(Path(file)), Path(file).parent) if file else {}
+    table = at_home(read_toml(Path(file)), Path(file).parent) if file else {}
     own = table.get("phases")
     where = f"run file '{file}'" if file else "flags"
     # The file is checked alone first, so that an error names where the key stands.
@@ -422,7 +427,7 @@ def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = N
         owner = owner_of(key)
         if owner in (None, "run"):
             continue
-        if file is not None and {"width", "scaling", "like", "quantizer"} & table.keys():
+        if file is not None and {"width", "like", "quantizer"} & table.keys():
             raise UserError(f"{where}: this is a {owner} file. Give it as --{owner} {file}.")
         raise UserError(f"{where}: '{key}' is a key of the {owner}. Give --set {owner}.{key}=VALUE")
 
@@ -439,22 +444,25 @@ def owner_of(key: str) -> str | None:
 def _set(table: dict[str, Any], item: str) -> None:
     """Apply one `key=value`: `lr=0.001`, `model.layers=2`; a bare word is a string."""
     key, equals, text = item.partition("=")
+    shown = f"--set '{quoted(item)}'"
     if not equals or not key:
-        raise UserError(f"--set {item!r} is not key=value. Example: --set lr=0.001")
+        raise UserError(f"{shown} is not key=value. Example: --set lr=0.001")
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+        parsed = parse_toml(f"value = {text}", "--set")
+    except UserError:  # a bare word
         parsed = {"value": text}
     if len(parsed) > 1:
-        raise UserError(f"--set {item!r} sets more than one key. Give each its own --set.")
+        raise UserError(f"{shown} sets more than one key. Give each its own --set.")
     value = parsed["value"]
     *outer, last = key.split(".")
+    if len(outer) >= DEEPEST:
+        raise UserError(f"{shown} is nested too deeply: a key has more than {DEEPEST} parts.")
     if outer and outer[0] in ("model", "recipe"):  # which are names themselves
         outer[0] += "_overrides"
     for part in outer:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {item!r}: '{part}' is not a table.")
+            raise UserError(f"{shown}: '{quoted(part)}' is not a table.")
         table = inner
     table[last] = value
 

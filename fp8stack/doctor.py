@@ -11,6 +11,7 @@ from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.rules import shipped
 from fp8stack.tables import rich_table
+from fp8stack.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,16 +48,21 @@ def as_json(hardware: Hardware) -> dict[str, Any]:
 
 def show(hardware: Hardware, console: Console) -> None:
     """Print the answer for people."""
-    console.print(f"machine: {hardware}", highlight=False, markup=False, soft_wrap=True)
+    from rich.text import Text
+
+    def write(line: str) -> None:
+        console.print(Text(printable(line)), soft_wrap=True)
+
+    write(f"machine: {hardware}")
     software = [f"torch {hardware.torch_version}"]
     if hardware.cuda_version:
         software.append("CUDA {}.{}".format(*hardware.cuda_version))
     unused = " (of no use on a CPU)" if hardware.te_version and hardware.capability is None else ""
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
-    console.print(f"software: {', '.join(software)}", highlight=False, markup=False)
+    write(f"software: {', '.join(software)}")
     compiles = f"no torch.compile: {hardware.compiler_problem}" * bool(hardware.compiler_problem)
     for remedy in filter(None, (hardware.gpu_problem, _te_remedy(hardware), compiles)):
-        console.print(remedy, highlight=False, markup=False, soft_wrap=True)
+        write(remedy)
     console.print()
     every_plan = plans(hardware)
     headings = ["recipe", "runs", "backend", "dtype"]
@@ -73,8 +79,7 @@ def show(hardware: Hardware, console: Console) -> None:
                 # Else it is said above, once.
                 said.setdefault(reason.replace(f"{asked} needs", "it needs"), []).append(asked)
     for reason, names in said.items():
-        line = f"{', '.join(names)}: {reason}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        write(f"{', '.join(names)}: {reason}")
     console.print()
     headings = ["format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
     console.print(rich_table("Number formats", headings, map(_format_row, FORMATS.values())))

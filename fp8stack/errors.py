@@ -45,10 +45,28 @@ class RankLost(UserError):
     exit_code = 4
 
 
+class DataWorkerLost(UserError):
+    """A process that reads data is gone, or gives no batch; the run is saved. Exit code 75, on
+    which a restart goes on."""
+
+    exit_code = 75
+
+    def __init__(self, message: str) -> None:
+        super().__init__(raised_in_worker(message))
+
+
 class Interrupted(UserError):
     """The user did not want to wait for a checkpoint. Exit code 130."""
 
     exit_code = 130
+
+
+def raised_in_worker(message: str) -> str:
+    """The message of an error, in one line. One that a DataLoader worker raised is made again in
+    the main process, by torch, with the worker's whole traceback as its message."""
+    if "\nOriginal Traceback" not in message:
+        return message
+    return message.rstrip().rsplit("\n", 1)[-1].partition(": ")[2]
 
 
 def quoted(name: str) -> str:

@@ -17,7 +17,7 @@ Fp8Name = Literal["e4m3", "e5m2"]
 FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
 """What an operand can be quantized to."""
 ScaleRounding = Literal["rceil", "floor", "even"]
-"""How a block's scale becomes a power of two: see `numerics.quantize_mxfp8`."""
+"""How a block's scale becomes a power of two: see `numerics.scales.e8m0_code`."""
 AmaxAlgorithm = Literal["max", "most_recent"]
 """What a window of amaxes gives: see `numerics.AmaxHistory`."""
 
@@ -160,7 +160,7 @@ class Quantizer:
             GEMM's reduction, (1, n) n in a row along the reduction, (n, n) a square.
         scale: float32, float32 rounded down to a power_of_two, e8m0 (OCP Microscaling), or e4m3 of
             two levels: E4M3 per block, and above it one float32 per tensor (NVFP4).
-        scale_rounding: how e8m0 scales are rounded, see `numerics.quantize_mxfp8`.
+        scale_rounding: how e8m0 scales are rounded, see `numerics.scales.e8m0_code`.
         amax: what the scale follows from: the current tensor, or those of earlier passes (delayed).
         history_length: how many amaxes a window of delayed scaling holds.
         amax_algorithm: what counts in that window: max, or most_recent.
@@ -255,6 +255,12 @@ class Quantizer:
         return self.blocks is None or self.scale != "float32"
 
     @property
+    def exact_across_in_bf16(self) -> bool:
+        """`exact_in_bf16`, for a GEMM that takes what fprop had and reduces over its rows: there
+        values carry the scales of rows as well."""
+        return self.per_tensor or self.scale != "float32"
+
+    @property
     def turns(self) -> bool:
         """Whether the bytes of the transposed tensor are the transposed bytes."""
         square = self.per_tensor or (self.blocks is not None and self.blocks[0] > 1)
@@ -288,7 +294,8 @@ class Quantizers:
     that fprop had.
 
     Raises:
-        ValueError: two operands of a GEMM with different Hadamard transforms.
+        ValueError: two operands of a GEMM with different Hadamard transforms, or "forward" for
+            values that were transformed.
     """
 
     input: Quantizer | None = None
@@ -305,6 +312,13 @@ class Quantizers:
                 raise ValueError(
                     f"{gemm}: hadamard = {transforms[0]} and {transforms[1]}, which would not "
                     "cancel. Give both operands the same"
+                )
+        for name in OPERANDS:
+            along = self.along(name)
+            if self.across(name) == "forward" and along is not None and along.hadamard:
+                raise ValueError(
+                    f"{name}: hadamard = {along.hadamard} mixes the forward values that its "
+                    "backward GEMM is to take. Use hadamard = 0 or backward = 'high_precision'"
                 )
 
     def along(self, operand: Operand) -> Quantizer | None:
@@ -372,14 +386,17 @@ class Quantizers:
     @property
     def exact_in_bf16(self) -> bool:
         """Whether all that the GEMMs multiply has at most 8 significant bits."""
-        return all(q.exact_in_bf16 for q in self.each.values())
+        again = [self.along(name) for name in OPERANDS if self.across(name) == "forward"]
+        exact = all(q.exact_in_bf16 for q in self.each.values())
+        return exact and all(q is None or q.exact_across_in_bf16 for q in again)
 
     def bf16_holds(self, gemm: str) -> bool:
         """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
         most 8 significant bits."""
         one, other = self.gemms[gemm]
         if other == "forward":
-            other = self.weight if gemm == "dgrad" else self.input
+            again = self.weight if gemm == "dgrad" else self.input
+            other = again if again is not None and again.exact_across_in_bf16 else None
         return all(q is not None and q.exact_in_bf16 for q in (one, other))
 
 

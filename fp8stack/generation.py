@@ -1,6 +1,5 @@
 """`fp8stack generate`: text that a trained model writes, token by token."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,7 +13,9 @@ from fp8stack.model.sampling import Sampling
 from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
 from fp8stack.tables import counted
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.terminal import warn, write_text
+from fp8stack.tokenizer import Tokenizer
+from fp8stack.training.load import Trained
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
 
@@ -57,7 +58,7 @@ def write(request: Request) -> None:
         NumericFailure: the model gives logits that are not finite.
         Interrupted: by Ctrl-C.
     """
-    text = _Text(request, _say)
+    text = _Text(request, warn)
     with closing(_Speed(min(len(text.prompt), text.model.config.context), text.model)) as speed:
         _print(request.prompt, text.pieces(speed.watched(text.tokens())))
 
@@ -105,14 +106,14 @@ def generate(
         tokenizer=tokenizer,
         device=device,
     )
-    text = _Text(request, lambda line: None)
+    text = _Text(request, lambda *lines: None)
     return prompt + "".join(text.pieces(text.tokens()))
 
 
 class _Text:
     """A text that is about to be written; `say` is told with what."""
 
-    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, say: Callable[..., None]) -> None:
         hardware = probe(request.device)
         trained = find_source(request.run)
         recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
@@ -120,12 +121,13 @@ class _Text:
         self.model = trained.model(recipe, hardware, request.backend)
         vocabulary = self.model.config.vocabulary
         name = request.tokenizer or trained.own_tokenizer
-        self.tokenizer = tokenizer_for(request.run, vocabulary, name)
+        self.tokenizer = tokenizer_for(request.run, name, trained)
         self.prompt = prompt_tokens(request.prompt, self.tokenizer, vocabulary)
         for note in trained.notes:
             say(note)
         say(f"checkpoint: {trained.path}")
-        say("\n".join(self.model.backend.plan.summary()) + why)
+        *plan, last = self.model.backend.plan.summary()
+        say(*plan, last + why)
 
     def tokens(self) -> Iterator[int]:
         """What the model writes, token by token."""
@@ -164,17 +166,15 @@ def default_recipe(hardware: Hardware) -> tuple[str, str]:
     return "fp32", " (this CPU has no bf16 instructions)"
 
 
-def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
-    """The tokenizer called `name`, or the run's; bytes if the run does not say and has 256 tokens.
-    Raises a UserError if it cannot be loaded, or is not known."""
-    found = tokenizer_of_run(run, name)
+def tokenizer_for(run: str, name: str | None, trained: Trained) -> Tokenizer:
+    """The tokenizer called `name`, or the one of `trained`, the model of `run`. Raises a UserError
+    if it cannot be loaded, is unknown, or is not the one that the run was trained with."""
+    found = tokenizer_of_run(run, name, trained.recorded_tokenizer)
     if found is not None:
         return found
-    if vocabulary == 256:
-        return load_tokenizer("bytes")
     raise UserError(
-        f"{quoted(run)} does not say what its {vocabulary} tokens are. Give --tokenizer: bytes, "
-        "gpt2, or the path of a tokenizer.json."
+        f"The tokenizer of {quoted(run)} is unknown: its {trained.shape.vocabulary} tokens may "
+        "stand for any text. Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json."
     )
 
 
@@ -225,25 +225,16 @@ class _Speed:
             wrote += f" at {(self._written - 1) / self._rest_s:,.0f} tokens/s"
         plan = self._model.backend.plan
         fp8 = f", {self._model.backend.fp8_gemms():,} FP8 GEMMs" if plan.is_fp8 else ""
-        _say(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
+        warn(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
 
 
 def _print(prompt: str, pieces: Iterator[str]) -> None:
     """Print a prompt and what follows, a character as soon as it is whole."""
-    _put(prompt)
+    write_text(prompt)
     try:
         for piece in pieces:
-            _put(piece)
+            write_text(piece)
     except KeyboardInterrupt:
         raise Interrupted("Interrupted.") from None
     finally:
-        _put("\n")
-
-
-def _put(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        write_text("\n")

@@ -1,24 +1,52 @@
-"""Files written whole or not at all, and the system's errors in one line. No torch here."""
+"""Files and folders written whole or not at all, TOML and JSON that anyone may have written, and
+the system's errors in one line. No torch here.
+
+What is being written has a temporary name beside its place, and the process that writes it holds it
+locked. So the temporaries that a killed process left behind are told from those in use: nobody
+holds them, and whoever writes to the same place next removes them.
+"""
 
 import errno
 import hashlib
+import itertools
+import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import stat
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-from safetensors import SafetensorError
-
-from fp8stack.errors import StorageError
+from fp8stack.errors import StorageError, UserError, quoted
 
 TEMPORARY = ".tmp-"
 """What the names of files and folders begin with that are being written or removed."""
+LOCK = ".lock"
+"""The file in a run's folder that the process that trains there holds locked."""
+_OLD = "-old"
+_TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}(?P<name>.+?)-\d+({_OLD})?", re.DOTALL)
+_LOCK_RETRY_S = 0.05
+
+DEEPEST = 64
+"""The most levels of tables and lists in TOML and JSON: several times what any program writes, and
+few enough for code that recurses."""
+LARGEST_TOML = 2**20  # bytes: a hundred times what anyone writes
+LARGEST_JSON = 2**26  # bytes: the index of a large model takes megabytes
+
+_KEY = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+# tomllib takes quadratic time and memory for a dotted key.
+_DEEP_KEY = re.compile(
+    rf"(?:^|[\[{{,])[ \t]*{_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{{DEEPEST}}}", re.MULTILINE
+)
 
 
 @contextmanager
@@ -27,7 +55,11 @@ def storage_errors(path: Path) -> Iterator[None]:
     StorageError in place of an OSError or a SafetensorError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        from safetensors import SafetensorError  # reading files needs no safetensors
+
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         code = error.errno if isinstance(error, OSError) else None
         if told := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
             code = int(told[1])
@@ -38,24 +70,156 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path` whole: a reader sees the old content or the new. Raises a
+    """Replace the file at `path` whole: a reader sees the old content or the new, also when this
+    process is killed. Temporaries of killed processes that wrote to it are removed. Raises a
     StorageError if the disk is full or cannot be written."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with storage_errors(path):
+        sweep(path.parent, path.name.__eq__)
+        with _temporary(path, lambda temporary: temporary.open("xb").close()) as temporary:
+            try:
+                write_flushed(temporary, content, replaces=path)
+                temporary.replace(path)
+                sync_folder(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new, empty folder beside `folder`, which replaces it at the end. After an error
+    `folder` is as before. Where the system can exchange two folders (Linux, on most file systems),
+    a killed process leaves the old folder or the new one; elsewhere it may leave none, and
+    `restore` brings back the old one. Raises a StorageError if the disk is full or cannot be
+    written."""
+    with storage_errors(folder):
+        restore(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder, Path.mkdir) as fresh:
+            try:
+                yield fresh
+                sync_folder(fresh)
+                _take_place(fresh, folder)
+                sync_folder(folder.parent)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+
+
+def restore(folder: Path) -> None:
+    """Undo a `replacing` whose process was killed: bring `folder` back if it is gone, and remove
+    temporaries. Raises a StorageError if that is not possible."""
+    with storage_errors(folder):
+        for path in _abandoned(folder.parent, folder.name.__eq__):
+            if path.name.endswith(_OLD) and not os.path.lexists(folder):
+                path.rename(folder)
+    sweep(folder.parent, folder.name.__eq__)
+
+
+def _take_place(fresh: Path, folder: Path) -> None:
+    """Rename `fresh` to `folder`; what was there is at `fresh` then."""
+    if not os.path.lexists(folder):
+        fresh.rename(folder)
+    elif not _exchange(fresh, folder):
+        old = fresh.with_name(f"{fresh.name}{_OLD}")
+        folder.rename(old)
         try:
-            write_flushed(temporary, content)
-            temporary.replace(path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+            fresh.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        old.rename(fresh)
 
 
-def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
+def _exchange(path: Path, with_path: Path) -> bool:
+    """Exchange two names in one step. Returns False where the system or the file system cannot."""
+    import ctypes
+
+    current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # no Linux, or an old C library
+        return False
+    names = [os.fsencode(path), os.fsencode(with_path)]
+    failed: int = rename(current_folder, names[0], current_folder, names[1], exchange)
+    return failed == 0
+
+
+def sweep(folder: Path, is_written: Callable[[str], object] = bool) -> None:
+    """Remove the temporaries in `folder` that killed processes left behind, of the files and
+    folders whose names `is_written` accepts."""
+    for path in _abandoned(folder, is_written):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _abandoned(folder: Path, is_written: Callable[[str], object]) -> Iterator[Path]:
+    """Yield the temporaries in `folder` that no process holds; each is held for as long as it is
+    looked at."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (OSError, ValueError):  # ValueError: a NUL in its name
+        return
+    for name in names:
+        match = _TEMPORARY_NAME.fullmatch(name)
+        if match is None or not is_written(match["name"]):
+            continue
+        with suppress(OSError), ExitStack() as released:  # such as a link, or another user's
+            if _holds(folder / name, released):
+                yield folder / name
+
+
+@contextmanager
+def _temporary(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield a new temporary beside `path`, which this process holds within."""
+    with ExitStack() as released:
+        for number in itertools.count(os.getpid()):
+            temporary = path.with_name(f"{TEMPORARY}{path.name}-{number}")
+            with suppress(FileExistsError):
+                create(temporary)
+                with suppress(FileNotFoundError):  # another process swept it at once
+                    if _holds(temporary, released):
+                        break
+        yield temporary
+
+
+def _holds(path: Path, released: ExitStack) -> bool:
+    """Hold a regular file or a folder until `released`; see `lock`. Returns False if it is held by
+    another process, or is something else. Raises an OSError for a link, or if it is gone."""
+    if fcntl is None:
+        return True
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    released.callback(os.close, descriptor)
+    status = os.fstat(descriptor)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or not lock(descriptor):
+        return False
+    return os.path.samestat(status, os.stat(path))
+
+
+def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> None:
+    """Write a file and flush it to the disk, with the mode of the file that it `replaces`."""
     with path.open("wb") as stream:
+        if os.name == "posix":
+            restrict(stream.fileno(), path.parent)
+            if replaces is not None:
+                keep_mode(replaces, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def keep_mode(replaced: Path, descriptor: int) -> None:
+    """Give an open file the mode of the file that it is about to replace, if there is one."""
+    with suppress(FileNotFoundError):
+        mode = replaced.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+
+
+def restrict(descriptor: int, folder: Path) -> None:
+    """Take access to an open file from those who have none to the folder it was created in."""
+    os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode & folder.stat().st_mode))
 
 
 def settle(file: Path) -> None:
@@ -66,24 +230,118 @@ def settle(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file. Raises a UserError if it cannot be read or is not TOML."""
+    return parse_toml(_text_of(path, "TOML", LARGEST_TOML), str(path))
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """The table in a TOML text, which errors call `name`. Raises a UserError, in bounded time, if
+    it is not TOML, or has more than `DEEPEST` levels."""
+    name = quoted(name)
+    if key := _DEEP_KEY.search(text):
+        shown = quoted(key[0].strip(" \t\n[{,")[:60])
+        raise UserError(
+            f"{name}: key '{shown}...' is nested too deeply: it has more than {DEEPEST} parts."
+        )
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or an integer too long to convert
+        raise UserError(f"{name} is not valid TOML: {quoted(str(error))}.") from error
+    except RecursionError as error:
+        raise UserError(f"{name} is nested too deeply.") from error
+    _require_shallow(table, name)
+    return table
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """The value in a JSON file. Raises a UserError if it cannot be read, has more than `largest`
+    bytes, or is not JSON."""
+    return parse_json(_text_of(path, "JSON", largest), str(path))
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """The value of a JSON text, which errors call `name`. Raises a UserError if it is not JSON, or
+    has more than `DEEPEST` levels."""
+    name = quoted(name)
+    try:
+        value = json.loads(text)
+    except ValueError as error:  # not JSON, not UTF-8, or an integer too long to convert
+        raise UserError(f"{name} is not valid JSON: {quoted(str(error))}.") from error
+    except RecursionError as error:
+        raise UserError(f"{name} is nested too deeply.") from error
+    _require_shallow(value, name)
+    return value
+
+
+def _text_of(path: Path, kind: str, largest: int) -> str:
+    name = quoted(str(path))
+    try:
+        if path.exists() and not path.is_file():  # /dev/zero has no end
+            raise UserError(f"{name} is no regular file. Give a {kind} file.")
+        if path.stat().st_size > largest:
+            raise UserError(f"{name} is too large. Give a {kind} file.")
+        return path.read_text(encoding="utf-8-sig")
+    except UserError:  # a ValueError too
+        raise
+    except (OSError, ValueError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "invalid path"
+        reason = getattr(error, "strerror", None) or reason
+        raise UserError(f"Cannot read {name}: {reason}. Give a {kind} file.") from error
+
+
+def _require_shallow(value: Any, name: str) -> None:
+    """Raise a UserError if `value` has more than `DEEPEST` levels; found without recursion."""
+    level = [value]
+    for _ in range(DEEPEST):
+        outer = [item for item in level if isinstance(item, dict | list)]
+        level = [
+            inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    if any(isinstance(item, dict | list) for item in level):
+        raise UserError(f"{name} is nested too deeply: more than {DEEPEST} levels.")
+
+
 def sha256_of_file(path: Path) -> str:
     """The SHA-256 of a file in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Hold a file or folder, by its open descriptor, until that is closed; False if another process
-    does, and not both as `shared`. Where there are no locks, on Windows and on some file systems,
-    all are told True."""
-    if fcntl is not None:
+def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
+    """Hold a file or folder, by its open descriptor, until that is closed. Returns False if another
+    process holds it, for `wait_s` seconds more, and not both as `shared`. Where there are no locks,
+    on Windows and on some file systems, returns True."""
+    if fcntl is None:
+        return True
+    until = time.monotonic() + wait_s
+    while True:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            if time.monotonic() < until:
+                time.sleep(_LOCK_RETRY_S)
+                continue
             return False
         except OSError:  # a file system without locks
             pass
-    return True
+        return True
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the file at `path`; see `lock`."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would block
+    except OSError:
+        return False
+    try:
+        return not lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,7 +4,6 @@ they lie beside the package."""
 
 import os
 import re
-import tomllib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fp8stack.errors import UserError, described, quoted, unknown
+from fp8stack.io import read_toml
 
 Kind = Literal["models", "recipes"]
 
@@ -24,8 +24,6 @@ _INTERVAL = (
 _MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL)
 """Keys of other programs that could change nothing here, and why."""
 
-LARGEST_BYTES = 2**20  # of a file with keys and values: a hundred times what anyone writes
-
 OTHER_NAMES = {
     "gpt2": "gpt2-124m",
     "gpt2-small": "gpt2-124m",
@@ -33,6 +31,7 @@ OTHER_NAMES = {
     "gpt2-large": "gpt2-774m",
     "gpt2-xl": "gpt2-1.5b",
     "fp8": "delayed",
+    "scaling": "like",
     "learning_rate": "lr",
     "batch_size": "batch",
     "max_steps": "steps",
@@ -63,25 +62,6 @@ def recipe_words(recipes: str) -> list[str]:
             f"--recipes '{quoted(recipes)}' has an empty name. Example: fp32,bf16,delayed"
         )
     return words
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a TOML file. Raises a UserError if it cannot be read or is not TOML."""
-    try:
-        if path.exists() and not path.is_file():  # /dev/zero has no end
-            raise UserError(f"{quoted(str(path))} is no regular file. Give a TOML file.")
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UserError(f"{quoted(str(path))} is too large. Give a TOML file.")
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except UserError:  # a ValueError too
-        raise
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"Cannot read {quoted(str(path))}: {reason}. Give a TOML file.") from error
-    except ValueError as error:  # TOMLDecodeError, or an integer too long to convert
-        raise UserError(f"{path} is not valid TOML: {quoted(str(error))}.") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply.") from error
 
 
 def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from fp8stack.terminal import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -28,13 +30,14 @@ def counted(count: int, one: str, many: str = "") -> str:
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table, line by line. A | within a cell becomes a /."""
     return [
-        "| " + " | ".join(cell.replace("|", "/") for cell in line) + " |"
+        "| " + " | ".join(printable(cell).replace("|", "/") for cell in line) + " |"
         for line in (header, ["---"] * len(header), *rows)
     ]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows as lines, their columns aligned; the header is the first row."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -44,11 +47,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def rich_table(title: str | None, header: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table for a terminal, which folds what is too long. Brackets in it are no markup."""
-    from rich.markup import escape
     from rich.table import Column, Table  # which JSON and pipes do not need
+    from rich.text import Text
 
     columns = (Column(heading, overflow="fold") for heading in header)
     made = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     return made

@@ -1,63 +1,102 @@
-"""Lines and progress bars of commands that take long."""
+"""The printing of commands. Names, samples and messages may come from a stranger's files, so every
+character that a terminal would act on is escaped. Only this file and `screen` write to stdout and
+stderr."""
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.text import Text
+LAYOUT = "\n\t\xa0\u3000\u200c\u200d"
+"""Characters that text such as a sample has: its lines, tabs, spaces and joiners of letters."""
 
 
-def say(*lines: str) -> None:
-    """Print lines at once. Where the reader of the output has gone, the work goes on in silence."""
+def printable(text: str, keep: str = "") -> str:
+    r"""`text` with every character escaped that a terminal would act on or not show, such as
+    control characters and marks of writing direction, except those in `keep`.
+
+    >>> printable("name\x1b[2J\n")
+    'name\\x1b[2J\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def shell_quoted(word: str) -> str:
+    r"""`word` as one word of a suggested command, in bash's $'...' where it has characters that
+    are not printed as they are.
+
+    >>> shell_quoted("my run"), shell_quoted("it's\n")
+    ("'my run'", "$'it\\'s\\n'")
+    """
+    if word.isprintable():
+        import shlex
+
+        return shlex.quote(word)
+    return f"$'{''.join(map(_in_bash, word))}'"
+
+
+def _in_bash(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:x}"
+    return printable(character)
+
+
+def say(*lines: str, keep: str = "") -> None:
+    """Print lines of a command whose results are in files, at once. Work goes on in silence if
+    stdout cannot be written: its reader has gone, or its disk is full."""
+    _print_or_silence(sys.stdout, lines, keep)
+
+
+def warn(*lines: str) -> None:
+    """Print lines to stderr, at once. Work goes on if it cannot be written."""
+    _print_or_silence(sys.stderr, lines, "")
+
+
+def show(*lines: str) -> None:
+    """Print lines that are a command's result. Raises an OSError if they cannot be written."""
+    print(*map(printable, lines), sep="\n")
+
+
+def show_json(text: str) -> None:
+    """Print JSON in ASCII as a result, still JSON where a string has the character that `json`
+    leaves as it is, DEL. Raises an OSError if it cannot be written."""
+    show(*text.replace("\x7f", "\\u007f").splitlines())
+
+
+def write_text(text: str) -> None:
+    """Write text that is a command's result, with its own line breaks and tabs, at once. Raises an
+    OSError if it cannot be written."""
+    print(printable(text, LAYOUT), end="", flush=True)
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether a standard stream, None where it was closed, is a terminal."""
+    return stream is not None and stream.isatty()
+
+
+@contextmanager
+def silenced_on_error(stream: IO[str]) -> Iterator[None]:
+    """A context in which the first error of writing to `stream` silences it."""
     try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        yield
+    except OSError:
+        silence(stream)
 
 
-class Bar(Progress):
-    """A bar that keeps its width, and below it `line`, which goes on in the next row between two of
-    its parts where the terminal ends; None: no such line. Then `urgent`. The column `count` shows
-    how much of `what` was done; `total` is None where it is not known."""
-
-    line: str | None = None
-    urgent: str | None = None
-
-    def __init__(
-        self,
-        what: str,
-        count: ProgressColumn,
-        total: float | None,
-        done: int,
-        console: Console,
-        transient: bool = False,
-    ) -> None:
-        columns = (TextColumn(what), count, BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=transient)
-        self.task = self.add_task(what, total=total, completed=done)
-
-    def show(self, done: int) -> None:
-        """Show that so much was done."""
-        self.update(self.task, completed=done)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """See `Progress`."""
-        yield from super().get_renderables()
-        rows = [] if self.line is None else rows_of(self.line, self.console.width)
-        for row in [*rows, *([] if self.urgent is None else [self.urgent])]:
-            yield Text(row, no_wrap=True, overflow="ellipsis")
+def silence(stream: IO[str]) -> None:
+    """Discard what `stream` still holds and what is written to it from now on."""
+    with suppress(OSError, ValueError):  # a stream that is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
-def rows_of(line: str, width: int) -> list[str]:
-    """The parts of `line`, which " | " separates, in rows of at most `width` characters; a part
-    that is longer has a row of its own."""
-    rows = [""]
-    for number, part in enumerate(line.split(" | ")):
-        joined = f"{rows[-1]} | {part}" if number else part
-        if number and len(joined) > width:
-            rows.append(part)
-        else:
-            rows[-1] = joined
-    return rows
+def _print_or_silence(stream: IO[str] | None, lines: tuple[str, ...], keep: str) -> None:
+    if stream is not None:
+        with silenced_on_error(stream):
+            print(*(printable(line, keep) for line in lines), sep="\n", file=stream, flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
 from fp8stack.tokenizer import load_tokenizer
-from tests.conftest import refusal
+from tests.conftest import TINY
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.model.test_gpt import (
     MODERN,
     assert_close,
@@ -43,6 +45,7 @@ from tests.model.test_gpt import (
     qwen3,
     tokens,
 )
+from tests.support.data_writers import write_llmc, write_megatron
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,17 +286,22 @@ def test_one_token_is_not_called_tokens(write):
     assert "read 1 token at " in write("--prompt", "T", "--tokens", "1")[1]
 
 
+def shown(text: str) -> str:
+    """`text` as the command prints it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
     flags = ["--prompt", "quick", "--tokens", "12", "--recipe", "fp32"]
     likeliest = (["--top-k", "1"], ["--top-p", "1e-9"], ["--temperature", "1e-40"])
     ways = [["--temperature", "0", "--seed", seed] for seed in ("1", "2")]
     found = {write(*flags, *more)[0] for more in (*ways, *likeliest)}
     expected = without_cache(fp8stack.load(run), list(b"quick"), 12)
-    assert found == {"quick" + bytes(expected).decode(errors="replace") + "\n"}
+    assert found == {shown("quick" + bytes(expected).decode(errors="replace") + "\n")}
     # An empty prompt begins as a document does.
     text = write("--tokens", "10", "--temperature", "0", "--recipe", "fp32")[0]
     expected = without_cache(fp8stack.load(run), [255], 10)
-    assert text == bytes(expected).decode(errors="replace") + "\n"
+    assert text == shown(bytes(expected).decode(errors="replace") + "\n")
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
@@ -332,19 +340,47 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     assert (run / "tokenizer.json").exists()
     swapped = json.loads((run / "tokenizer.json").read_text(encoding="utf-8"))
     ids = swapped["model"]["vocab"]
-    ids["a"], ids["b"] = ids["b"], ids["a"]
+    ids["y"], ids["z"] = ids["z"], ids["y"]  # not in an escape such as \x0b
     (tmp_path / "swapped.json").write_text(json.dumps(swapped), encoding="utf-8")
     flags = ["--tokens", "6", "--temperature", "0"]
-    expected = write("--prompt", "xb", *flags)[0].translate(str.maketrans("ab", "ba"))
-    flags += ["--tokenizer", "swapped.json", "--prompt", "xa"]
-    assert command("generate", str(run / "checkpoints/step-000003"), *flags) == 2
-    assert "was trained on tokens of bytes" in capfd.readouterr().err
+    expected = write("--prompt", "xz", *flags)[0].translate(str.maketrans("yz", "zy"))
+    swapping = [*flags, "--tokenizer", "swapped.json", "--prompt", "xy"]
     shutil.copytree(run, tmp_path / "without")
     (tmp_path / "without/tokenizer.json").unlink()
-    assert write(*flags, of="without/checkpoints/step-000003")[0] == expected
-    # A vocabulary that nobody explains needs one.
-    assert "Give --tokenizer" in refusal(writing.tokenizer_for, str(tmp_path), 61, None)
-    assert writing.tokenizer_for(str(tmp_path), 256, None).name == "bytes"
+    for of in (run / "checkpoints/step-000003", "without"):
+        assert command("generate", str(of), *swapping) == 2
+        assert "was trained on tokens of bytes" in capfd.readouterr().err
+    # Bytes need no file.
+    assert write("--prompt", "xz", *flags, of="without")[0] == write("--prompt", "xz", *flags)[0]
+    # Older checkpoints record no tokenizer.
+    older = tmp_path / "without/checkpoints/step-000003"
+    rewrite(older, lambda body: body["info"].pop("tokenizer"))
+    assert write(*swapping, of=str(older))[0] == expected
+    assert command("generate", "without") == 2
+    assert "The tokenizer of without is unknown" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["ids.bin", "llmc.bin", "of_megatron"])
+def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command, tmp_path, capsys):
+    ids = np.random.default_rng(0).integers(0, 256, 5000)
+    ids.astype("<u2").tofile(tmp_path / "ids.bin")
+    write_llmc(tmp_path / "llmc.bin", ids.tolist())
+    write_megatron(tmp_path / "of_megatron", [[ids[:2000].tolist()], [ids[2000:].tolist()]])
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    short = [*TINY, "--steps", "1", "--recipe", "fp32"]
+    assert command("pretrain", "--data", data, "--out", "run", *short) == 0
+    for asked in (["generate", "run"], ["eval", "run", "--data", "text.txt"]):
+        said = refused(*asked)
+        assert "tokenizer of run is unknown" in said
+        assert "Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json" in said
+        assert command(*asked, "--tokenizer", "bytes") == 0
+    assert command("eval", "run", "--recipes", "fp32") == 0  # its own ids need none
+    capsys.readouterr()
+    begin = ["--init-from", "run", "--data", "text.txt", "--out", "on", "--steps", "1"]
+    if data == "llmc.bin":  # its header names GPT-2's vocabulary
+        begin += ["--tokenizer", "bytes"]
+    assert command("pretrain", *begin, "--batch", "2", "--context", "32") == 0
+    assert "the tokenizer of the weights is unknown: the data are" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -365,7 +401,7 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
         (["--recipe", "mxpf8"], "Did you mean 'mxfp8'?"),
         (["--tokenizer", "nowhere"], "nowhere"),
         (["--device", "tpu"], "No device 'tpu'"),
-        (["--prompt", "a b", "--tokenizer", "large.json"], "vocabulary is 256"),
+        (["--prompt", "a b", "--tokenizer", "large.json"], "was trained on tokens of bytes"),
     ],
     ids=str,
 )
@@ -389,7 +425,7 @@ def test_no_run_and_no_checkpoint_are_one_line(refused, command, tmp_path, capsy
 
 def test_characters_are_printed_whole(monkeypatch):
     pieces: list[str] = []
-    monkeypatch.setattr(writing, "_put", pieces.append)
+    monkeypatch.setattr(writing, "write_text", pieces.append)
     text = "é☃😀"
     cut = "😀".encode()[:2]  # by --tokens
     after: Any = SimpleNamespace(prompt=[255], tokenizer=load_tokenizer("bytes"))

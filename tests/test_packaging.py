@@ -89,7 +89,10 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
     corpus = {f"fp8stack/conform/golden/{path.name}" for path in FOLDER.glob("*.safetensors")}
     assert corpus
     assert (
-        corpus | SOURCES | {"fp8stack/py.typed"} | {f"fp8stack/report/{name}" for name in parts}
+        corpus
+        | SOURCES
+        | {"fp8stack/py.typed", "fp8stack/exports/card.md.jinja"}
+        | {f"fp8stack/report/{name}" for name in parts}
         <= names
     )
 
@@ -119,7 +122,7 @@ def test_the_installed_package_has_every_preset_inside_and_plans_every_recipe(in
     for kind in ("models", "recipes"):  # folders of the user's that are called so are not read
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "mine.toml").write_text("x = 1\n")
-    (tmp_path / "mine.toml").write_text('description = "x"\nscaling = "block"\n')
+    (tmp_path / "mine.toml").write_text('description = "x"\nlike = "block"\n')
     code = f"import sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n"
     code += """
 import fp8stack

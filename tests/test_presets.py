@@ -132,7 +132,7 @@ def test_wrong_overrides_and_sizes_that_no_machine_can_hold_are_refused():
 @pytest.mark.parametrize("load", [load_config, load_recipe])
 def test_a_key_of_any_characters_is_refused_in_one_printable_line(own, load, key):
     escaped = "".join(f"\\U{ord(character):08x}" for character in key)
-    head = LEAST if load is load_config else 'description = "x"\nscaling = "mxfp8"\n'
+    head = LEAST if load is load_config else 'description = "x"\nlike = "mxfp8"\n'
     assert refusal(load, own(f'{head}"{escaped}" = 1\n')).isprintable()
 
 
@@ -157,7 +157,7 @@ values = st.recursive(
 RECIPE_LIKE = st.fixed_dictionaries(
     {"name": st.just("x"), "description": st.just("x")},
     optional={
-        "scaling": st.sampled_from(["delayed", "current", "block", "mxfp8", "none"]) | values,
+        "like": st.sampled_from(["delayed", "current", "block", "mxfp8"]) | values,
         "compute_dtype": st.sampled_from(["bf16", "fp32"]) | values,
         "exclude": st.lists(few, max_size=3) | values,
         **dict.fromkeys(("margin", "history_length", "eps", "head", "forward_format"), values),

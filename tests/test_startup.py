@@ -77,7 +77,7 @@ def test_help_imports_a_parser_and_little_beside():
     assert printed.count("Usage: ") == len(HELP) - 1
     assert "fp8stack 0" in printed
     assert modules & (HEAVY | NO_TORCH | NO_ANSWER) == set()
-    assert len(modules) < 112
+    assert len(modules) < 114
 
 
 # doctor

@@ -273,16 +273,10 @@ def table(found: Report) -> str:
         ]
         for row in found["results"] if row["case"] == FIRST
     ]  # fmt: skip
-    judged = [
-        [bar["bar"], limit if bar["found"] is None else f"{bar['found']:.2f}",
-         "yes" if bar["holds"] else "no"]
-        for bar in found["bars"]
-    ]  # fmt: skip
     return (
         report.heading(found, "A busy machine", text)
         + report.markdown(header, lines) + "\n"
-        + report.markdown(["threads wait by", *WAYS], commands) + "\n"
-        + report.markdown(["bar", "found", "holds"], judged)
+        + report.markdown(["threads wait by", *WAYS], commands)
     )  # fmt: skip
 
 

@@ -230,7 +230,7 @@ def table(found: Report) -> str:
     return (
         report.heading(found, "What emulated FP8 costs on a CPU", text)
         + report.crossed(ratios, "arm")
-        + report.bars_table(found["bars"])
+        + report.ratios_table(found["bars"])
         + "\nEvery timing:\n\n"
         + report.timing_table(rows, extra)
     )

@@ -21,10 +21,10 @@ from fp8stack.benchmark.timing import Timing, interleaved
 from fp8stack.config import GuardConfig
 from fp8stack.numerics import (
     AmaxHistory,
+    Quantizer,
     amax,
     cast_to_fp8,
-    quantize_blocks,
-    quantize_mxfp8,
+    quantize,
     tensor_scale,
 )
 from fp8stack.precision import probe
@@ -34,6 +34,8 @@ SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)
 HISTORIES = ((48, 16), (48, 1024), (288, 1024))  # slots of 4 or 24 blocks, and how long it is
 WIDTHS = (256, 512, 1024)
+BLOCK = Quantizer(block=(1, 128), scale="power_of_two")
+MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 COPY, BARE = "copy", "e4m3, scale known"
 ALONE = "norm"
 WRITTEN = {COPY: 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "block": 1, "mxfp8": 1}
@@ -80,8 +82,8 @@ def casts(x: Tensor) -> dict[str, Arm]:
         "fp16": x.half,
         "e4m3": partial(cast_to_fp8, x, scale, "e4m3"),
         "e5m2": partial(cast_to_fp8, x, scale, "e5m2"),
-        "block": partial(quantize_blocks, x),
-        "mxfp8": partial(quantize_mxfp8, x),
+        "block": partial(quantize, x, BLOCK),
+        "mxfp8": partial(quantize, x, MXFP8),
     }
 
 
@@ -110,8 +112,8 @@ def scaled_casts(x: Tensor) -> dict[str, Arm]:
         "amax alone": partial(amax, x),
         "delayed: amax noted, scale known": delayed,
         "current: amax, then its scale": current,
-        "block: a scale per 1 x 128": partial(quantize_blocks, x),
-        "mxfp8: a scale per 32": partial(quantize_mxfp8, x),
+        "block: a scale per 1 x 128": partial(quantize, x, BLOCK),
+        "mxfp8: a scale per 32": partial(quantize, x, MXFP8),
     }
 
 

@@ -115,13 +115,6 @@ PARTS = {
         (
             steps("llama-8b-2-layers", "bf16,delayed,current", 240),
             steps("llama-8b-2-layers", "delayed,current", 160, "--head --profile"),
-            Task(
-                "linears of llama-8b",
-                "fp8stack bench shapes --model llama-8b --batch 1 --recipe delayed --rounds 20",
-                120,
-                "fp8stack bench roofline --model llama-8b --gpu H200",
-                True,
-            ),
         ),
     ),
     5: Part(

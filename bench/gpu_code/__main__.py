@@ -1,5 +1,6 @@
-"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host]`: as JSON the plan and
-the kernels of a model on a pretended GPU, or the host's time in a step."""
+"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms]`: as JSON the
+plan and the kernels of a model on a pretended GPU, the host's time in a step, or the scaled GEMMs
+in each of several recipes, `A,B`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--no-stores", action="store_true", help="leave the PTX out")
     parser.add_argument("--host", action="store_true", help="the host's time instead")
+    parser.add_argument("--gemms", action="store_true", help="the scaled GEMMs of each recipe")
     arguments = parser.parse_args()
     major, minor = map(int, arguments.capability.split("."))
     pretend((major, minor))
@@ -25,8 +27,17 @@ def main() -> None:
 
         print(json.dumps([asdict(one) for one in host_times(*asked)]))
         return
-    from bench.gpu_code.blocks import kernels_of, plan_of
+    from bench.gpu_code.blocks import kernels_of, plan_of, scaled_gemms_of
 
+    if arguments.gemms:
+        gemms = {
+            recipe: scaled_gemms_of(
+                arguments.model, plan_of(arguments.model, recipe, arguments.capability)
+            )
+            for recipe in arguments.recipe.split(",")
+        }
+        print(json.dumps({recipe: [asdict(gemm) for gemm in gemms[recipe]] for recipe in gemms}))
+        return
     plan = plan_of(*asked)
     kernels = kernels_of(arguments.model, plan, stores=not arguments.no_stores)
     print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(one) for one in kernels]}))

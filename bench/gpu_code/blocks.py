@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import IRNode
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
     ExternKernelSchedulerNode,
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.gpu_code import TOKENS
+from bench.gpu_code.gemms import ScaledGemm, scaled_gemms
 from bench.gpu_code.pretend import CUDA
 from fp8stack.backends import build_backend
 from fp8stack.backends import torch as torch_backend
@@ -93,9 +95,25 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         model: a preset.
         plan: with its layers decided.
         stores: whether to find `Kernel.store`, which takes as long again.
+
+    Raises:
+        RefusedGemmError: torch's meta function refuses a scaled GEMM of the code.
     """
     config = load_config(model, {"layers": 1})
-    return compile_for_gpu(config, plan, TOKENS, stores=stores)[0]
+    kernels, programs = compile_for_gpu(config, plan, TOKENS, stores=stores)
+    scaled_gemms(programs)
+    return kernels
+
+
+def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
+    """The scaled GEMMs of the code that `kernels_of` counts the kernels of.
+
+    Raises:
+        RefusedGemmError: torch's meta function refuses one of them.
+    """
+    torch.compiler.reset()  # several plans may be compiled in one process
+    config = load_config(model, {"layers": 1})
+    return scaled_gemms(compile_for_gpu(config, plan, TOKENS)[1])
 
 
 def compile_for_gpu(
@@ -115,12 +133,13 @@ def compile_for_gpu(
         kernels = list(_launches(graph, {node: widths.get(names[node], 0) for node in names}))
         gave = graph.orig_gm.graph.find_nodes(op="output")[0].args[0]
         values = [getattr(node, "meta", {}).get("val") for node in gave]
+        outputs = [*graph.graph_outputs]
 
         def call(inputs: list[Any]) -> list[Any]:
             found.extend(replace(kernel, part=part) for kernel in kernels)
             programs.append(Program(part=part, code=code, inputs=[*inputs]))
             inputs.clear()
-            return [_like(value) for value in values]
+            return [*map(_like, values, outputs)]
 
         return SimpleNamespace(call=call, __file__="", key="")
 
@@ -132,6 +151,7 @@ def compile_for_gpu(
     ):
         with CUDA:
             gpt = GPT(config, build_backend(plan))
+            gpt.backend.weights.only_told = True  # as in a run
             shape, stream = (tokens // context, context), gpt.backend.residual_dtype
             x = torch.empty(*shape, config.width, dtype=stream, requires_grad=True)
             targets = torch.empty(shape, dtype=torch.int64)
@@ -154,10 +174,14 @@ def compile_for_gpu(
     return found, programs
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any, output: Any) -> Any:
+    """A tensor like an output of a graph, whose rows inductor may have padded."""
     if not isinstance(value, Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+    strides = list(value.stride())
+    if isinstance(output, IRNode) and output.has_tensor_output():
+        strides = [int(stride) for stride in output.get_stride()]
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=CUDA)
 
 
 # Compiled

@@ -31,7 +31,8 @@ from fp8stack.backends import torch as torch_backend
 from fp8stack.config import GuardConfig
 from fp8stack.model.config import load_config
 from fp8stack.model.gpt import GPT
-from fp8stack.ops import fused_casts, kernels, replay
+from fp8stack.ops import fused_casts, kernels, replay, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
@@ -122,6 +123,7 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
 def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
     """What a step runs outside the blocks and does not depend on the number of tokens."""
     delayed = gpt.backend.delayed
+    gpt.backend.weights.only_told = True  # as in a run
     if delayed is not None:
         delayed._compiled = True  # as the compiler sets when it traces a block
     monitor = Monitor(torch.optim.AdamW(gpt.parameters(), fused=True), GuardConfig(), delayed)
@@ -175,10 +177,15 @@ def _launching(launch: Callable[..., None]) -> Iterator[None]:
     def load(kernel: Any) -> None:
         kernel._run = launch
 
+    def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+        launch()
+        return torch.empty(len(a.data), len(b.data), dtype=out_dtype)
+
     with (
         patch.object(torch_backend, "_is_plain", lambda weight: True),
         patch.object(fused_casts, "has_kernel", lambda device: True),
         patch.object(kernels, "has_kernel", lambda device: True),
+        patch.object(scaled_gemm, "_by_blocks", gemm),
         patch.object(replay, "records", lambda device: True),
         patch.object(torch.cuda, "CUDAGraph", lambda: graph),
         patch.object(torch.cuda, "graph", lambda graph, **options: nullcontext()),

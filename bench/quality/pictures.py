@@ -25,8 +25,8 @@ from fp8stack.numerics import (
     AmaxHistory,
     amax,
     cast_to_fp8,
-    dequantize_mxfp8,
-    quantize_mxfp8,
+    dequantize,
+    quantize,
     tensor_scale,
 )
 from fp8stack.numerics.error import FIGURES, quantization_error, sqnr_db
@@ -211,9 +211,9 @@ def blocks(x: Tensor) -> dict[str, Floats]:
     """What a cast to E4M3 changes, as a share of each element of `x`: with one scale for all, and
     in MXFP8, with one per 32 elements of a row."""
     scale = tensor_scale(amax(x))
+    mxfp8 = Quantizer(block=(1, 32), scale="e8m0")
     whole = cast_to_fp8(x, scale).to(torch.float64) / float(scale)
-    data, scales = quantize_mxfp8(x)
-    found = {"one scale": whole, "MXFP8": dequantize_mxfp8(data, scales).to(torch.float64)}
+    found = {"one scale": whole, "MXFP8": dequantize(quantize(x, mxfp8)).to(torch.float64)}
     return {name: ((q - x).abs() / x.abs()).numpy() for name, q in found.items()}
 
 

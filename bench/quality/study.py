@@ -81,6 +81,12 @@ AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
 
+def source_of(recipe: str) -> str:
+    """The name that `load_recipe` takes: a path for a recipe in `bench/recipes/`."""
+    file = FILES / f"{recipe}.toml"
+    return str(file) if file.exists() else recipe
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run of the study."""
@@ -93,8 +99,7 @@ class Job:
 
     @property
     def source(self) -> str:
-        file = FILES / f"{self.recipe}.toml"
-        return str(file) if file.exists() else self.recipe
+        return source_of(self.recipe)
 
     @property
     def is_base(self) -> bool:
@@ -189,7 +194,7 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
                 for recipe in (BASELINE, *recipes):
                     found.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
             if (size, ratio) == FILES_CELL:
-                files = [file.stem for file in sorted(FILES.glob("*.toml"))]
+                files = sorted({file.stem for file in FILES.glob("*.toml")} - {*LADDER, *ARMS})
                 every = ((recipe, seed) for seed in FILES_SEEDS for recipe in files)
                 found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:

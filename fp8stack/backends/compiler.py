@@ -15,7 +15,12 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
 """What torch.compile takes as its backend."""
-_TE = "Transformer Engine's layers cannot be compiled into one graph"
+# TE 2.20: LayerNormLinear and LayerNormMLP are no_torch_dynamo; Linear falls back to eager where
+# weights are cached (is_first_microbatch), and raises in delayed scaling.
+_TE = (
+    "Transformer Engine's layers other than Linear, and its delayed scaling, do not compile into "
+    "one graph"
+)
 TE_COMPILED = f"--compile: {_TE}"
 
 

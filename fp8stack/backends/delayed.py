@@ -1,36 +1,38 @@
 """When delayed scaling records amaxes and updates scales.
 
 What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
-and where there is none, at the start of the next forward pass: by then a recomputed (checkpointed)
-block has seen the same scales as the first time. (With checkpointing, run no second forward pass
-before the first one's backward.) A pass of the model in eval mode or without gradients records
-nothing; in one that trains, frozen parts record too.
+and where there is none, at the start of the next forward pass. A block that activation
+checkpointing runs again casts with the scales of its own forward pass, whatever passes came in
+between (`passes.py`). A pass of the
+model in eval mode or without gradients records nothing; in one that trains, frozen parts record
+too.
 
 Between two changes of a weight it counts as cast once: later micro-batches of the same optimizer
 step use the scale of the first and record nothing.
 
 Several ranks that train one model have one history: before each update, what they recorded is
-reduced to its maximum over them, in one collective.
+reduced to its maximum over them (`shared_amaxes.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.distributed_c10d import (
-    GroupName,
-    _get_default_store,
-    _resolve_process_group,
-)
+from torch.utils._pytree import tree_leaves
 
+from fp8stack.backends.passes import Pass, Passes
+from fp8stack.backends.shared_amaxes import (
+    SharedAmaxes,
+    _reduce_amaxes,
+    begin_pass,
+    several_ranks,
+)
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.formats import Operand, Quantizer, Quantizers
@@ -52,28 +54,46 @@ class Slot:
         self._delayed = delayed
         self._column = torch.zeros(1, dtype=torch.int64)
         self.column = 0  # its place in the history
-        self.recorded = torch.zeros((), dtype=torch.float32)
+        self._recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
         """Find the slot's place in the history, which was made or moved to another device."""
         history = self._delayed.history
-        self.recorded = history.recorded(self.name)
+        self._recorded = history.recorded(self.name)
         self.column = history.column(self.name)
-        self._column = torch.tensor([self.column], device=self.recorded.device)
+        self._column = torch.tensor([self.column], device=self._recorded.device)
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
-        delayed = self._delayed
-        scales = delayed.first_scales if self.operand == "weight" else delayed.history.scales
         if not torch.compiler.is_compiling():
-            return scales[self.column]
-        return scales.index_select(0, self._column).view(())
+            return self.scale_of(self._delayed.again)
+        return self._scales().index_select(0, self._column).view(())
+
+    def scale_of(self, again: Pass | None) -> Tensor:
+        """The scale to cast with, in a pass that is run `again` if it is one."""
+        if again is None or self.operand == "grad_output":
+            return self._scales()[self.column]
+        # By as many operators as above: selective checkpointing counts them.
+        scales = again.weight_scales if self.operand == "weight" else again.scales
+        return scales[self.column]
+
+    def _scales(self) -> Tensor:
+        delayed = self._delayed
+        return delayed.first_scales if self.operand == "weight" else delayed.history.scales
 
     @property
     def counts(self) -> Tensor | None:
         """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
         in its present state. None: it does."""
         return self._delayed.first if self.operand == "weight" else None
+
+    @property
+    def recorded(self) -> Tensor:
+        """Where an amax is recorded, float32 and 0-dim: in the history but for one that an update
+        moved, of a pass that is run again."""
+        if torch.compiler.is_compiling() or self.operand == "grad_output":
+            return self._recorded
+        return self._recorded if self._delayed.forward_counts else self._delayed.discarded
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
@@ -83,35 +103,32 @@ class Slot:
 Slots = dict[tuple[Operand, bool], Slot]
 """Of a layer, by operand and whether it is the copy that a GEMM reduces over the rows of."""
 
-Group = dist.ProcessGroup | Literal["world"] | None
-"""The ranks that share a history: all, or none but this one if None."""
-
-
-_ANNOUNCED: Counter[str] = Counter()  # how many models told their slots, by group
-
 
 class DelayedScaling:
     """The amax history of one model and the moments at which it is updated."""
 
     def __init__(self) -> None:
-        self.group: Group = "world"
+        self.sharing = SharedAmaxes()
         with torch.inference_mode(False):  # inference tensors could not be updated later
             self.history = AmaxHistory()
             # Bool, 0-dim: whether this pass is the first with these weights.
             self.first = torch.ones((), dtype=torch.bool)
+            self.discarded = torch.zeros((), dtype=torch.float32)  # amaxes that were counted before
             # The scales when it was, float32 [slots]; read for weights alone.
             self.first_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
+        self.weights.has_amaxes, self.weights.agree = True, self.sharing.agree
+        self._passes = Passes()
+        self._distributed: Pass | None = None  # whose scales were distributed
+        self._aside: list[Tensor] | None = None  # scales and amaxes, while those of a pass are read
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
         self._settled = False  # whether `settle` moved all that was recorded
         self._records = False
-        self._under_way: list[bool] = []  # whether they record: passes, one inside the other
+        self._under_way: list[Pass] = []  # one inside the other
         self._compiled = False
         self._backward_task: int | None = None
         self._again = False
-        self._announced = False
-        self._key: str | None = None  # where the ranks tell their slots, until those were compared
         self.quantizers: dict[str, Quantizer] = {}
         self.slots: dict[str, Slot] = {}
         # Called before an update: `history` has what a pass recorded, and the scales it cast with.
@@ -152,6 +169,8 @@ class DelayedScaling:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
         with torch.inference_mode(False):
             self.history.extend(self.quantizers)
+            self.sharing.slots = list(self.quantizers)
+            self._passes.reserve(self.history.scales)
             self.first_scales = torch.ones_like(self.history.scales)
             self._bind()
         device = next(model.parameters()).device
@@ -180,12 +199,16 @@ class DelayedScaling:
         if torch.compiler.is_compiling():
             self._compiled = True
             return self._records
-        if self._under_way:
-            return self._records
-        if torch._C._current_graph_task_id() != -1:  # a block runs again, in a backward pass
-            if self._records and not self._again:
+        again = self.again
+        if again is not None:
+            if again.records and not self._again:
                 self.backward_ran()
                 self._again = True
+            if again is not self._distributed:
+                self.distribute(again)
+                self._distributed = again
+            return again.records
+        if self._under_way:
             return self._records
         if trains:
             raise UserError(
@@ -199,6 +222,18 @@ class DelayedScaling:
     def is_recording(self) -> bool:
         """Whether a forward pass that records is under way."""
         return bool(self._under_way) and self._records
+
+    @property
+    def again(self) -> Pass | None:
+        """The pass of which a part runs again, in a backward pass."""
+        return self._passes.again()
+
+    @property
+    def forward_counts(self) -> bool:
+        """Whether amaxes of inputs and weights count that are cast now: not if an update moved
+        them when the pass ran for the first time."""
+        again = self.again
+        return again is None or not again.moved
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
@@ -214,8 +249,9 @@ class DelayedScaling:
     def collect(self) -> None:
         """Bring in amaxes that were recorded elsewhere than by `record`."""
 
-    def distribute(self) -> None:
-        """Take scales to where casts read them, if that is not `scale`."""
+    def distribute(self, again: Pass | None = None) -> None:
+        """Take scales to where casts read them, if that is not `scale`: those of now, or of a pass
+        that is run `again`."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What `fp8_state` gives, with the update that is due; that is not made, because a backward
@@ -286,6 +322,12 @@ class DelayedScaling:
         return [name for name, slot in self.slots.items() if slot.operand != "grad_output"]
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (again := self.again) is not None:
+            self._begin_again(again, model.training and torch.is_grad_enabled())
+            return
+        if not compiling:
+            self._leave()  # if a backward pass failed
         device = next(model.parameters()).device
         self.move(device)
         self.collect()
@@ -295,32 +337,85 @@ class DelayedScaling:
         self._records = model.training and torch.is_grad_enabled()
         self._pending = self._records or self._pending
         self._settled = self._settled and not self._records
-        if self._records and not self._announced and not torch.compiler.is_compiling():
-            self._announced = True
-            if self.group is not None and several_ranks():
-                self._announce()
+        if self._records and not compiling:
+            self._announce()
         # New scales for weights that changed; a pass that records uses the change up.
         self.weights.begin_pass(self._records)
-        if self._records and not torch.compiler.is_compiling():
+        if self._records and not compiling:
             self._takes(self.first.device, self.first_scales.data_ptr())
         else:
-            self._take_scales()
+            self._take_scales(self.sharing.key if compiling and self.sharing.active else "")
         self.distribute()
-        if not torch.compiler.is_compiling():
-            self._under_way.append(self._records)
+        if not compiling:
+            scales = self.history.scales, self.first_scales
+            begun = self._distributed = self._passes.begin(*scales, self._records)
+            self._under_way.append(begun)
 
-    def _take_scales(self) -> None:
+    def _announce(self) -> None:
+        """Tell the other ranks that a pass begins that trains."""
+        self.sharing.begin_pass()
+
+    def _begin_again(self, again: Pass, trains: bool) -> None:
+        """Begin a pass of the whole model that is run again, in a backward pass."""
+        if trains and not again.records:  # the first time it was run without gradients
+            again.records, again.moved = True, False
+            self._pending = self._records = True
+            self.weights.begin_pass(True)
+            self._take_scales()
+        self._under_way.append(again)
+
+    def _take_scales(self, sharing: str = "") -> None:
         changing = self.first_scales, self.first, self.weights.flag
-        _take_scales(*changing, self.history.scales, self._records)
+        _take_scales(*changing, self.history.scales, self._records, sharing)
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             self._compiled = True
-        else:
-            records = bool(self._under_way) and self._under_way.pop()  # empty: it did not begin
-            self._forward_due = records and output is not None  # None: it failed
-            if self._under_way:  # the outer pass goes on
-                self._records = self._under_way[-1]
+            return
+        begun = self._under_way.pop() if self._under_way else None  # None: it did not begin
+        if self.again is not None:
+            return
+        if begun is not None:
+            self._passes.end(begun)
+            if self._compiled and torch.is_grad_enabled():
+                for y in tree_leaves(output):
+                    if isinstance(y, Tensor) and y.requires_grad:
+                        hook = partial(self._enter, begun)
+                        y.register_hook(hook)  # type: ignore[no-untyped-call]
+        # Without an output it failed.
+        self._forward_due = begun is not None and begun.records and output is not None
+        if self._under_way:  # the outer pass goes on
+            self._records = self._under_way[-1].records
+
+    def _enter(self, begun: Pass, gradient: Tensor) -> None:
+        """Have compiled layers, which ask for no pass, read the scales of the one whose backward
+        pass begins: they may run again in it."""
+        if not begun.moved:
+            return
+        if self._aside is None:
+            history = self.history
+            changing = (history.scales, self.first_scales, history.all_recorded)
+            self._aside = [tensor.clone() for tensor in changing]
+            Variable._execution_engine.queue_callback(self._leave)
+        self._read(begun.scales, begun.weight_scales)
+
+    def _leave(self) -> None:
+        """Undo `_enter`, and what layers recorded that ran again."""
+        if self._aside is not None:
+            scales, first_scales, recorded = self._aside
+            self._read(scales, first_scales)
+            self.history.write(torch.where(self._of_gradients(), self.history.read(), recorded))
+            self._aside = None
+
+    def _read(self, scales: Tensor, first_scales: Tensor) -> None:
+        """Have casts of inputs and weights read these scales, float32 [slots]."""
+        now = self.history.scales
+        now.copy_(torch.where(self._of_gradients(), now, scales))
+        self.first_scales.copy_(first_scales)
+
+    def _of_gradients(self) -> Tensor:
+        of_gradients = [slot.operand == "grad_output" for slot in self.slots.values()]
+        return torch.tensor(of_gradients, device=self.first.device)
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
@@ -329,17 +424,17 @@ class DelayedScaling:
         self.collect()
         self._update(None)
         self.distribute()
+        self._distributed = None
 
     def _update(self, slots: list[str] | None, *, replayed: bool = False) -> None:
         """Move what all ranks recorded for `slots` into the history; None is all slots. `replayed`:
         as one launch, where that is possible."""
         # Only after a pass that trains, which all ranks made: one may evaluate by itself.
-        if self.group is not None and several_ranks() and self._pending:
-            if self._key is not None and not torch.compiler.is_compiling():
-                self._require_same_slots()
-            group = None if self.group == "world" else self.group.group_name
-            self.history.write(_reduce_amaxes(self.history.read(), group))
+        if self.sharing.group is not None and several_ranks() and self._pending:
+            self.history.write(_reduce_amaxes(self.history.read(), self.sharing.key))
         self._pending = False
+        if not torch.compiler.is_compiling():
+            self._passes.move()
         if self.before_update is not None:
             self.before_update()
         if replayed and slots is None:
@@ -347,40 +442,16 @@ class DelayedScaling:
         else:
             self.history.update(slots)
 
-    def _announce(self) -> None:
-        """Tell the other ranks, before the first pass that trains, which slots are here. By the
-        store and in no collective: stages of a pipeline wait for each other's passes."""
-        group = dist.group.WORLD if self.group == "world" else self.group
-        assert isinstance(group, dist.ProcessGroup)
-        self._key = f"fp8stack/{group.group_name}/{_ANNOUNCED[group.group_name]}"
-        _ANNOUNCED[group.group_name] += 1
-        slots = zlib.crc32("\n".join(self.quantizers).encode())
-        _get_default_store().set(f"{self._key}/{dist.get_rank()}", str(slots))
-
-    def _require_same_slots(self) -> None:
-        """Once, before the first collective: else different ranks would wait for ever.
-
-        Raises:
-            UserError: the ranks that share the history have not the same layers.
-        """
-        ranks = dist.get_process_group_ranks(None if self.group == "world" else self.group)
-        slots = _get_default_store().multi_get([f"{self._key}/{rank}" for rank in ranks])
-        self._key = None
-        if len(set(slots)) > 1:
-            raise UserError(
-                "Delayed scaling: the ranks that are to share amaxes have different layers, as in "
-                "pipeline parallelism. Pass convert the group of the ranks that train the same "
-                "layers as `amax_group`, such as mesh.get_group('dp'), or None if there is one."
-            )
-
     def move(self, device: torch.device) -> None:
         """Have the state on `device`, if it is not."""
         if self.history.history.device == device:
             return
         with torch.inference_mode(False):
             self.history.to(device)
+            self._passes.reserve(self.history.scales)
             self.weights.flag = self.weights.flag.to(device)
             self.first = self.first.to(device)
+            self.discarded = self.discarded.to(device)
             self.first_scales = self.first_scales.to(device)
             self._bind()
 
@@ -389,26 +460,11 @@ class DelayedScaling:
 # clearing in the wrong order on a CPU. To be made plain code when test_torch_backend passes so.
 @torch.library.custom_op("fp8stack::take_scales", mutates_args=("used", "first", "changed"))
 def _take_scales(
-    used: Tensor, first: Tensor, changed: Tensor, scales: Tensor, records: bool
+    used: Tensor, first: Tensor, changed: Tensor, scales: Tensor, records: bool, sharing: str
 ) -> None:
+    if records and sharing:  # in compiled code, which may call nothing else
+        begin_pass(sharing)
     used.copy_(torch.where(changed, scales, used))
     if records:
         first.copy_(changed)
         changed.fill_(False)
-
-
-def several_ranks() -> bool:
-    """Whether this process trains with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-# An operator of its own, so that torch.compile leaves the collective where it is.
-@torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=())
-def _reduce_amaxes(recorded: Tensor, group: str | None) -> Tensor:
-    largest = recorded.clone()
-    ranks = None if group is None else _resolve_process_group(GroupName(group))
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
-    return largest
-
-
-_reduce_amaxes.register_fake(lambda recorded, group: torch.empty_like(recorded))

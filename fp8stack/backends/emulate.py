@@ -47,7 +47,7 @@ def _finished(
     return y + bias if y is kept else y.add_(bias)
 
 
-_FLT_MAX = torch.finfo(torch.float32).max
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
@@ -67,12 +67,18 @@ def _gemm(
 def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
     if not scales:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    factors = [scale.item() for scale in scales]
     # In float64, which holds a product of two float32, and rounded once by the GEMM.
-    alpha = math.prod([scale.item() for scale in scales])
-    if not alpha <= _FLT_MAX:
-        # What float32 cannot hold is infinite there. MKL's GEMM for AVX2 takes a NaN for 1, and
-        # makes NaN of infinity, so that these are multiplied by afterwards.
-        y = torch.mm(a, b).mul_(math.nan if math.isnan(alpha) else math.inf)
+    alpha = math.prod(factors)
+    if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:
+        # These are multiplied by afterwards. BLAS reads no operand where alpha is 0, or is taken
+        # for it as a subnormal may be: a NaN would be lost. MKL's GEMM for AVX2 takes a NaN for 1,
+        # and makes NaN of infinity, which stands for products that float32 cannot hold.
+        if not alpha <= _FLOAT32.max:
+            factors = [math.nan if math.isnan(alpha) else math.inf]
+        y = torch.mm(a, b)
+        for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
+            y.mul_(factor)
         return y if bias is None else y.add_(bias)
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=alpha)

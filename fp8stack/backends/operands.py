@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends.delayed import Slots, several_ranks
+from fp8stack.backends.delayed import Slots
+from fp8stack.backends.shared_amaxes import several_ranks
 from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import Quantized, RandomBits, Rounded
@@ -92,6 +93,20 @@ class LayerDraws:
         return RandomBits(self._seed, stream, self.counter, first_row)
 
 
+def castable(x: Tensor) -> Tensor:
+    """`x` in a dtype that casts take: float64, which a weight may have, becomes float32."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def _with_row_scales(rounded: Rounded) -> Rounded:
+    """Give a GEMM over the rows of a matrix the operand of the GEMM over its columns: the values,
+    times a factor for each row, by which the output could not be multiplied afterwards."""
+    values, factor = rounded
+    if factor is None or not factor.ndim:
+        return rounded
+    return Rounded((values * factor[:, None]).to(values.dtype), None)
+
+
 _STREAMS: dict[Operand, int] = {"input": 2, "weight": 4, "grad_output": 6}
 
 
@@ -155,7 +170,7 @@ class LayerOperands:
             return one, other
         first = self._round(x, name, False, record, bf16)
         if not both or name in self._turned:
-            return first, first if both else None
+            return first, _with_row_scales(first) if both else None
         return first, self._round(x, name, True, record, bf16)
 
     def _round(self, x: Tensor, name: Operand, across: bool, record: bool, bf16: bool) -> Rounded:
@@ -182,7 +197,7 @@ class LayerOperands:
         its columns took."""
         across = self.quantizers.across(name)
         if across == "forward":
-            return Saved(rounded.values, rounded.factor)
+            return Saved(*_with_row_scales(rounded))
         if across is None:
             return Saved(x)
         if across == self.quantizers.along(name) and across.per_tensor and across.turns:
@@ -190,7 +205,8 @@ class LayerOperands:
             assert dtype is not None
             return Saved(rounded.values.to(dtype), rounded.factor)
         scale = self.scale(x, name, False, True)
-        made = numerics.quantize(x, across, 0, self.bits(name, True, len(x)), scale=scale)
+        bits = self.bits(name, True, len(x))
+        made = numerics.quantize(castable(x), across, 0, bits, scale=scale)
         return Saved(made.data, made.scales, made.amax, made.has_nan)
 
     def backward_ran(self) -> None:

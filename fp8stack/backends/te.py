@@ -31,6 +31,7 @@ from fp8stack.backends.base import Backend, Norm
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.operands import Draws, LayerOperands
+from fp8stack.backends.passes import Pass
 from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, Quantizers
 from fp8stack.ops.activations import TRANSFORMER_ENGINES
@@ -230,17 +231,18 @@ class TEDelayedScaling(DelayedScaling):
             counts = self.first | ~self._of_weights[names]  # see `Slot.counts`
             # A comparison with NaN is false: cuDNN may give one.
             found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
-            torch._foreach_maximum_([slot.recorded for slot in slots], list(found.unbind()))
+            recorded = [self.history.recorded(name) for name in names]
+            torch._foreach_maximum_(recorded, list(found.unbind()))
         if states:
             torch._foreach_zero_([state.recorded for state in states])
 
     @torch.no_grad()
-    def distribute(self) -> None:
+    def distribute(self, again: Pass | None = None) -> None:
         """See `DelayedScaling.distribute`: to TE's buffers."""
         scales = [scale for state in self._states for scale in state.scales]
         if scales:
             slots = [self.slots[name] for state in self._states for name in state.slots]
-            torch._foreach_copy_(scales, [slot.scale() for slot in slots])
+            torch._foreach_copy_(scales, [slot.scale_of(again) for slot in slots])
 
 
 class TELinear(LowPrecisionLinear):
@@ -406,7 +408,8 @@ class TEBackend(Backend):
         records = trains if self.delayed is None else self.delayed.records(trains)
         self.count_gemms(len(linears))
         generation = self.weights.generation
-        first = core.generation != generation if records else None  # None: for this call alone
+        changed = core.generation != generation or not self.weights.copies_serve
+        first = changed if records else None  # None: for this call alone
         given: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
             y = self._call(core, records, _backward_gemms(x, parameters), x, **given)
@@ -435,7 +438,7 @@ class TEBackend(Backend):
     ) -> Tensor:
         """What `core` makes of its inputs. Amaxes are recorded or not in both passes, of which the
         second takes so many GEMMs of linears."""
-        core.expect(_FWD, records)
+        core.expect(_FWD, records and (self.delayed is None or self.delayed.forward_counts))
         y = core(*inputs, **options)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
@@ -447,6 +450,7 @@ class TEBackend(Backend):
         self, core: StatelessTEModule, records: bool, gemms: int, dy: Tensor
     ) -> Tensor | None:
         self.count_gemms(gemms)
+        self.weights.backward_ran()
         core.expect(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()

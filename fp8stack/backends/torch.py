@@ -25,9 +25,10 @@ from fp8stack.backends.compiler import CompileBackend, compiled
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, require_plain
-from fp8stack.backends.operands import Draws, LayerOperands
+from fp8stack.backends.operands import Draws, LayerOperands, castable
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
+from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.ops.fused_casts import (
     Product,
@@ -96,7 +97,7 @@ def _forward(
     w_along, w_across = layer.quantized_weight(weight, record, needs_dx and not gathers)
     layer.backend.count_gemms(1)
     dtype = x.dtype if isinstance(x, Tensor) else x.x.dtype
-    y = scaled_gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
+    y = layer.backend.gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
     saved = (*_tensors(x_across), *_tensors(w_across))
     return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None, rows)
 
@@ -114,14 +115,15 @@ def _backward(ran: _Ran, dy: Tensor | Product, saved: _Saved, apart: bool = Fals
     if ran.gathers:
         _, w_across = layer.quantized_weight(layer.weight, False, True)
     if w_across is not None:
-        dx = scaled_gemm(along, w_across, dy.dtype if isinstance(dy, Tensor) else dy.x.dtype)
+        dx = layer.backend.gemm(along, w_across, dy.dtype if isinstance(dy, Tensor) else dy.x.dtype)
     if across is not None:
         assert x_across is not None
-        dw = scaled_gemm(across, x_across, torch.float32).to(ran.weight_dtype)
+        dw = layer.backend.gemm(across, x_across, torch.float32).to(ran.weight_dtype)
     if db is not None:
         db = db.to(ran.weight_dtype)
     layer.backend.count_gemms((dx is not None) + (dw is not None))
     layer.operands.backward_ran()
+    layer.backend.weights.backward_ran()
     if ran.record and layer.delayed is not None:
         layer.delayed.backward_ran()
     return dx, dw, db
@@ -188,7 +190,7 @@ def _copies(
     x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True
 ) -> tuple[Scaled, Scaled | None]:
     """`x` with scales by row or by block, for its two GEMMs, see `ScaledLinear.quantize`."""
-    x = x.contiguous()
+    x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
     along = Scaled(data, pack_scales(inv_scale, kind), kind)
     if not across:
@@ -224,6 +226,7 @@ class ScaledLinear(LowPrecisionLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; pads rows to what the weight gradient's GEMM takes."""
+        self.backend.weights.layer_runs()
         weight = self.matrix
         grad = torch.is_grad_enabled()
         needs = (grad and x.requires_grad, grad and weight.requires_grad)
@@ -231,7 +234,8 @@ class ScaledLinear(LowPrecisionLinear):
         # goes to the residual sum does, by the next norm.
         apart = not self.backend.after_norm
         rows = len(x)
-        missing = -rows % MULTIPLES[self.kind("input")]
+        multiple = MULTIPLES[self.kind("input")]
+        missing = -rows % multiple if rows else multiple  # no GEMM takes an empty operand
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
@@ -258,12 +262,15 @@ class ScaledLinear(LowPrecisionLinear):
         if isinstance(weight, FullWeight):
             turned = weight.data8.t().contiguous() if across else None
             return _both(weight.data8, turned, weight.scale)
-        kept = self._kept
+        kept, weights = self._kept, self.backend.weights
         # A part that is called by itself may have changed since the model's last pass.
         if (
             kept is not None
-            and self.backend.weights.copied
-            and (torch.compiler.is_compiling() or kept.version == version_of(own_weight(self)))
+            and weights.copied
+            and (
+                torch.compiler.is_compiling()
+                or (weights.copies_serve and kept.version == version_of(own_weight(self)))
+            )
         ):
             return kept.copies[0], kept.copies[1] if across else None
         return self.quantize(weight, "weight", record, across)[:2]
@@ -312,6 +319,8 @@ class ScaledLinear(LowPrecisionLinear):
         byte. `rows`: how many it had before it was padded, for ranks to draw the bits of their own
         rows."""
         quantizer, kind = self.quantizer(name), self.kind(name)
+        if isinstance(x, Tensor):
+            x = castable(x)
         product = Product("cast", x) if isinstance(x, Tensor) else x
         if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
             made = cast_blocks(product, quantizer, across=across, sums=sums)
@@ -383,6 +392,7 @@ class TorchBackend(Backend):
     """FP8 on the hardware, with torch alone."""
 
     keeps_weights = True
+    gemm = staticmethod(scaled_gemm)
     after_norm = False  # whether a norm gave what the linear that is called takes
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
@@ -434,6 +444,7 @@ class TorchBackend(Backend):
 
     def _fused_mlp(self, x: Tensor, mlp: Any) -> Tensor:
         up, down = mlp.up, mlp.down
+        self.weights.layer_runs()
         for layer in (up, down):
             require_plain(x, layer._parameters.get("weight"))
             if not torch.compiler.is_compiling():
@@ -492,7 +503,7 @@ class TorchBackend(Backend):
                     layer.keep_weight(self.weights.first)
             if together:
                 self._together.cast(together, self.delayed, self.weights)
-        self.weights.copied = True
+        self.weights.made_copies()
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -527,7 +538,12 @@ class _Together:
         for kept, is_delayed in self._groups:
             if is_delayed:
                 assert delayed is not None
-                kept.cast(delayed.first_scales, delayed.history.all_recorded if record else None)
+                recorded = delayed.history.all_recorded
+                # The device decides whether amaxes count, if only it knows of a change.
+                amaxes = recorded if changes.certain else torch.zeros_like(recorded)
+                kept.cast(delayed.first_scales, amaxes if record else None)
+                if record and not changes.certain:
+                    record_amax(recorded, amaxes, delayed.first)
             else:
                 kept.cast()
         copies = []

@@ -7,7 +7,6 @@ GEMM rate, bytes over a bandwidth. Parts do not overlap, launches take no time, 
 one step.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import parse_json
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.meta import kinds_of
 from fp8stack.model.trace import Part, Rate, Trace, trace
@@ -298,7 +298,7 @@ def measured_steps(path: Path, model: str) -> dict[str, float]:
     """The median milliseconds of a model's step by arm, from the results of a step benchmark.
     Raises a UserError if the file cannot be read, or is no such file."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+        rows = parse_json(path.read_bytes(), str(path))["results"]
         found = [(str(r["model"]), str(r["arm"]), float(r["median_ms"])) for r in rows]
         return {arm: ms for of, arm, ms in found if of == model}
     except OSError as error:

@@ -18,7 +18,9 @@ from torch import Tensor
 from fp8stack import presets
 from fp8stack.checkpoint.sharded import SharedGroup
 from fp8stack.errors import UserError, quoted
-from fp8stack.io import sha256_of_file
+from fp8stack.io import parse_json, sha256_of_file
+from fp8stack.precision.hardware import require_free
+from fp8stack.tokenizer import TokenizerIdentity
 
 FORMAT = 1
 SHARED = ("model", "optimizer")  # the groups that FSDP2's ranks share out
@@ -57,6 +59,7 @@ class Info(BaseModel, frozen=True, extra="forbid", strict=True):
     guard: dict[str, Any] | None = None  # of runs before there was one, and the next two as well
     plans: list[dict[str, Any]] = []
     phases: dict[str, Any] | None = None
+    tokenizer: TokenizerIdentity | None = None  # of the data; None: unknown, or not recorded yet
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -66,6 +69,12 @@ class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     step: NonNegativeInt
     files: dict[str, FileSum]
     info: Info
+
+
+def recorded_tokenizer(info: Mapping[str, Any]) -> TokenizerIdentity | None:
+    """The tokenizer that a checkpoint.json records, if any."""
+    recorded = info.get("tokenizer")
+    return None if recorded is None else TokenizerIdentity(**recorded)
 
 
 def is_whole(path: Path) -> bool:
@@ -85,6 +94,7 @@ def load(path: Path) -> Checkpoint:
         UserError: naming the file that is missing, cut short, changed or of another format.
     """
     manifest = _manifest(path)
+    require_free(sum(of.bytes for file, of in manifest.files.items() if "/" not in file), str(path))
     groups: dict[str, Mapping[str, Tensor]] = {}
     shards: dict[str, set[str]] = {}
     for name, expected in manifest.files.items():
@@ -140,8 +150,8 @@ def _manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     content = _read(file, None)
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        body = parse_json(content, str(file))
+    except UserError as error:
         raise UserError(f"{file} is damaged: it is not JSON.") from error
     stated = body.pop("sha256", None) if isinstance(body, dict) else None
     if stated is None:

@@ -43,10 +43,12 @@ class _Identity(_Told):
 class _Layer(_Told):
     name: str
     reason: str
+    fp8: bool = False
 
 
 class _Plan(_Told):
     layers: list[_Layer]
+    recipe: dict[str, Any] = {}
 
 
 class _Phases(_Told):
@@ -125,7 +127,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
-    plan = _parsed(_Plan, checkpoint, "plan")
+    plan = _plan(checkpoint)
     plans = _parsed(list[_Plan], checkpoint, "plans")
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
@@ -152,7 +154,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     """See that `checkpoint` holds the weights of the model that it names. Raises a UserError naming
     the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
-    _parsed(_Plan, checkpoint, "plan")
+    _plan(checkpoint)
     model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
@@ -171,6 +173,18 @@ def model_of(checkpoint: Checkpoint) -> GPTConfig:
 
 def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
     return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
+
+
+def _plan(checkpoint: Checkpoint) -> _Plan:
+    """The plan of the run. Raises a UserError if it or its recipe is invalid."""
+    plan: _Plan = _parsed(_Plan, checkpoint, "plan")
+    if "name" not in plan.recipe:
+        raise UserError("plan in checkpoint.json: key 'recipe.name' is missing.")
+    recipe_from_json(plan.recipe, "plan.recipe in checkpoint.json")
+    linears = model_of(checkpoint).linear_shapes()
+    if odd := [layer.name for layer in plan.layers if layer.name not in linears]:
+        raise UserError(f"plan in checkpoint.json: the model has no layer '{quoted(odd[0])}'.")
+    return plan
 
 
 def _recipe(told: dict[str, Any], key: str) -> Recipe:

@@ -4,6 +4,7 @@ goes last, and one rename makes it visible."""
 
 import json
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -56,7 +57,8 @@ def write(
             if ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 cleared.callback(shutil.rmtree, temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+                folder.mkdir(parents=True, exist_ok=True)
+                temporary.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
         with ranks.together(), storage_errors(folder):
             mine = _write_tensors(temporary, checkpoint, first_rows, ranks)
             sums: dict[str, Any] = {}
@@ -81,7 +83,7 @@ def _write_tensors(
     for group, tensors in checkpoint.tensors.items():
         if first_rows is not None and group in SHARED:
             file = temporary / group / file_of(ranks.index)
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(mode=stat.S_IMODE(temporary.stat().st_mode), exist_ok=True)
             mine = {name: of for name, of in tensors.items() if ranks.is_main or name in first_rows}
             write_rows(file, mine, first_rows)
         elif ranks.is_main:
@@ -127,10 +129,7 @@ def forget_after(folder: Path, step: int) -> None:
 def sweep(folder: Path) -> None:
     """Remove the files of processes that died while writing into `folder`."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _discard(path)
 
 
 def _remove(path: Path) -> None:
@@ -138,4 +137,12 @@ def _remove(path: Path) -> None:
     gone = path.with_name(f"{TEMPORARY}old-{path.name}")
     with suppress(OSError):
         path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _discard(gone)
+
+
+def _discard(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it points at."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

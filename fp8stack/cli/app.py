@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -26,8 +27,10 @@ from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
-from fp8stack.cli.results import evaluate, list_, report, show
+from fp8stack.cli.results import evaluate, list_, report
+from fp8stack.cli.results import show as show_run
 from fp8stack.errors import Interrupted, StorageError, UserError, quoted
+from fp8stack.terminal import show, silence, warn, write_text
 from fp8stack.threads import adapting
 
 app = typer.Typer(
@@ -53,7 +56,7 @@ for function, short, example in (
      "estimate --model gpt2-1.5b --recipe delayed --capability 9.0"),
     (doctor, "Show what this machine can do", "doctor --capability 9.0"),
     (list_, "List models, recipes or runs", "list recipes"),
-    (show, "Show a run on the terminal", "show runs/demo"),
+    (show_run, "Show a run on the terminal", "show runs/demo"),
     (report, "Report on runs as an HTML page", "report runs/demo"),
     (evaluate, "Compute validation losses", "eval runs/demo --recipes fp32,delayed,nvfp4"),
     (generate, "Generate text", "generate runs/demo --prompt 'def main'"),
@@ -79,11 +82,11 @@ def _no_command(
     help: Annotated[bool, options.HELP] = False,
 ) -> None:
     if version:
-        print(f"fp8stack {fp8stack.__version__}")
+        show(f"fp8stack {fp8stack.__version__}")
     elif completion:
-        print(_completion_script(os.path.basename(os.environ.get("SHELL", ""))))
+        write_text(_completion_script(os.path.basename(os.environ.get("SHELL", ""))) + "\n")
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        write_text(f"{context.get_help()}\n")
 
 
 def _completion_script(shell: str) -> str:
@@ -103,11 +106,13 @@ COMPLETE = "_FP8STACK_COMPLETE"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command and exit. Bad input is one line on stderr and the error's exit code."""
+    """Run the command and exit; see `fp8stack.cli.main`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="replace"
         )  # a sample may hold characters that the terminal cannot show
+    if arguments is None:
+        warnings.showwarning = _print_warning  # type: ignore[assignment]
     try:
         if COMPLETE in os.environ:
             from typer.completion import completion_init  # type: ignore[attr-defined]
@@ -117,6 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
         words = _completed(sys.argv[1:] if arguments is None else arguments)
         with adapting():
             code = app(words, standalone_mode=False)
+        sys.stdout.flush()  # a full disk behind it is an error of the command
     except UserError as error:
         _fail(str(error), error.exit_code)
     except _UsageError as error:
@@ -124,16 +130,17 @@ def main(arguments: list[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
-        # The reader of our output has exited: do not write to a closed pipe.
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
+        silence(sys.stdout)  # its reader has exited
         _exit(1)
     except OSError as error:  # such as a full disk behind a redirected stdout
+        if error.filename is None:
+            silence(sys.stdout)
         _fail(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code)
     except Exception:
+        sys.excepthook = _print_traceback
         if _ranks() == 1:
             raise
-        traceback.print_exc()
+        _print_traceback(*sys.exc_info())
         _exit(1)
     if code == Interrupted.exit_code:  # typer 0.29 raises this on Ctrl-C
         _fail("Interrupted.", code)
@@ -185,10 +192,18 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 def _fail(message: str, code: int) -> NoReturn:
     # One rank per machine prints: most errors are the same on all ranks.
     if _ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
-        # Names from files and the command line may hold line breaks; print one line.
-        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
-        print(f"fp8stack: {line}", file=sys.stderr)
+        warn(f"fp8stack: {message}")
     _exit(code)
+
+
+def _print_traceback(*error: Any) -> None:
+    warn(*"".join(traceback.format_exception(*error)).splitlines())
+
+
+def _print_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+) -> None:
+    warn(*warnings.formatwarning(message, category, filename, lineno).splitlines())
 
 
 def _ranks() -> int:

@@ -7,6 +7,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show, write_text
 
 MODEL = option("Model preset or TOML file. [gpt2-124m]")
 CONTEXT = option("Tokens per sequence. [the model's]", min=1)
@@ -24,32 +25,7 @@ bench = typer.Typer(
 @bench.callback()
 def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = False) -> None:
     if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-@bench.command()
-def shapes(
-    model: Annotated[str, MODEL] = "gpt2-124m",
-    batch: Annotated[int, option("Sequences per micro-batch. [8]", min=1)] = 8,
-    context: Annotated[int | None, CONTEXT] = None,
-    recipe: Annotated[str, option("FP8 recipe or TOML file. [auto]")] = "auto",
-    backend: Annotated[str, option("Compute backend: auto, te or torch. [auto]")] = "auto",
-    rounds: Annotated[int, option("Timed rounds per layer. [50]", min=6)] = 50,
-) -> None:
-    """Measure each linear of a model in FP8 and in bf16; plans on this GPU then use the results."""
-    from fp8stack.benchmark import shapes
-    from fp8stack.model.config import load_config
-    from fp8stack.precision import probe
-
-    hardware = probe()
-    config = load_config(model)
-    plan = shapes.native_plan(recipe, hardware, backend)
-    print(f"machine: {hardware}")
-    print(plan.summary()[0])
-    tokens = batch * (context or config.context)
-    results = shapes.measure_shapes(config, plan, hardware, tokens=tokens, rounds=rounds)
-    print(*shapes.as_lines(results, plan), sep="\n")
-    print(f"written: {shapes.save(results, plan, hardware)}")
+        write_text(f"{context.get_help()}\n")
 
 
 CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
@@ -87,7 +63,7 @@ def roofline(
     if json:
         options.print_json(predicted.as_json(made))
     else:
-        print(*predicted.as_lines(made), sep="\n")
+        show(*predicted.as_lines(made))
 
 
 @bench.command()
@@ -117,6 +93,6 @@ def step(
     if json:
         options.print_json(rows)
     else:
-        from rich.console import Console
+        from fp8stack.screen import Screen
 
-        Console().print(table(rows))
+        Screen().print(table(rows))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show
 
 if TYPE_CHECKING:
     from fp8stack.config import RunConfig
@@ -141,19 +142,17 @@ def _given(memory: str) -> tuple[int, str]:
 
 def _show(made: Answer) -> None:
     """Print tables, as Markdown unless on a terminal."""
-    from rich.console import Console
-
     from fp8stack.estimate.answer import sentences, tables
+    from fp8stack.screen import Screen
     from fp8stack.tables import markdown, rich_table
 
-    console = Console()
-    print(", ".join(f"{key} {value}" for key, value in made.asked.items()))
-    print(*made.worst.plan.summary(), sep="\n")
+    console = Screen()
+    show(", ".join(f"{key} {value}" for key, value in made.asked.items()))
+    show(*made.worst.plan.summary())
     for title, heads, rows in tables(made):
-        print()
+        show("")
         if console.is_terminal:
             console.print(rich_table(title, heads, rows))
         else:
-            print(title, *markdown(heads, rows), sep="\n")
-    print()
-    print(*sentences(made), sep="\n")
+            show(title, *markdown(heads, rows))
+    show("", *sentences(made))

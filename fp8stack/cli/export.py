@@ -1,6 +1,5 @@
 """The command `fp8stack export`."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -8,6 +7,7 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import UserError
+from fp8stack.terminal import say, warn
 
 RUN = typer.Argument(help="Run folder or checkpoint.", show_default=False, metavar="RUN")
 FORMAT = option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]")
@@ -42,9 +42,9 @@ def export(
     more = {"tokenizer": tokenizer, "strategy": strategy, "repository": push}
     written = write_export(run, format, out, dtype=dtype, overwrite=overwrite, **more)
     for note in written.notes:
-        print(f"note: {note}", file=sys.stderr)
+        warn(f"note: {note}")
     if not json:
-        print(f"export: {written.line}", flush=True)
+        say(f"export: {written.line}")
     address = {}
     if push is not None:
         message = f"{written.title}, written by fp8stack export"
@@ -52,4 +52,4 @@ def export(
     if json:
         options.print_json(written.as_json() | address)
     elif address:
-        print(f"pushed: {address['url']}")
+        say(f"pushed: {address['url']}")

@@ -11,6 +11,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show
 
 RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
@@ -62,9 +63,9 @@ def forecast(
     if json:
         options.print_json(result.model_dump(mode="json"))
     else:
-        print(*result.as_text(), sep="\n")
+        show(*result.as_text())
         if kept is not None:
-            print("", f"written: {kept}, which `fp8stack report` shows", sep="\n")
+            show("", f"written: {kept}, which `fp8stack report` shows")
 
 
 def tune(
@@ -106,14 +107,16 @@ def tune(
     if json:
         options.print_json({**vars(found), "gap": vars(found.gap)})
     else:
-        print(*tune.as_text(found, choices, forecast), sep="\n")
-        print("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}", sep="\n")
+        show(*tune.as_text(found, choices, forecast))
+        show("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}")
 
 
 @contextmanager
 def _measuring() -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being measured."""
-    from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status("measuring") as status:
-        yield lambda name: status.update(f"measured {name}")
+    from fp8stack.screen import Screen
+
+    with Screen(stderr=True).status("measuring") as status:
+        yield lambda name: status.update(Text(f"measured {name}"))

@@ -8,6 +8,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show
 
 ONLY = option("Checks to run: part of a name such as 'gemms: ', or a pattern with * and ?.")
 OUT = option("File to write the report to, as JSON.")
@@ -27,9 +28,9 @@ def doctor(
     if json:
         options.print_json(doctor.as_json(hardware))
     else:
-        from rich.console import Console
+        from fp8stack.screen import Screen
 
-        doctor.show(hardware, Console())
+        doctor.show(hardware, Screen())
 
 
 def conform(
@@ -44,21 +45,22 @@ def conform(
 
     Exit code 1 if something is wrong.
     """
-    from rich.console import Console
+    from rich.text import Text
 
     from fp8stack.conform import suite
     from fp8stack.conform.checks import Context
     from fp8stack.precision import probe
+    from fp8stack.screen import Screen
 
     file = suite.file_for(out)
     context = Context(probe(device), quick, seed=seed)
-    with Console(stderr=True).status("checking") as status:
-        report = suite.run(context, only, status.update)
+    with Screen(stderr=True).status("checking") as status:
+        report = suite.run(context, only, lambda name: status.update(Text(name)))
     if file is not None:
         suite.write(report, file)
     if json:
         options.print_json(report)
     else:
-        print(*suite.as_text(report), sep="\n")
+        show(*suite.as_text(report))
     if not report["holds"]:
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fp8stack.terminal import show, show_json, write_text
 from fp8stack.threads import use_threads
 
 
@@ -16,7 +17,7 @@ def option(help: str, *names: str, **more: Any) -> Any:
 
 def _show(context: typer.Context, requested: bool) -> None:
     if requested:
-        print(context.get_help())
+        write_text(f"{context.get_help()}\n")
         raise typer.Exit
 
 
@@ -81,7 +82,7 @@ def print_json(data: Any) -> None:
     """Print a result as indented JSON. Raises a ValueError for a value that is not finite."""
     import json
 
-    print(json.dumps(data, indent=2, allow_nan=False))
+    show_json(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -93,7 +94,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             return "-"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    print(*aligned([list(rows[0]), *([cell(v) for v in row.values()] for row in rows)]), sep="\n")
+    show(*aligned([list(rows[0]), *([cell(v) for v in row.values()] for row in rows)]))
 
 
 # Help: options in named groups

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.terminal import show
 
 if TYPE_CHECKING:
     from fp8stack.config import RunConfig
@@ -42,22 +43,20 @@ def plan(
     if json:
         options.print_json(tables.as_json(table) | {"training": training})
         return
-    from rich.console import Console
+    from fp8stack.screen import Screen
 
-    console = Console()
-    print(f"machine: {table.machine}")
-    print(*table.plan.summary(), sep="\n")
+    console = Screen()
+    show(f"machine: {table.machine}", *table.plan.summary())
     source = training.pop("source")
     values = ", ".join(f"{key} {value}" for key, value in training.items())
-    print(f"training: {values}" + (f"; preset: {source}" if source else ""))
-    print()
+    show(f"training: {values}" + (f"; preset: {source}" if source else ""), "")
     if console.is_terminal:
         console.print(tables.rich_table(table, console.width))
         if console.width < tables.WIDE:
-            console.print(*tables.reasons_of(table), sep="\n", markup=False, highlight=False)
+            console.print(*tables.reasons_of(table), sep="\n")
     else:
-        print(*tables.text_rows(table), sep="\n")
-    print(*tables.as_lines(table), sep="\n")
+        show(*tables.text_rows(table))
+    show(*tables.as_lines(table))
 
 
 def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:

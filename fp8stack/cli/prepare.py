@@ -4,18 +4,19 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import leave_while_importing, options
 from fp8stack.cli.options import option
 
 INPUTS = typer.Argument(
     metavar="INPUT",
-    help="Text, .jsonl and .parquet files (.gz and .zst too), folders of them, or datasets as "
-    "hf:NAME[:CONFIG][@SPLIT].",
+    help="Files of text, JSON lines, JSON, CSV, parquet or arrow, packed or not, folders of them, "
+    "or datasets as hf:NAME[:CONFIG][@SPLIT].",
     show_default=False,
 )
-TOKENIZER = option("Tokenizer: bytes, gpt2, or a tokenizer.json. [bytes]")
+TOKENIZER = option("Tokenizer: bytes, gpt2, a tokenizer.json, or hf:owner/name. [bytes]")
+END_OF_TEXT = option("Token after each document. [the tokenizer's eos_token]")
 TRAIN_BPE = option("Train a BPE tokenizer with this vocabulary size on the inputs.")
-TEXT_KEY = option("JSON field or parquet column that holds the text. [text]")
+TEXT_KEY = option("Field or column that holds the text. [text]")
 HELD_OUT = option("Fraction of documents to hold out for validation. [0.01]")
 SHARD_TOKENS = option("Tokens per shard; documents are not split. [100000000]")
 INCLUDE = option("In folders, read only files that match, such as '*.md'; repeatable.")
@@ -30,6 +31,7 @@ def prepare(
     out: Annotated[str, option("Folder for the shards.")],
     tokenizer: Annotated[str | None, TOKENIZER] = None,
     train_bpe: Annotated[int | None, TRAIN_BPE] = None,
+    end_of_text: Annotated[str | None, END_OF_TEXT] = None,
     text_key: Annotated[str, TEXT_KEY] = "text",
     held_out: Annotated[float, HELD_OUT] = 0.01,
     shard_tokens: Annotated[int, SHARD_TOKENS] = 100_000_000,
@@ -52,7 +54,7 @@ def prepare(
     from fp8stack.errors import UserError
     from fp8stack.prepare.folder import as_json
     from fp8stack.prepare.inputs import Settings
-    from fp8stack.prepare.run import prepare
+    from fp8stack.prepare.run import SAVED, prepare
     from fp8stack.training.signals import stop_requests
 
     if tokenizer is not None and train_bpe is not None:
@@ -71,11 +73,12 @@ def prepare(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         skip_binary=skip_binary,
+        end_of_text=end_of_text,
     )
     with (
         contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
-        stop_requests() as stop,
-        stop.at_once("Stopped. Progress is saved; the same command continues."),
+        stop_requests(leave_while_importing) as stop,
+        stop.at_once(SAVED),
     ):
         manifest = prepare(settings, overwrite, stop.at_once)
     if json:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import leave_while_importing, options
 from fp8stack.cli.options import option
 from fp8stack.errors import Interrupted
 
@@ -79,7 +79,7 @@ def pretrain(
     from fp8stack.training.signals import NOTHING_DONE, stop_requests
 
     try:
-        with stop_requests() as stop:
+        with stop_requests(leave_while_importing) as stop:
             with stop.at_once(NOTHING_DONE):
                 from fp8stack.training.loop import train
                 from fp8stack.training.setup.start import set_up

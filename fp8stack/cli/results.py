@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fp8stack import terminal
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import UserError, unknown
@@ -47,7 +48,7 @@ def list_(
     if json:
         options.print_json(rows)
     elif not rows:
-        print(f"No runs in {folder or 'runs'}.")
+        terminal.show(f"No runs in {folder or 'runs'}.")
     else:
         options.print_rows(rows)
 
@@ -59,7 +60,7 @@ def show(run: Annotated[Path, RUN]) -> None:
 
     report([run], text=True)
     folder = RunFolder(run)
-    print(*folder.next_commands(), sep="\n")
+    terminal.show(*folder.next_commands())
 
 
 def report(
@@ -75,7 +76,7 @@ def report(
         raise UserError("Give --json or --text, not both.")
     page = reports.report(runs, out, text, json)
     if page is not None:
-        typer.echo(f"report: {page}", err=json)
+        (terminal.warn if json else terminal.say)(f"report: {page}")
 
 
 def evaluate(
@@ -106,13 +107,13 @@ def evaluate(
         backend=backend,
         device=device,
     )
-    from rich.console import Console
+    from fp8stack.screen import Screen
 
-    console = Console()
+    console = Screen()
     if json:
         options.print_json(evaluation.as_json(scores))
     elif console.is_terminal:
         console.print(evaluation.rich_table(scores))
-        console.print(*evaluation.notes(scores), sep="\n", markup=False, highlight=False)
+        console.print(*evaluation.notes(scores), sep="\n")
     else:
-        print(*evaluation.text_lines(scores), sep="\n")
+        terminal.show(*evaluation.text_lines(scores))

@@ -1,10 +1,12 @@
 """Running a comparison, new or interrupted, up to its table."""
 
 import json
+import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -12,13 +14,13 @@ from typing import Any
 from fp8stack.benchmark.timing import machine
 from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import NUMERIC_FAILURE, RunFigures, read_run
-from fp8stack.compare.runs import Ended, Progress, Show, train
+from fp8stack.compare.runs import Ended, Progress, Show, train, wait_until_idle
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import RecipeFigures, about, pairs, seeds, summarize
 from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.config import to_toml
 from fp8stack.errors import UserError
-from fp8stack.io import storage_errors, write_atomically
+from fp8stack.io import lock, storage_errors, write_atomically
 from fp8stack.tables import counted
 from fp8stack.terminal import say
 from fp8stack.training.signals import stop_requests
@@ -34,15 +36,38 @@ def compare(comparison: Comparison) -> int:
     to its end, and a StorageError if the disk is full or cannot be written."""
     with storage_errors(comparison.out):
         comparison.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
+    with _alone(comparison):
+        return _compare(comparison)
+
+
+@contextmanager
+def _alone(comparison: Comparison) -> Iterator[None]:
+    """Hold the comparison's folder. Raises a UserError if another process does."""
+    if os.name != "posix":  # no folder can be opened
+        yield
+        return
+    descriptor = os.open(comparison.out, os.O_RDONLY)
+    try:
+        if not lock(descriptor):
+            raise UserError(
+                f"Another process compares in {comparison.out}. Wait for it or give another --out."
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compare(comparison: Comparison) -> int:
     found = _Results(comparison)
-    found.write()
+    found.write()  # first: it shows that the folder is a comparison's
+    write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
     try:
         with Progress() as progress, stop_requests() as requested:
             stopped = _train_all(found, requested, progress)
     finally:
         text = found.write()
-    say("", text, "", f"written: {comparison.out}/compare.json, compare.md and compare.png")
+    written = f"written: {comparison.out}/compare.json, compare.md and compare.png"
+    say("", *text.split("\n"), "", written)
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED
@@ -133,8 +158,9 @@ class _Results:
         write_atomically(comparison.report, text.encode())
         write_atomically(out / "compare.md", as_markdown(rows, comparison, self.machine).encode())
         title = f"{config.model}, {counted(config.steps, 'step')}, {seeds(self.last_seed + 1)}"
+        title += f"\n{comparison.shared}" * bool(comparison.shared)
         write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
-        return as_text(rows, baseline)
+        return as_text(rows, baseline, comparison.shared)
 
     # Pairs until intervals are narrow
 
@@ -172,6 +198,8 @@ class _Results:
         """What is known of each recipe after a pair, and what is still to do."""
         comparison = self.comparison
         others = (row for row in self.rows if row.recipe != comparison.baseline)
+        if comparison.shared:
+            yield f"  {comparison.shared}"
         yield from (f"  {row.recipe}: {row.verdict}" for row in others)
         more = self.pairs_left()
         if more is None:
@@ -214,9 +242,17 @@ def _train_all(found: _Results, requested: Callable[[], bool], progress: Progres
             found.ended.pop(job.name, None)  # it is made again
             ahead[recipe] -= 1
             show = _showing(progress, name, found, recipe, ahead)
+            folder = comparison.folder(job)
+            if folder.is_running:
+                progress.note(f"{name}: waiting for another process that trains in {folder.path}")
+                wait_until_idle(folder, requested)
+                if requested():
+                    return True
             started = time.monotonic()
             ended = train(comparison, job, requested, show)
             cut = ended.exit in (PREEMPTED, INTERRUPTED)
+            if cut and not requested():
+                progress.note(f"{name}: {ended.error}")
             if cut or (requested() and ended.exit not in FINAL):
                 return True
             run = found.add(job, ended)

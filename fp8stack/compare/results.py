@@ -1,6 +1,5 @@
 """The results of a run, read from its folder."""
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from fp8stack.io import read_json
 from fp8stack.training.run_folder import RunFolder, read_rows
 
 Row = Mapping[str, Any]
@@ -142,7 +142,7 @@ def _number(row: Row, key: str) -> bool:
 def _plan(path: Path) -> dict[str, Any]:
     """What ran, from `plan.json`, which layers are not in FP8, and why it is not what was asked."""
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = read_json(path)
         layers = plan["layers"]
         of_layers = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
         return {
@@ -157,7 +157,7 @@ def _plan(path: Path) -> dict[str, Any]:
             "not_fp8": {la["name"]: la["reason"] for la in layers if la["reason"]},
             "reasons": [reason for reason in plan["reasons"] if reason not in of_layers],
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return {}
 
 

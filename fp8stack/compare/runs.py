@@ -1,6 +1,5 @@
 """Training runs, each in its own process, with a progress display."""
 
-import json
 import subprocess
 import sys
 import time
@@ -11,11 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
+from rich.text import Text
 
 from fp8stack.compare.settings import Comparison, Job
-from fp8stack.io import storage_errors
-from fp8stack.terminal import say
+from fp8stack.io import parse_json, storage_errors
+from fp8stack.screen import Screen
+from fp8stack.terminal import is_terminal, printable, say
+from fp8stack.training.run_folder import RunFolder
 
 POLL_S = 0.5
 LINES = 10  # of a run's progress where there is no terminal
@@ -40,7 +41,7 @@ class Progress:
     time that a tenth of a run is done."""
 
     def __init__(self) -> None:
-        self._status = Console().status("") if sys.stdout.isatty() else None
+        self._status = Screen(lasting=True).status("") if is_terminal(sys.stdout) else None
         self._shown = 0
 
     def __enter__(self) -> Self:
@@ -58,12 +59,12 @@ class Progress:
         if self._status is None:
             say(text)
         else:
-            self._status.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._status.console.print(printable(text), soft_wrap=True)
 
     def step(self, text: str, share: float) -> None:
         """Show how far a run is; `share` of its steps are done."""
         if self._status is not None:
-            self._status.update(text.replace("[", r"\["))
+            self._status.update(Text(printable(text)))
         elif int(share * LINES) > self._shown:
             self._shown = int(share * LINES)
             say(text)
@@ -74,12 +75,13 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     `show` is told the run's progress.
 
     The process has a session of its own, so that a Ctrl-C reaches it once, from here: after the
-    first it saves and ends, after the second it ends at once.
+    first it saves and ends, after the second it ends at once. It saves and ends as well if this
+    process is killed.
     """
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
     begun, began = folder.holds_run, time.monotonic()
     command = [
-        *(sys.executable, "-m", "fp8stack", "pretrain"),
+        *(sys.executable, "-m", "fp8stack.cli.child", "pretrain"),
         *(
             "--config",
             str(comparison.out / "base.toml"),
@@ -91,25 +93,33 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
     with storage_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         stream = log.open("ab")
-    with stream:
-        process = subprocess.Popen(
+    with (
+        stream,
+        subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when this process ends, which the other notices
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             _wait(process, requested, _follow(folder.metrics, comparison.config.steps, show))
         except BaseException:  # a second Ctrl-C
             process.kill()
-            process.wait()
             raise
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     error = last.removeprefix("fp8stack: ") if process.returncode else ""
     seconds = None if begun else round(time.monotonic() - began, 1)
     return Ended(exit=process.returncode, error=error, seconds=seconds)
+
+
+def wait_until_idle(folder: RunFolder, requested: Callable[[], bool]) -> None:
+    """Wait while another process trains in `folder`, such as one that is about to end because its
+    comparison was killed; not any longer if a stop is requested."""
+    while folder.is_running and not requested():
+        time.sleep(POLL_S)
 
 
 def _wait(
@@ -160,6 +170,6 @@ def _last_step(metrics: Path) -> tuple[int, float | None]:
         return 0, None
     for line in reversed(lines[:-1]):  # what follows the last newline is not whole
         with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
+            row = parse_json(line, metrics.name)
             return int(row["step"]), row.get("loss")
     return 0, None

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,15 +14,17 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
 from fp8stack.config import RunConfig, parse_config, percent
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import read_json
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, probe
-from fp8stack.precision.phases import PhaseConfig
+from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.presets import recipe_words
+from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
-from fp8stack.training.setup.datasets import read
+from fp8stack.training.setup.datasets import read, with_vocabulary
 from fp8stack.training.setup.init_from import find_source, with_source
 from fp8stack.training.setup.start import with_absolute_paths
 from fp8stack.training.setup.variants import Decided, plan_phases
@@ -71,6 +72,11 @@ class Comparison:
     def report(self) -> Path:
         """The path of `compare.json`."""
         return self.out / REPORT
+
+    @property
+    def shared(self) -> str:
+        """A sentence on the steps that all runs of a seed share; "" if there are none."""
+        return shared_note([phase.model_dump() for phase in self.config.phases])
 
 
 class _Asked(BaseModel):
@@ -194,15 +200,8 @@ def _with_shared_steps(
         )
     if not share:
         return config
-    first = PhaseConfig(name="shared", recipe=baseline, until=share / 100)
+    first = PhaseConfig(name=SHARED_PHASE, recipe=baseline, until=share / 100)
     return _with_phases(config, [first, PhaseConfig(name="compared")])
-
-
-def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
-    """The share of its steps that each run takes in the baseline's recipe first."""
-    first = phases[0] if phases else {}
-    until = first.get("until")
-    return until if first.get("name") == "shared" and isinstance(until, float) else 0.0
 
 
 def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:
@@ -234,7 +233,7 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, P
     unset = {key: value for key, value in usual.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
     if not config.init_from:
-        return config, None
+        return with_vocabulary(config), None
     source = find_source(config.init_from)
     return with_source(config, source), source.tokenizer
 
@@ -349,9 +348,9 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
 def read_report(path: Path) -> dict[str, Any]:
     """The contents of `compare.json`. Raises a UserError if it is none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         _Report.model_validate(found)
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
         said = f"{path} is no comparison's, or is damaged. Give another --out."
         raise UserError(said) from error
     return found
@@ -368,4 +367,4 @@ def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[st
             words += [f"--{name}", str(value)]
     for item in sets:
         words += ["--set", item]
-    return shlex.join([*words, "--out", out])
+    return " ".join(map(shell_quoted, [*words, "--out", out]))

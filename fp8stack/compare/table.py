@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8stack.compare.results import HOPELESS, WARM_UP
-from fp8stack.compare.settings import Comparison, shared_steps
+from fp8stack.compare.settings import Comparison
 from fp8stack.compare.summary import Judging, RecipeFigures, seeds
 from fp8stack.tables import aligned, counted, markdown
 
@@ -42,9 +42,10 @@ def _with_error(value: float | None, error: float | None, form: str) -> str:
     return form.format(value) + ("" if error is None else f" ± {form.format(error).lstrip('+')}")
 
 
-def as_text(rows: Sequence[RecipeFigures], baseline: str) -> str:
-    """The table with its columns aligned, for a terminal or a log."""
-    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *notes(rows)])
+def as_text(rows: Sequence[RecipeFigures], baseline: str, shared: str = "") -> str:
+    """The table with its columns aligned, for a terminal or a log; `shared` as in `Comparison`."""
+    said = [f"gap: {shared}"] * bool(shared)
+    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *said, *notes(rows)])
 
 
 def as_markdown(
@@ -56,10 +57,8 @@ def as_markdown(
     steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
     model = f"{config.model}, {steps} of {batch}"
     begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
-    share = shared_steps([phase.model_dump() for phase in config.phases])
-    if share:
-        told = config.phases[0].recipe
-        begun += f"; the first {share:.0%} of the steps are in {told} in all runs of a seed"
+    if comparison.shared:
+        begun += f"; {comparison.shared}"
     facts = ", ".join(
         f"{name} {value}"
         for name, value in machine.items()

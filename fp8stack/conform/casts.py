@@ -35,7 +35,7 @@ from fp8stack.conform.inputs import (
 from fp8stack.conform.layouts import tiles
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits, Rounded, fused
-from fp8stack.numerics.rounding import rounding
+from fp8stack.numerics.rounding import rounding, rounding_of_both
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, cast_transpose
 from fp8stack.ops.kernels import has_kernel
 from fp8stack.ops.nvfp4 import cast_nvfp4
@@ -282,10 +282,12 @@ def as_values(
 ) -> list[Tensor]:
     """Values and factors for both directions, by torch's operators, or in one `sweep` where that is
     possible."""
-    if sweep:
-        made: Sequence[Rounded] = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
+    at_once = rounding_of_both(quantizer, quantizer) if sweep else None
+    made: Sequence[Rounded]
+    if at_once is None:
+        made = [rounding(quantizer, [dim]).round(x, drawn, fuse=sweep)[0] for dim in (1, 0)]
     else:
-        made = [rounding(quantizer, [dim]).round(x, drawn, fuse=False)[0] for dim in (1, 0)]
+        made = at_once.round(x)
     one = torch.ones((), device=x.device)
     return [p for r in made for p in (r.values, one if r.factor is None else r.factor)]
 

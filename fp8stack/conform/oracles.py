@@ -241,7 +241,7 @@ def philox(
     stream."""
     word, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     lanes = np.arange(-(-columns // 4), dtype=np.uint64)
-    lines = np.arange(first_row, first_row + rows, dtype=np.uint64)
+    lines = np.arange(rows, dtype=np.uint64) + np.uint64(first_row & 0xFFFFFFFF) & word
     zero = np.zeros((rows, len(lanes)), np.uint64)
     c0, c1 = lanes + zero, lines[:, None] + zero
     c2, c3 = (zero + np.uint64(part & 0xFFFFFFFF) for part in (counter, counter >> 32))

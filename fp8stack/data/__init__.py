@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8stack.data.corpus import Corpus, DataError, Part
 from fp8stack.data.mixture import Mixture, absolute
-from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of
+from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of, vocabulary_of
 
 if TYPE_CHECKING:
     from fp8stack.data.batches import Order, StepBatches, describe, validation_windows
@@ -25,6 +25,7 @@ __all__ = [
     "load_corpora",
     "tokenizer_of",
     "validation_windows",
+    "vocabulary_of",
 ]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from fp8stack.data import megatron
 from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import head_and_size
+from fp8stack.data.nanogpt import characters_beside
 from fp8stack.errors import UserError
 
 UINT16_VALUES = 2**16
@@ -21,11 +22,11 @@ HEADER_BYTES = 1024
 LLMC_QUESTIONS = 20240522  # HellaSwag and MMLU
 
 
-# llm.c's formats by their magic number: the version, the type of the tokens, and the one of them
-# that begins each document.
+# llm.c's formats by their magic number: the version, the type of the tokens, the one of them that
+# begins each document, and the size of the vocabulary.
 LLMC = {
-    20240520: (1, "<u2", 50256),  # GPT-2's tokenizer
-    20240801: (7, "<u4", 128000),  # Llama 3's
+    20240520: (1, "<u2", 50256, 50257),  # GPT-2's tokenizer
+    20240801: (7, "<u4", 128000, 128256),  # Llama 3's
 }
 
 
@@ -60,6 +61,16 @@ def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Par
     return Part(path=path, tokens=map_tokens(path, "<u2"), documents=documents)
 
 
+def vocabulary_of(path: Path) -> int | None:
+    """The vocabulary size that llm.c's header, or nanoGPT's `meta.pkl`, gives a `.bin` file; None
+    if neither is there. Raises what `characters_beside` raises."""
+    head, _ = head_and_size(path)
+    if (magic := _int32(head, 0)) in LLMC:
+        return LLMC[magic][3]
+    characters = None if megatron.index_of(path).exists() else characters_beside(path)
+    return None if characters is None else characters.vocabulary
+
+
 def _int32(head: bytes, index: int) -> int:
     return int.from_bytes(head[4 * index : 4 * index + 4], "little", signed=True)
 
@@ -70,7 +81,7 @@ def _llmc(path: Path, head: bytes, size: int) -> Part:
     if size < HEADER_BYTES:
         raise UserError(f"{path} ends within llm.c's header of {HEADER_BYTES} bytes. {again}")
     magic, version, count = (_int32(head, index) for index in range(3))
-    known, dtype, first = LLMC[magic]
+    known, dtype, first, _ = LLMC[magic]
     if version != known:
         raise UserError(
             f"{path} is of version {version} of llm.c's format, and only {known} is known "

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, raised_in_worker
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Begins: TypeAlias = npt.NDArray[np.bool_]
@@ -29,14 +29,10 @@ CHECKED_AT_ONCE = 2**20
 
 class DataError(UserError):
     """Data that became invalid after loading: a token outside the vocabulary, or a file that
-    shrank. The message stays one line when a DataLoader worker raises it: torch recreates the error
-    in the main process, with the worker's whole traceback as its message."""
+    shrank."""
 
     def __init__(self, message: str) -> None:
-        if "\nOriginal Traceback" in message:
-            last_line = message.rstrip().rsplit("\n", 1)[-1]
-            message = last_line.removeprefix(f"{__name__}.{type(self).__name__}: ")
-        super().__init__(message)
+        super().__init__(raised_in_worker(message))
 
 
 def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None) -> Tokens:

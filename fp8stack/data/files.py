@@ -1,6 +1,7 @@
 """Checks of files before they are read: which there are, their sizes, how they begin. No torch
 here."""
 
+import codecs
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -10,7 +11,19 @@ from typing import NoReturn
 from fp8stack.errors import UserError
 
 SNIFFED_BYTES = 2**16
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it; it is no part of the text
+BYTE_ORDER_MARKS = {  # some editors begin a text with one; it is no part of the text
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16's, which it begins with
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+
+
+def encoding_of(head: bytes) -> tuple[bytes, str]:
+    """The byte order mark at the beginning of a text, b"" if it has none, and the encoding."""
+    marks = BYTE_ORDER_MARKS.items()
+    return next((pair for pair in marks if head.startswith(pair[0])), (b"", "utf-8"))
 
 
 def unreadable(path: Path | str, error: OSError) -> NoReturn:

@@ -1,7 +1,6 @@
 """A folder that `fp8stack prepare` wrote: token shards with their documents. No torch here."""
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,12 @@ from pydantic import BaseModel, Field, ValidationError
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
-from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_from_json
+from fp8stack.io import TEMPORARY, read_json
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
 MANIFEST = "manifest.json"
 ENDS = ".ends"
+UNFINISHED = f"{TEMPORARY}prepare"  # a folder in a folder that is being prepared
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 DtypeName = Literal["uint16", "uint32"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -63,12 +64,12 @@ def is_prepared(folder: Path) -> bool:
 def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
     """Raise a UserError if `files`, of a folder without a manifest, are an unfinished output of
     `fp8stack prepare`."""
-    for path in files:
-        if path.suffix == ENDS:
-            raise UserError(
-                f"{folder} has {path.name} and no {MANIFEST}: `fp8stack prepare` did not finish "
-                "it. Run the same command again."
-            )
+    ends = [path.name for path in files if path.suffix == ENDS]
+    if ends or (folder / UNFINISHED).is_dir():
+        raise UserError(
+            f"{folder} has {(ends or [UNFINISHED])[0]} and no {MANIFEST}: `fp8stack prepare` did "
+            "not finish it. Run the same command again."
+        )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -76,11 +77,9 @@ def read_manifest(folder: Path) -> Manifest:
     or is invalid."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        unreadable(path, error)
-    except (ValidationError, ValueError, RecursionError) as error:
-        why = "it is not JSON"
+        return Manifest.model_validate(read_json(path))
+    except ValueError as error:
+        why = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             where = ".".join(str(key) for key in first["loc"]) or "its whole"
@@ -154,4 +153,5 @@ def tokenizer_of_prepared(folder: Path) -> Tokenizer:
             f"{path} is not the tokenizer that made the tokens beside it: its SHA-256 begins with "
             f"{found[:8]}, that of {MANIFEST} with {manifest.sha256[:8]}. Copy the folder again."
         )
-    return tokenizer_from_json(content.decode(errors="replace"), manifest.name)
+    text = content.decode(errors="replace")
+    return tokenizer_from_json(text, manifest.name, end_token_in(folder))

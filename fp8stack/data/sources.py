@@ -8,9 +8,12 @@ from pathlib import Path
 
 from fp8stack.data import megatron, prepared
 from fp8stack.data.bins import bin_part, is_bin, named_splits
+from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
 from fp8stack.data.corpus import Corpus, Part
+from fp8stack.data.datatrove import ds_part, is_beside_ds, is_ds
 from fp8stack.data.files import is_empty, status_of, walk
 from fp8stack.data.mixture import mixture_of, weighted
+from fp8stack.data.nanogpt import META, characters_beside
 from fp8stack.data.parquet import is_parquet, parquet_parts
 from fp8stack.data.texts import (
     STANDARD_LIBRARY,
@@ -41,7 +44,8 @@ def load_corpora(
         data: None for the source of the running Python's standard library; a folder that `fp8stack
             prepare` wrote; a text file, whose bytes are the tokens; a parquet file with a text
             column; a `.bin` file of little-endian uint16 tokens, or with llm.c's header;
-            Megatron-LM's `.bin` and `.idx`, by either name or their stem; a folder with `train.bin`
+            Megatron-LM's `.bin` and `.idx`, by either name or their stem; datatrove's `.ds` with
+            its index; a folder with `train.bin`
             and `val.bin`; or a folder of files of one kind, concatenated in path order, in which
             llm.c's names of the two splits are recognized. Hidden files and links to folders are
             skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
@@ -105,18 +109,50 @@ def _tokens_of(tokenizer: Tokenizer | None) -> str:
     return f"of the tokenizer {tokenizer.name} ({tokenizer.sha256[:8]})"
 
 
+def vocabulary_of(data: str | None) -> int | None:
+    """The size of the vocabulary that the tokens of `data` are of, at most, as a prepared folder,
+    llm.c's header or nanoGPT's `meta.pkl` records it; None if that is not recorded for all
+    sources, or one is text. Raises what `load_corpora` raises."""
+    sizes = [_vocabulary_of_one(path) for path in _paths(data)]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
+
+
+def _vocabulary_of_one(data: str | None) -> int | None:
+    if data is None or _is_text(data):
+        return None
+    path = _found(data)
+    if prepared.is_prepared(path):
+        return prepared.read_manifest(path).tokenizer.vocabulary
+    file = _first_bin(path)
+    return None if file is None else vocabulary_of_bin(file)
+
+
+def _first_bin(path: Path) -> Path | None:
+    """The first `.bin` file at `path` or below it; None if there is none."""
+    files = sorted(walk(path)) if path.is_dir() else [path]
+    return next(filter(is_bin, files), None)
+
+
 def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | None:
-    if _is_text(data):
+    if data is None or _is_text(data):
         return texts or load_tokenizer("bytes")
-    folder = Path(str(data))
-    return prepared.tokenizer_of_prepared(folder) if prepared.is_prepared(folder) else None
+    path = _found(data)
+    if prepared.is_prepared(path):
+        return prepared.tokenizer_of_prepared(path)
+    file = _first_bin(path)
+    characters = (
+        None if file is None or vocabulary_of_bin(file) is None else characters_beside(file)
+    )
+    return None if characters is None else characters.tokenizer
 
 
 def _is_text(data: str | None) -> bool:
     path = None if data is None else _found(data)
     if path is None or not path.is_dir():
-        return path is None or not is_bin(path)
-    return not prepared.is_prepared(path) and not any(is_bin(file) for file in walk(path))
+        return path is None or not (is_bin(path) or is_ds(path))
+    tokens = prepared.is_prepared(path) or any(is_bin(f) or is_ds(f) for f in walk(path))
+    return not tokens
 
 
 def _found(data: str) -> Path:
@@ -149,6 +185,8 @@ class _Loader:
         if not path.is_dir():
             if is_bin(path):
                 parts = self._bins([path])
+            elif is_ds(path):
+                parts = (ds_part(path),)
             elif is_parquet(path):
                 parts = self._tables(str(path), [path])
             else:
@@ -181,15 +219,18 @@ class _Loader:
         return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
 
     def _folder(self, data: str) -> tuple[Corpus, Corpus]:
-        """The splits of a folder of `.bin`, parquet or text files."""
+        """The splits of a folder of `.bin`, `.ds`, parquet or text files."""
         folder = Path(data)
         files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
         prepared.refuse_unfinished(folder, files)
         bins = [path for path in files if is_bin(path)]
+        datatrove = [path for path in files if is_ds(path)]
         indices = {megatron.index_of(path) for path in bins}
+        indices |= {path.parent / META for path in bins} | set(filter(is_beside_ds, files))
         tables = [path for path in files if is_parquet(path)]
-        others = [path for path in files if path not in {*bins, *indices, *tables}]
-        kinds = {".bin files": bins, "parquet files": tables, "others": others}
+        others = [p for p in files if p not in {*bins, *datatrove, *indices, *tables}]
+        kinds = {".bin files": bins, ".ds files": datatrove, "parquet files": tables}
+        kinds["others"] = others
         present = [(kind, paths[0].name) for kind, paths in kinds.items() if paths]
         if len(present) > 1:
             (kind, name), (other, other_name) = present[:2]
@@ -201,6 +242,8 @@ class _Loader:
             if named := named_splits(bins):
                 return _named(data, *map(self._bins, named))
             parts = self._bins(bins)
+        elif datatrove:  # an empty one is of a task without documents
+            parts = tuple(ds_part(path) for path in datatrove if not is_empty(path))
         elif tables:
             parts = self._tables(data, tables)
         else:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fp8stack.data.corpus import Part, Separator, map_tokens
-from fp8stack.data.files import BYTE_ORDER_MARK, head_and_size, is_empty, unreadable, walk
+from fp8stack.data.files import encoding_of, head_and_size, is_empty, unreadable, walk
 from fp8stack.data.parquet import END_OF_TEXT
 from fp8stack.errors import UserError
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer
 
 BYTE_VALUES = 256
@@ -39,8 +40,9 @@ def require_bytes_fit(vocabulary: int, name: str) -> None:
 
 
 def text(path: Path, vocabulary: int) -> Part:
-    """The bytes of a text file but for a byte order mark: uint8 [tokens], memory-mapped if large.
-    Raises a UserError if the file cannot be read, is empty or compressed, or is not text."""
+    """The bytes of a text file but for a byte order mark: uint8 [tokens], memory-mapped if large;
+    in UTF-8 where the mark is UTF-16's or UTF-32's. Raises a UserError if the file cannot be read,
+    is empty or compressed, or is not text."""
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
     why = next((f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None)
@@ -48,9 +50,14 @@ def text(path: Path, vocabulary: int) -> Part:
         why = "holds JSON lines, not text"
     if why:
         raise UserError(
-            f"{path} {why}. Make tokens of it with `fp8stack prepare {path} --tokenizer bytes "
+            f"{path} {why}. Make tokens of it with `fp8stack prepare "
+            f"{shell_quoted(str(path))} --tokenizer bytes "
             "--out tokens` and give `--data tokens`."
         )
+    mark, encoding = encoding_of(head)
+    if encoding != "utf-8":
+        content = _in_memory(path).tokens.tobytes()[len(mark) :].decode(encoding, errors="replace")
+        return Part(path=path, tokens=np.frombuffer(content.encode() or b"\n", dtype=np.uint8))
     if b"\0" in head:
         raise UserError(
             f"{path} looks binary: byte {head.index(0)} is NUL. Give UTF-8 text, "
@@ -58,8 +65,7 @@ def text(path: Path, vocabulary: int) -> Part:
         )
     mapped = size >= MAPPED_FROM_BYTES
     part = Part(path=path, tokens=map_tokens(path, "|u1")) if mapped else _in_memory(path)
-    begin = len(BYTE_ORDER_MARK)
-    return part.slice(begin, size) if head.startswith(BYTE_ORDER_MARK) and size > begin else part
+    return part.slice(len(mark), size) if size > len(mark) else part
 
 
 def _in_memory(path: Path) -> Part:
@@ -115,8 +121,9 @@ def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Par
     if size > MOST_BYTES:
         raise UserError(
             f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
-            f"tokens when a run begins. Make them before: fp8stack prepare {name} --tokenizer "
-            f"{tokenizer.name} --out tokens, and give --data tokens."
+            f"tokens when a run begins. Make them before: fp8stack prepare "
+            f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and "
+            "give --data tokens."
         )
     return tuple(_tokens_of(part, tokenizer) for part in parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from fp8stack.evaluation.windows import Windows, require_text, windows_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Plan, probe
 from fp8stack.tables import counted
+from fp8stack.terminal import warn
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -111,7 +111,7 @@ def evaluate(
     for run in [str(runs)] if isinstance(runs, str | Path) else map(str, runs):
         trained = find_source(run)
         for note in trained.notes:
-            print(note, file=sys.stderr)
+            warn(note)
         require_text(run, trained.config, data)
         config = trained.config or RunConfig()
         chosen = recipes or (trained.recipe,)
@@ -122,14 +122,11 @@ def evaluate(
         for recipe in chosen:
             model = trained.model(recipe, hardware, backend)
             if given is None:
-                known = tokenizer_of_run(run, tokenizer or trained.own_tokenizer)
+                tokenizer_name = tokenizer or trained.own_tokenizer
+                known = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
                 given = windows_for(run, config, model.config, known, data, windows, context)
             count = len(given.tokens)
-            print(
-                f"{trained.path} in {recipe}: {counted(count, 'window')}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"{trained.path} in {recipe}: {counted(count, 'window')}")
             began = time.perf_counter()
             nats_NT = nats_of(model, given.tokens, batch or config.batch // config.accumulate)
             score = Score(

@@ -13,6 +13,7 @@ from fp8stack.config import RunConfig
 from fp8stack.data import Corpus
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig
+from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer, alike
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.setup.build import context_of
@@ -67,13 +68,19 @@ def windows_for(
     own = path == config.data
     if path is not None and config.data is not None:
         own = own or data.absolute(path) == config.data
-    texts = tokenizer if data.holds_text(path) else None
+    holds_text = data.holds_text(path)
+    if tokenizer is None and holds_text:
+        raise UserError(
+            f"The data are text, and the tokenizer of {quoted(run)} is unknown. Give --tokenizer: "
+            "bytes, gpt2, or the path of a tokenizer.json."
+        )
+    texts = tokenizer if holds_text else None
     found = data.tokenizer_of(path, texts)
     if found is not None and tokenizer is not None and not alike(found, tokenizer):
         raise UserError(
             f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
-            f"on those of {tokenizer.name}. Make them: fp8stack prepare {quoted(str(path))} "
-            f"--tokenizer {quoted(run)} --out DIR"
+            f"on those of {tokenizer.name}. Make them: fp8stack prepare {shell_quoted(str(path))} "
+            f"--tokenizer {shell_quoted(run)} --out DIR"
         )
     tokenizer = tokenizer or found
     end = None if tokenizer is None else tokenizer.end_of_text

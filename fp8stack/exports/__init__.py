@@ -11,6 +11,7 @@ from fp8stack.exports.card import CARD, model_card
 from fp8stack.exports.files import Dtype, hf_files, load_source, safetensors_files
 from fp8stack.exports.quantized import Strategy, quantized_files
 from fp8stack.exports.writing import replace_folder, require_room
+from fp8stack.io import restore
 
 __all__ = ["Exported", "Format", "export", "write_export"]
 
@@ -98,6 +99,7 @@ def write_export(
     if strategy is not None and format != "fp8":
         raise UserError("--strategy is of --format fp8. Leave it out.")
     out = Path(out)
+    restore(out)
     require_room(out, overwrite)
     source = load_source(run_or_checkpoint, torch.float32 if dtype == "fp32" else torch.bfloat16)
     if format == "safetensors":

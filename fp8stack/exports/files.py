@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.checkpoint.reader import recorded_tokenizer
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import toml_lines
 from fp8stack.errors import UserError
@@ -45,7 +46,7 @@ class Source:
     def tokenizer(self, name: str | None) -> Tokenizer | None:
         """The tokenizer called `name`, else the run's own, if known. Raises a UserError if it
         cannot be loaded, or has more ids than the model's vocabulary."""
-        found = tokenizer_of_run(self.path, name)
+        found = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
         if found is not None and found.vocabulary > self.config.vocabulary:
             raise UserError(
                 f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "
@@ -132,9 +133,7 @@ def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     text = tokenizer.to_json()
     special: dict[str, str] = {}
-    if tokenizer.end_of_text is not None:
-        added = json.loads(text)["added_tokens"]
-        end = next(one["content"] for one in added if one["id"] == tokenizer.end_of_text)
+    if (end := tokenizer.end_token) is not None:
         # The token that begins a document ends the one before it.
         special = {"bos_token": end, "eos_token": end}
     table = {

@@ -96,7 +96,12 @@ def quantized_files(
     left = [part.module for name in parts if name not in schemes for part in parts[name]]
     table = json.loads(plain.texts["config.json"])
     if source.dtype != torch.bfloat16 and any(s.format != PLAIN for s in schemes.values()):
-        notes.append("transformers gives such weights as bfloat16: it runs them with --dtype bf16")
+        # compressed-tensors 0.20 decompresses packed weights to bfloat16, whatever else is float32.
+        table["dtype"] = "bfloat16"
+        notes.append(
+            "transformers computes with packed weights in bfloat16, so config.json says so; what "
+            "is not packed is in the file in float32"
+        )
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).extend(part.module for part in parts[name])

@@ -1,9 +1,9 @@
 """Writes a folder that appears complete or not at all."""
 
 import json
-import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from fp8stack.errors import UserError
 from fp8stack.exports.card import CARD, MARK
 from fp8stack.exports.files import Files
 from fp8stack.hf.folder import INDEX, WEIGHTS
-from fp8stack.io import TEMPORARY, settle, storage_errors, sync_folder, write_flushed
+from fp8stack.io import replacing, settle, write_flushed
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 LARGEST_FILE = (
@@ -29,13 +29,16 @@ _OWN = {
 
 def require_room(out: Path, overwrite: bool) -> None:
     """Check that the folder `out` can be written. Raises a UserError if it is a file, or a folder
-    with files in it; with `overwrite`, if it has files that no export writes."""
+    with files in it; with `overwrite`, if it has files that no export writes. Hidden files do not
+    count: they are kept."""
     inside = next((folder for folder in out.parents if (folder / "checkpoint.json").exists()), None)
     if inside is not None:
         raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")
     try:
+        out.with_name(WEIGHTS)  # raises for "."
         in_the_way = out.is_symlink() or (out.exists() and not out.is_dir())
-        there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+        hidden = _hidden_files(out)
+        there = sorted({*out.iterdir()} - hidden) if out.is_dir() else []
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         reason = getattr(error, "strerror", None) or "it is no path"
         raise UserError(f"Cannot use the folder of --out: {reason}. Give another.") from error
@@ -43,14 +46,25 @@ def require_room(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} is no folder. Give another --out.")
     if there and not overwrite:
         raise UserError(f"{out} is not empty. Give another --out, or replace it by --overwrite.")
-    shards = [name for name in there if re.fullmatch(r"model-.*\.safetensors", name)]
-    card = [CARD] if CARD in there and _is_card(out / CARD) else []
-    foreign = [name for name in there if name not in {*_OWN, *shards, *card}]
+    names = [path.name for path in there]
+    shards = [name for name in names if re.fullmatch(r"model-.*\.safetensors", name)]
+    card = [CARD] if CARD in names and _is_card(out / CARD) else []
+    foreign = [name for name in names if name not in {*_OWN, *shards, *card}]
     if foreign:
         raise UserError(
             f"{out} holds '{foreign[0]}', which no export wrote, and --overwrite would remove it. "
             "Give another --out."
         )
+
+
+def _hidden_files(folder: Path) -> set[Path]:
+    """The regular files in a folder, if it is one, whose names begin with a dot."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return {
+        entry
+        for entry in entries
+        if entry.name.startswith(".") and entry.is_file() and not entry.is_symlink()
+    }
 
 
 def _is_card(file: Path) -> bool:
@@ -62,27 +76,26 @@ def _is_card(file: Path) -> bool:
 
 
 def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None:
-    """Write the files into the folder `out` (see `require_room`) in place of its contents, with at
-    most `largest` bytes of tensors per file. Raises a StorageError if the disk is full or cannot be
-    written; then `out` is unchanged."""
-    fresh = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}")
-    old = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-old")
-    with storage_errors(out):
-        try:
-            fresh.mkdir(parents=True)
-            _write_tensors(fresh, files.tensors, files.metadata, largest)
-            for name, text in files.texts.items():
-                write_flushed(fresh / name, text.encode())
-            sync_folder(fresh)
-            if out.exists():
-                out.rename(old)
-            fresh.rename(out)
-            sync_folder(out.parent)
-        finally:
-            if old.exists() and not out.exists():
-                old.rename(out)
-            shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(fresh, ignore_errors=True)
+    """Write the files into the folder `out` (see `require_room`) in place of its contents, hidden
+    files apart, with at most `largest` bytes of tensors per file. The folder and its files keep
+    their modes. Raises a StorageError if the disk is full or cannot be written; then `out` is
+    unchanged."""
+    with replacing(out) as fresh:
+        _copy_modes(out, fresh)
+        _write_tensors(fresh, files.tensors, files.metadata, largest)
+        for name, text in files.texts.items():
+            write_flushed(fresh / name, text.encode())
+        for file in _hidden_files(out):
+            shutil.copy2(file, fresh / file.name)
+        _copy_modes(out, fresh)
+
+
+def _copy_modes(replaced: Path, fresh: Path) -> None:
+    """Give a folder and its files the modes of the folder that it replaces, if there is one."""
+    for old in [replaced, *replaced.iterdir()] if replaced.is_dir() else []:
+        new = fresh if old == replaced else fresh / old.name
+        if new.exists() and not old.is_symlink():
+            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _write_tensors(

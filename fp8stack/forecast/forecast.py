@@ -3,7 +3,6 @@ which layers cause it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
+from fp8stack.terminal import warn
+from fp8stack.training.load import Trained as Source
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -83,26 +84,37 @@ class Forecast:
         )
 
 
-def load_trained(request: Request) -> Trained:
-    """Load the model and the text of a request. Raises what `find_source` and `windows_for` raise,
-    and a UserError for a folder of transformers without data."""
+def find_trained(request: Request) -> tuple[Source, int | None]:
+    """The model of a request, not yet built, and the number of its training tokens; None if that is
+    unknown.
+
+    Raises:
+        UserError: what `find_source` raises, a bad number, and a folder of transformers without
+            data.
+    """
     if request.windows < LEAST_WINDOWS:
         raise UserError(f"--windows {request.windows} is too few. Use {LEAST_WINDOWS} or more.")
     if request.tokens is not None and request.tokens < 1:
         raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
-    hardware = probe(request.device)
     source = find_source(request.run)
-    run = source.config
-    require_text(request.run, run, request.data)
+    require_text(request.run, source.config, request.data)
     for note in source.notes:
-        print(note, file=sys.stderr)
-    config, tokens = run or RunConfig(), request.tokens
+        warn(note)
+    config, tokens = source.config or RunConfig(), request.tokens
     if tokens is None and source.checkpoint and not config.init_from:  # else unknown
         tokens = source.checkpoint.step * config.batch * context_of(config, source.shape)
+    return source, tokens
+
+
+def load_trained(request: Request, source: Source, tokens: int | None) -> Trained:
+    """Build the model that `find_trained` gave for a request, and compute its loss on the text.
+    Raises what `windows_for` raises."""
+    hardware, config = probe(request.device), source.config or RunConfig()
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
     model.to(hardware.device).eval()
-    tokenizer = tokenizer_of_run(request.run, request.tokenizer or source.own_tokenizer)
+    name = request.tokenizer or source.own_tokenizer
+    tokenizer = tokenizer_of_run(request.run, name, source.recorded_tokenizer)
     windows = windows_for(
         request.run, config, source.shape, tokenizer, request.data, request.windows, None
     )
@@ -125,15 +137,16 @@ def forecast(
     *,
     require_covered: bool = False,
 ) -> Forecast:
-    """Predict the loss gap of each requested recipe.
+    """Predict the loss gap of each requested recipe. If the law does not cover the model, say so on
+    stderr before anything is computed, and measure the recipes and layers alone.
 
     Args:
         request: the model, the recipes and the data.
         tell: called with the name of each recipe once it is measured.
-        require_covered: raise an error, before measuring, if the law does not cover the model.
+        require_covered: raise an error instead.
 
     Raises:
-        UserError: such a model, and what `load_trained` and `load_recipe` raise.
+        UserError: such a model, and what `find_trained`, `load_trained` and `load_recipe` raise.
     """
     recipes = {name: load_recipe(name) for name in request.recipes}
     without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
@@ -144,11 +157,14 @@ def forecast(
         for key, value in recipe.beside_linears.items():
             if value != usual[key]:
                 note = f"{name}: the forecast is of linear layers, without {key} = '{value}'"
-                print(note, file=sys.stderr)
-    trained = load_trained(request)
+                warn(note)
     law = fitted()
-    if require_covered and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
-        raise UserError(f"No recipe can be tuned for {quoted(trained.name)}: {why}.")
+    source, tokens = find_trained(request)
+    if reason := law.beyond(source.shape.parameters(), tokens):
+        if require_covered:
+            raise UserError(f"No recipe can be tuned for {quoted(request.run)}: {reason}.")
+        warn(f"cannot tell the gap of any recipe: {reason}; divergences are measured")
+    trained = load_trained(request, source, tokens)
     measured: dict[str, Sensitivity] = {}
     windows = trained.windows.tokens
     for name, one in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
@@ -187,6 +203,6 @@ def keep(result: ForecastResult, run: str) -> Path | None:
     try:
         write_atomically(path, (result.model_dump_json(indent=1) + "\n").encode())
     except StorageError as error:
-        print(f"fp8stack: the report will not show this: {error}", file=sys.stderr)
+        warn(f"fp8stack: the report will not show this: {error}")
         return None
     return path

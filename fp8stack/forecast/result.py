@@ -14,6 +14,8 @@ WORST = 5
 """How many layers `without_worst` leaves in bf16."""
 GAP = ("gap to expect", "90 % interval")
 """The column titles of `shares`."""
+FIRST_QUARTER = "the first quarter of training is in fp32 in such a gap"
+"""The design of the runs that the law is fitted to, to be said beside its gaps."""
 
 
 class _Record(BaseModel):
@@ -96,7 +98,8 @@ class ForecastResult(_Record):
             yield f"cannot tell the gap of {', '.join(names)}: {reason}"
         yield (
             "gap: what training a model like this in the recipe adds to its loss, in percent of "
-            f"it; from a law fitted to {self.law_runs} pairs of runs (docs/what_does_it_cost.md)"
+            f"it; {FIRST_QUARTER}; from a law fitted to {self.law_runs} pairs of runs "
+            "(docs/what_does_it_cost.md)"
         )
         yield (
             f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "

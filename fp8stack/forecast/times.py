@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from fp8stack.backends.compiler import is_compiled
-from fp8stack.benchmark.shapes import Measure, side_by_side
+from fp8stack.benchmark.layer_timing import Measure, side_by_side
 from fp8stack.benchmark.timing import interleaved, ratio
 from fp8stack.forecast.forecast import Trained
 from fp8stack.precision import Recipe, resolve

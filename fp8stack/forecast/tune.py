@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,14 @@ from fp8stack.config import percent, toml_lines
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import RECIPES, Forecast
 from fp8stack.forecast.law import Law
-from fp8stack.forecast.result import GAP, Gap, shares
+from fp8stack.forecast.result import FIRST_QUARTER, GAP, Gap, shares
 from fp8stack.forecast.sensitivity import Sensitivity
 from fp8stack.forecast.times import PLAIN, Pair, Times
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import storage_errors, write_atomically
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.tables import aligned
+from fp8stack.terminal import shell_quoted
 
 PLAIN_BITS = 16.0
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
@@ -221,18 +221,13 @@ def default_candidates(hardware: Hardware) -> list[str]:
 
 
 def candidates(names: Sequence[str]) -> list[str]:
-    """The quantized recipes among `names`. Raises a UserError if there is none, or if one cannot be
-    assigned to a layer."""
+    """The quantized recipes among `names`. Raises a UserError if there is none, or if one is a
+    file: shipped recipes quantize all layers alike."""
     for name in names:
-        recipe = load_recipe(name)
+        load_recipe(name)
         if name.endswith(".toml"):
             raise UserError(
                 f"--recipes: {quoted(name)} is a file. A layer's recipe must be a shipped one."
-            )
-        alike = not (recipe.layers or recipe.exclude or recipe.head)
-        if not alike or recipe.exclude_first_blocks or recipe.exclude_last_blocks:
-            raise UserError(
-                f"--recipes: {name} treats layers differently. Name one for all layers."
             )
     found = list(dict.fromkeys(name for name in names if load_recipe(name).is_fp8))
     if not found:
@@ -330,7 +325,7 @@ def command(run: str, out: str) -> str:
     file = Path(run) / "run.toml"
     config = ["--config", str(file)] if file.is_file() else []
     own = ["--out", f"{out.removesuffix('.toml')}-run"] if config else []
-    return shlex.join(["fp8stack", "pretrain", *config, "--recipe", out, *own])
+    return " ".join(map(shell_quoted, ["fp8stack", "pretrain", *config, "--recipe", out, *own]))
 
 
 def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str]:
@@ -348,7 +343,8 @@ def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str
         which = forward if forward == backward else f"{forward}, backward {backward}"
         of.setdefault(which, []).append(path)
     table = aligned([["recipe", *costs, *GAP], *rows])
-    return [*table, "", *(f"{which}: {', '.join(paths)}" for which, paths in of.items())]
+    layers = (f"{which}: {', '.join(paths)}" for which, paths in of.items())
+    return [*table, "", *layers, "", f"gap: {FIRST_QUARTER}"]
 
 
 def write(found: Assignment, forecast: Forecast, target: Target) -> None:
@@ -356,7 +352,7 @@ def write(found: Assignment, forecast: Forecast, target: Target) -> None:
     time = "" if found.time is None else f", {found.time:.1%} of bf16's time"
     description = (
         f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits{time}, a gap of "
-        f"{found.gap.mean / forecast.trained.loss:.2%} is expected"
+        f"{found.gap.mean / forecast.trained.loss:.2%} is expected ({FIRST_QUARTER})"
     )
     with storage_errors(target.path):
         target.path.parent.mkdir(parents=True, exist_ok=True)

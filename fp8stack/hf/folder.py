@@ -1,6 +1,7 @@
 """Reads a folder that transformers' `save_pretrained` wrote."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import read_json
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 HF = "hf:"  # the prefix of a folder of transformers, where runs are accepted too
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LARGEST_JSON = 64 * 2**20  # the index of a large model takes megabytes
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -33,7 +34,7 @@ class Folder:
 
     path: Path
     config: dict[str, Any]  # the contents of `config.json`
-    tensors: Mapping[str, Tensor]  # by name
+    tensors: Tensors  # by name
 
     @property
     def tokenizer(self) -> Path | None:
@@ -64,7 +65,7 @@ def open_folder(path: Path) -> Folder:
                 "read. Save it with safetensors: save_pretrained of transformers does."
             )
         raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
-    return Folder(path, config, _Tensors(path, files))
+    return Folder(path, config, Tensors(path, files))
 
 
 def _indexed(path: Path) -> dict[str, list[str]]:
@@ -80,7 +81,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
     return files
 
 
-class _Tensors(Mapping[str, Tensor]):
+class Tensors(Mapping[str, Tensor]):
     """The tensors of safetensors files, each of which is opened once."""
 
     def __init__(self, path: Path, files: Mapping[str, list[str] | None]) -> None:
@@ -107,6 +108,14 @@ class _Tensors(Mapping[str, Tensor]):
             raise UserError(f"{file}: '{quoted(name)}' cannot be read: {error}.") from error
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, by its file's header; its values are not read."""
+        file = self._file_of[name]
+        try:
+            return tuple(self._opened[file].get_slice(name).get_shape())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{file}: '{quoted(name)}' cannot be read: {error}.") from error
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
@@ -117,13 +126,7 @@ class _Tensors(Mapping[str, Tensor]):
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file} is missing. Give a folder that save_pretrained wrote.")
-    try:
-        small = file.stat().st_size <= _LARGEST_JSON
-        table = json.loads(file.read_text(encoding="utf-8")) if small else None
-    except OSError as error:
-        raise UserError(f"Cannot read {file}: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON.") from error
+    table = read_json(file)
     if not isinstance(table, dict):
-        raise UserError(f"{file} is not a JSON object of a sensible size.")
+        raise UserError(f"{file} is not a JSON object. Give what save_pretrained wrote.")
     return table

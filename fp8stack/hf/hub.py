@@ -5,23 +5,28 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.hf.folder import HF, INDEX, WEIGHTS
+from fp8stack.hf.folder import HF, INDEX, WEIGHTS, path_in
 from fp8stack.io import storage_errors
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.terminal import is_terminal
+from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
 
 # `consolidated` is a second copy of the weights, under the original authors' names.
-_WANTED = ("config.json", TOKENIZER_FILE, "*.safetensors.index.json", "*.safetensors")
-_UNWANTED = ("*/*", "consolidated*")
+_TOKENIZER = [TOKENIZER_FILE, SPECIAL_TOKENS, "tokenizer_config.json"]
+_FILES: dict[str, Any] = {
+    "allow_patterns": ["config.json", *_TOKENIZER, "*.safetensors.index.json", "*.safetensors"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
 # Weights of an earlier push, which a reader would mix with the new ones.
-_REPLACED = (WEIGHTS, INDEX, "model-?????-of-?????.safetensors")
+_REPLACED = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors"]
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
@@ -62,8 +67,10 @@ def require_pushable(name: str) -> None:
 
 def fetch(repository: Repository) -> tuple[Path, Repository]:
     """Download the configuration, weights and tokenizer of a repository, unless they are in the
-    cache. A line on stderr says what is downloaded. Returns their folder, in the cache of
-    huggingface_hub, and the repository at the commit that they are of.
+    cache of huggingface_hub.
+
+    Returns:
+        Their folder, and the repository at the commit that they are of.
 
     Raises:
         UserError: huggingface_hub is missing; the repository or revision does not exist, is gated,
@@ -71,86 +78,82 @@ def fetch(repository: Repository) -> tuple[Path, Repository]:
         StorageError: the disk is full or the cache cannot be written.
     """
     hub = _hub(str(repository))
-    name, revision = repository.name, repository.revision
-    patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
-    refusals = hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError
-    try:
-        try:
-            info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
-        except (hub.errors.HFValidationError, *refusals):
-            raise
-        except Exception:  # without a network, use the cache
-            path = hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns)
-        else:
-            sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-            wanted = list(hub.utils.filter_repo_objects(sizes, **patterns))
-            _require_files(repository, sizes, wanted)
-            cached = hub.try_to_load_from_cache
-            new = [f for f in wanted if not isinstance(cached(name, f, revision=info.sha), str)]
-            if new and os.environ.get("LOCAL_RANK", "0") == "0":
-                size = f"{sum(sizes[file] for file in new) / 1e6:,.1f} MB"
-                files = "1 file" if len(new) == 1 else f"{len(new)} files"
-                print(f"fetching {repository}: {files}, {size}", file=sys.stderr, flush=True)
-            path = hub.snapshot_download(name, revision=revision, **patterns)
-    except UserError:
-        raise
-    except Exception as error:  # any error of the network or the Hub
-        if isinstance(error, OSError) and error.errno in _STORAGE:
-            with storage_errors(Path(error.filename or hub.constants.HF_HUB_CACHE)):
-                raise
-        raise _refused(hub, repository, error) from error
-    return Path(path), Repository(name=name, revision=Path(path).name)
+    with _refusals(hub, repository):
+        path = Path(hub.snapshot_download(repository.name, revision=repository.revision, **_FILES))
+    if not any(path.glob("*.safetensors")):
+        raise UserError(
+            f"{repository} has no safetensors file; pickled weights are not read. Give a revision "
+            "or another repository that has, or a folder that transformers' save_pretrained wrote."
+        )
+    if not (path / "config.json").exists():
+        raise UserError(
+            f"{repository} has no config.json, so its model is unknown. Give a repository that "
+            "transformers' save_pretrained wrote."
+        )
+    return path, Repository(name=repository.name, revision=path.name)
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """The folder of the tokenizer that `hf:FOLDER` or `hf:owner/name[@revision]` names, downloaded
+    unless it is in the cache. Raises a UserError if there is none, or it cannot be downloaded."""
+    repository = repository_in(name)
+    if repository is None:
+        return path_in(name) or Path(name)
+    hub = _hub(str(repository))
+    options = {"revision": repository.revision, "allow_patterns": _TOKENIZER}
+    with _refusals(hub, repository):
+        return Path(hub.snapshot_download(repository.name, **options))
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Upload the files of `folder` to the model `name` in one commit, and return its address. A
-    missing repository is created, private if `private`. The commit also removes weights that are in
-    the repository but not in the folder. Raises a UserError if there is no token, or if the Hub
-    refuses or cannot be reached; the folder stays."""
+    """Upload the files of `folder` to the model `name` in one commit.
+
+    A missing repository is created, private if `private`. The commit also removes weights that are
+    in the repository but not in the folder.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        UserError: there is no token, or the Hub refuses or cannot be reached; the folder stays.
+    """
     hub = _hub("--push")
-    kept = f"{quoted(str(folder))} is written, but not pushed to {name}"
+    failed = f"{quoted(str(folder))} is written, but not pushed to {name}"
     again = "give the same command with --overwrite"
     if hub.get_token() is None:
-        raise UserError(
-            f"{kept}: there is no token of the Hub. To give one, {LOG_IN}; then {again}."
-        )
+        raise UserError(f"{failed}: there is no token. To give one, {LOG_IN}; then {again}.")
     api = hub.HfApi()
+    settings = {"repo_id": name, "folder_path": str(folder), "delete_patterns": _REPLACED}
     try:
         api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(name).private:
             raise UserError(
-                f"{kept}: it is public already. Make it private at {api.endpoint}/{name}/settings, "
-                f"or leave out --private; then {again}."
+                f"{failed}: it is public already. Make it private at "
+                f"{api.endpoint}/{name}/settings, or leave out --private; then {again}."
             )
-        more: dict[str, Any] = {"commit_message": message, "delete_patterns": list(_REPLACED)}
-        api.upload_folder(repo_id=name, folder_path=str(folder), **more)
+        api.upload_folder(**settings, commit_message=message)
     except UserError:
         raise
     except Exception as error:  # any error of the network or the Hub
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise UserError(
-                f"{kept}: the token may not write there. To give one that may, {LOG_IN}; then "
-                f"{again}."
-            ) from error
-        raise UserError(
-            f"{kept}: {_why(error)}. Check the name and the network; then {again}."
-        ) from error
+        cause, remedy = _cause(error), "Check the name and the network"
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            cause, remedy = "the token may not write there", f"To give one that may, {LOG_IN}"
+        raise UserError(f"{failed}: {cause}. {remedy}; then {again}.") from error
     return f"{api.endpoint}/{name}"
 
 
 def commit_in_cache(repository: Repository) -> str | None:
     """The commit of a repository's revision when it was last fetched; None if it never was."""
     hub = _hub(str(repository))
-    wanted = {"revision": repository.revision, "local_files_only": True}
+    options = {"revision": repository.revision, "local_files_only": True}
     try:
-        path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **wanted)
+        path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **options)
     except Exception:  # it does not exist
         return None
     return Path(path).name
 
 
-def _hub(wanted_by: str) -> Any:
+def _hub(needed_by: str) -> Any:
     """huggingface_hub, without progress bars if stderr is no terminal."""
     try:
         import huggingface_hub
@@ -158,53 +161,44 @@ def _hub(wanted_by: str) -> Any:
         import huggingface_hub.utils
     except ImportError:
         hint = "Install it: pip install huggingface_hub."
-        raise UserError(f"{quoted(wanted_by)} needs huggingface_hub. {hint}") from None
+        raise UserError(f"{quoted(needed_by)} needs huggingface_hub. {hint}") from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     hub: Any = huggingface_hub
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         hub.utils.disable_progress_bars()
     return hub
 
 
-def _require_files(repository: Repository, there: Iterable[str], wanted: Sequence[str]) -> None:
-    """Raise a UserError unless weights and a configuration are among the files `wanted`."""
-    if not any(file.endswith(".safetensors") for file in wanted):
-        pickle = next((f for f in sorted(there) if f.endswith((".bin", ".pt", ".pth"))), None)
-        has = f", only {quoted(pickle)}, which may run code when it is read" if pickle else ""
+@contextmanager
+def _refusals(hub: Any, repository: Repository) -> Iterator[None]:
+    """Turn errors of a download into errors of one line with a remedy."""
+    name, page = repository.name, f"{hub.constants.ENDPOINT}/{repository.name}"
+    try:
+        yield
+    except hub.errors.GatedRepoError as error:
+        text = f"{repository} is gated. Accept its terms at {page}, then {LOG_IN}."
+        raise UserError(text) from error
+    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError) as error:
         raise UserError(
-            f"{repository} has no safetensors file{has}. Give a revision or another repository "
-            "that has, or a folder that transformers' save_pretrained wrote."
-        )
-    if "config.json" not in wanted:
-        raise UserError(
-            f"{repository} has no config.json, so its model is unknown. Give a repository that "
-            "transformers' save_pretrained wrote."
-        )
-
-
-def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:
-    """The message for an error of `fetch`."""
-    name = repository.name
-    page = f"{hub.constants.ENDPOINT}/{name}"
-    if isinstance(error, hub.errors.GatedRepoError):
-        return UserError(f"{repository} is gated. Accept its terms at {page}, then {LOG_IN}.")
-    if isinstance(error, (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError)):
-        return UserError(
             f"No folder '{name}' here, and no model '{name}' on the Hugging Face Hub. Check the "
             f"name; if the model is private, {LOG_IN}."
-        )
-    if isinstance(error, hub.errors.RevisionNotFoundError):
-        return UserError(
+        ) from error
+    except hub.errors.RevisionNotFoundError as error:
+        raise UserError(
             f"{HF}{name} has no revision '{repository.revision}'. Give a branch, a tag or a commit "
             f"of {page}."
-        )
-    return UserError(
-        f"No folder '{repository.name}' here, and {repository} cannot be fetched: {_why(error)}. "
-        f"Check the network, or fetch it elsewhere (`hf download {name}`) and give its folder."
-    )
+        ) from error
+    except Exception as error:  # any error of the network or the Hub
+        if isinstance(error, OSError) and error.errno in _STORAGE:
+            with storage_errors(Path(error.filename or hub.constants.HF_HUB_CACHE)):
+                raise
+        raise UserError(
+            f"No folder '{name}' here, and {repository} cannot be fetched: {_cause(error)}. Check "
+            f"the network, or fetch it elsewhere (`hf download {name}`) and give its folder."
+        ) from error
 
 
-def _why(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """An error and its causes in one line."""
     text = " ".join(str(error.__context__ or error).split()) or type(error).__name__
     return quoted(text).rstrip(".")

@@ -85,11 +85,11 @@ def found_in(table: Mapping[str, Any], where: str) -> Found:
     """The model that a `config.json` with these contents, at the path `where`, describes. Raises a
     UserError that names the key if a GPT of ours cannot compute it."""
     kind = table.get("model_type")
-    if kind not in LAYOUTS:
+    if not isinstance(kind, str) or kind not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         shown = quoted(repr(kind))
         raise UserError(f"{where}: model_type = {shown} is not one of those read here: {known}.")
-    layout = LAYOUTS[str(kind)]
+    layout = LAYOUTS[kind]
     _only(table, where, "is_causal", True)
     for key in ("quantization_config", "auto_map"):
         if table.get(key) is not None:
@@ -204,8 +204,10 @@ def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
         _only(rope, where, "partial_rotary_factor", 1.0, f"{key}.")
         theta = rope.get("rope_theta", theta)
     _only(table, where, "partial_rotary_factor", 1.0)
-    # It may be an integer in JSON.
-    return float(theta) if type(theta) is int else 10_000.0 if theta is None else theta
+    if theta is None:
+        return 10_000.0
+    # It may be an integer in JSON, even one that no float holds.
+    return float(theta) if type(theta) is int and abs(theta) < 2**1023 else theta
 
 
 def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.hf.folder import Tensors
 from fp8stack.hf.layouts import Layout
 from fp8stack.model.config import GPTConfig
+from fp8stack.precision.hardware import require_free
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -123,19 +125,28 @@ def from_hf(
     """The tensors of the folder `where` as our weights: float32, all parameters. They have
     transformers' names, with or without the base model's prefix, and are float32, bfloat16 or
     float16. Raises a UserError if one is missing, left over, of another shape or dtype, or not
-    finite."""
+    finite, or if they do not fit into the memory that is left; no memory is taken before the shapes
+    in the files' headers are those of `config`."""
     source = _Source(layout, tensors, where)
+    if config.layers > len(tensors):
+        raise UserError(f"{where} has {len(tensors)} tensors, too few for {config.layers} layers.")
     shapes = config.parameter_shapes()
+    for ours, parts, turned, biased in _modules(config, layout):
+        _, *inputs = shapes[f"{ours}.weight"]
+        for part in parts:
+            source.require_shape(f"{part.module}.weight", _shape(part, inputs, turned))
+            if biased:
+                source.require_shape(f"{part.module}.bias", (part.rows,))
+    require_free(4 * config.parameters(), where)
     made: dict[str, Tensor] = {}
     for ours, parts, turned, biased in _modules(config, layout):
         outputs, *inputs = shapes[f"{ours}.weight"]
         weight, bias = torch.empty(outputs, *inputs), torch.zeros(outputs)
         for number, part in enumerate(parts):
             rows = slice(part.start, part.start + part.rows)
-            shape = (*inputs, part.rows) if turned else (part.rows, *inputs)
-            own = source.take(f"{part.module}.weight", shape)
+            own = source.take(f"{part.module}.weight")
             own = own.t() if turned else own
-            own_bias = source.take(f"{part.module}.bias", (part.rows,)) if biased else bias[rows]
+            own_bias = source.take(f"{part.module}.bias") if biased else bias[rows]
             again = number and not part.start
             if again and not (torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)):
                 raise UserError(
@@ -156,6 +167,11 @@ def from_hf(
     return made
 
 
+def _shape(part: Part, inputs: list[int], turned: bool) -> tuple[int, ...]:
+    """The shape of a part's weight in transformers."""
+    return (*inputs, part.rows) if turned else (part.rows, *inputs)
+
+
 class _Source:
     """A folder's tensors; each is checked, and taken once."""
 
@@ -166,27 +182,43 @@ class _Source:
         computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
         self._left = {name for name in tensors if not name.endswith(computed)}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise a UserError if the tensor `name` is missing, or its file's header has another
+        shape."""
+        there, tensors = self._name(name), self._tensors
+        stated = tensors.shape(there) if isinstance(tensors, Tensors) else (*tensors[there].shape,)
+        if stated != shape:
+            raise UserError(
+                f"{self.where}: '{there}' is {tensors[there].dtype} {stated}; wanted is {shape}, "
+                "in float32, bfloat16 or float16."
+            )
+
+    def take(self, name: str) -> Tensor:
         """The tensor `name` in float32. Raises what `from_hf` raises."""
-        there = name if name in self._tensors else name.removeprefix(self._prefix)
-        if there not in self._tensors:
-            raise UserError(f"{self.where} lacks the tensor '{name}'.")
+        there = self._name(name)
         self._left.discard(there)
         tensor = self._tensors[there]
-        if tuple(tensor.shape) != shape or tensor.dtype not in READABLE:
+        if tensor.dtype not in READABLE:
             raise UserError(
-                f"{self.where}: '{there}' is {tensor.dtype} {tuple(tensor.shape)}; wanted is "
-                f"{shape}, in float32, bfloat16 or float16."
+                f"{self.where}: '{there}' is {tensor.dtype}; wanted is float32, bfloat16 or "
+                "float16."
             )
         if not tensor.isfinite().all():
             raise UserError(f"{self.where}: '{there}' is not finite.")
         return tensor.float()
 
+    def _name(self, name: str) -> str:
+        """The name of a tensor in the files, with or without the base model's prefix."""
+        there = name if name in self._tensors else name.removeprefix(self._prefix)
+        if there not in self._tensors:
+            raise UserError(f"{self.where} lacks the tensor '{name}'.")
+        return there
+
     def require_tied(self, embedding: Tensor) -> None:
         """Raise a UserError if the head is tied but differs from the embedding."""
         if "lm_head.weight" in self._tensors:
-            head = self.take("lm_head.weight", tuple(embedding.shape))
-            if not torch.equal(head, embedding):
+            self.require_shape("lm_head.weight", tuple(embedding.shape))
+            if not torch.equal(self.take("lm_head.weight"), embedding):
                 raise UserError(
                     f"{self.where}: tie_word_embeddings = true, and lm_head.weight is not the "
                     "embedding. Save it with tie_word_embeddings = false."

@@ -12,9 +12,12 @@ from fp8stack import presets
 from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.attention import FP8_ATTENTION
-from fp8stack.precision.shapes import load_measured
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
+Layers = Annotated[int, Field(ge=1, le=2048)]
+"""Every layer is planned by itself; the deepest transformer published has 1,000."""
+MOST_PARAMETERS = 10**14
+"""A hundred times the largest dense model; their bytes, and the optimizer's, fit into 64 bits."""
 
 
 class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
@@ -22,7 +25,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
 
     vocabulary: Size
     context: Size
-    layers: Size
+    layers: Layers
     width: Size
     heads: Size
     kv_heads: Size | None = None
@@ -48,6 +51,13 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.positions == "rope" and self.head_width % 2:
             raise ValueError(f"RoPE needs an even head width, this is {self.head_width}")
+        block = self.width * (4 * self.width + 3 * self.hidden)  # at most
+        tables = self.width * (2 * self.vocabulary + self.context)
+        if (most := self.layers * block + tables) > MOST_PARAMETERS:
+            raise ValueError(
+                f"these sizes make up to {most:.1e} parameters, {4 * most / 2**30:.1e} GiB; "
+                f"{MOST_PARAMETERS:.0e} parameters are the most"
+            )
         return self
 
     @property
@@ -153,10 +163,9 @@ def plan_for(
     plan = resolve(recipe, hardware, backend, strict, without=without)
     if plan.recipe.fp8_attention:
         _require_fp8_attention(config, plan.recipe.attention, hardware)
-    measured = load_measured(hardware, plan.backend, plan.kernel or "") if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
-    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens, measured=measured)
+    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens)
     needed = max(made.vocabulary_multiple, vocabulary_multiple)
     if needed == multiple:
         return made

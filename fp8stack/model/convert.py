@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8stack.backends import Backend, build_backend
-from fp8stack.backends.delayed import Group
 from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.backends.reminder import StateReminder
+from fp8stack.backends.shared_amaxes import Group
 from fp8stack.errors import UserError, described, quoted
 from fp8stack.model.converted import UNCHANGED, PlanFollower
 from fp8stack.model.experts import Mixture, find_mixtures, find_routers, matrices_beside
@@ -106,7 +106,7 @@ def convert(
     plan = _decided(module, plan, linears, left_out, scaled_loss)
     backend = build_backend(plan)
     if backend.delayed is not None:
-        backend.delayed.group = amax_group
+        backend.delayed.sharing.group = amax_group
     parts = {name: linear.part for name, linear in linears.items()}
     changed = [layer for layer in plan.layers if layer.precision != UNCHANGED]
     likes = [(parts[layer.name], _like(parts[layer.name], backend, layer)) for layer in changed]

@@ -138,12 +138,14 @@ class Loss(Compilable):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self.chunk_rows: int | None = None  # see `head_loss`
 
     def forward(
         self, norm: nn.Module, head: nn.Module, x_BTD: Tensor, targets_BT: Tensor
     ) -> Tensor:
         """The mean cross-entropy of `head(norm(x))` in nats per token: float32, 0-dim."""
-        return head_loss(head, norm(x_BTD.float()), targets_BT, self.vocabulary)
+        x_BTD = norm(x_BTD.float())
+        return head_loss(head, x_BTD, targets_BT, self.vocabulary, self.chunk_rows)
 
 
 class GPT(nn.Module):
@@ -153,7 +155,7 @@ class GPT(nn.Module):
         config: its shape.
         backend: builds the layers; None: float32 torch.
         seed: of the initial weights, which depend on it and on `config` alone: every recipe and
-            every device starts from the same.
+            every device starts from the same. None leaves them uninitialized.
 
     Attributes:
         recompute: activation checkpointing. Blocks save for the backward pass: everything ("none"),
@@ -161,7 +163,9 @@ class GPT(nn.Module):
             ("block"). The gradients are the same to the bit.
     """
 
-    def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: GPTConfig, backend: Backend | None = None, *, seed: int | None = 0
+    ) -> None:
         super().__init__()
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
@@ -180,7 +184,8 @@ class GPT(nn.Module):
         if config.tied:
             self.lm_head.weight = self.embedding.weight
         self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        initialize(self, seed)
+        if seed is not None:
+            initialize(self, seed)
         backend.attach(self)
         backend.set_matmul_precision(self)
 

@@ -24,7 +24,9 @@ CHUNK_BYTES = 128 * 2**20
 """Of float32 logits. More rows make better GEMMs and fewer sums of weight gradients."""
 
 
-def head_loss(head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+def head_loss(
+    head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int, rows: int | None = None
+) -> Tensor:
     """`cross_entropy(head(x)[..., :vocabulary].float(), targets)`, the mean over the targets.
 
     Logits that fit into one chunk, and compiled code, in which inductor fuses the float32 values
@@ -50,12 +52,13 @@ def head_loss(head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> T
         x: [..., D], any dtype.
         targets: int64, the shape of `x` without D; -100 is left out of the mean.
         vocabulary: V.
+        rows: of a chunk; None: `chunk_rows(vocabulary)`.
 
     Returns:
         float32, 0-dim; NaN if every target is left out.
     """
     targets_N = targets.flatten()
-    rows = chunk_rows(vocabulary)
+    rows = rows or chunk_rows(vocabulary)
     if torch.compiler.is_compiling() or len(targets_N) <= rows:
         return F.cross_entropy(head(x).float()[..., :vocabulary].flatten(0, -2), targets_N)
     if _runs_by_chunks(head, x):

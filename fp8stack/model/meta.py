@@ -15,25 +15,22 @@ and Transformer Engine:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from fp8stack.backends import Backend, build_backend
-from fp8stack.backends import torch as torch_backend
 from fp8stack.backends.base import DTYPES
 from fp8stack.backends.torch import TorchBackend
 from fp8stack.formats import Quantizers
-from fp8stack.model import gpt
 from fp8stack.model.config import GPTConfig
-from fp8stack.numerics import fused
 from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.ops.eager import _Normalize
 from fp8stack.ops.scaled_gemm import Scaled
@@ -74,19 +71,24 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
 def without_memory(plan: Plan) -> Iterator[None]:
     """Within, new tensors have no memory, and code takes the paths of the plan's device."""
     on_cpu = plan.device == "cpu"
+    functions: dict[Any, Callable[..., Any]] = {}
+    if not on_cpu:
+        functions = {F.dropout: _fused_dropout, F.rms_norm: _fused_rms_norm}
     where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(gpt, "initialize", lambda model, seed: None))
-        stack.enter_context(patch.object(fused, "serves", lambda x: x.numel() > 0))
-        if plan.backend == "te":
-            stack.enter_context(patch.object(torch_backend, "scaled_gemm", _any_gemm))
-        if not on_cpu:
-            stack.enter_context(patch.object(F, "dropout", _fused_dropout))
-            stack.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
-        stack.enter_context(where)
-        stack.enter_context(warnings.catch_warnings())
+    with Replaced(functions), where, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
+
+
+class Replaced(TorchFunctionMode):
+    """Within, other functions run in place of some of torch's."""
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -128,9 +130,12 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
+    for one in (backend, *backend._lenders.values()):
+        if plan.backend == "te" and isinstance(one, TorchBackend):
+            one.gemm = _any_gemm
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
-        backend.delayed.group = None  # no exchange with other ranks
+        backend.delayed.sharing.group = None  # no exchange with other ranks
     return backend
 
 

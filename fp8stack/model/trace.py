@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -217,8 +216,9 @@ def _traced(
     planned = meta.blocks_like(plan, [first for first, *_ in kinds])
     small = config.model_copy(update={"layers": len(kinds), "context": context})
     composed = not backward and meta.composes_attention(config, plan)
-    with meta.without_memory(plan), patch.object(losses, "chunk_rows", lambda vocabulary: chunk):
-        model = gpt.GPT(small, meta.backend_of(planned, save_fp8=save_fp8))
+    with meta.without_memory(plan):
+        model = gpt.GPT(small, meta.backend_of(planned, save_fp8=save_fp8), seed=None)
+        model.loss.chunk_rows = chunk
         tracer = Tracer(model, planned, composed=composed)
         if gathers:
             meta.gather_weights(model.backend)
@@ -234,7 +234,6 @@ def _traced(
     return made
 
 
-_scaled_dot_product_attention = F.scaled_dot_product_attention
 _AUTOGRAD: Any = torch.autograd
 _ATEN: Any = torch.ops.aten
 _NO_CONTEXT: Any = None
@@ -296,9 +295,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in self._model.modules():
                 stack.enter_context(part.register_forward_pre_hook(self._enter))
                 stack.enter_context(part.register_forward_hook(self._leave))
-            stack.enter_context(patch.object(F, "scaled_dot_product_attention", self._attention))
+            attention = meta.Replaced({F.scaled_dot_product_attention: self._attention})
             saves = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one.tensor)
-            with saves, self:
+            with attention, saves, self:
                 yield
 
     def trace(self, kinds: list[list[int]]) -> Trace:
@@ -357,8 +356,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Replaces `scaled_dot_product_attention`."""
-        run = _scaled_dot_product_attention if self._composed else meta.fused_attention
-        with patch.object(self, "_one", "attention"):
+        run = F.scaled_dot_product_attention if self._composed else meta.fused_attention
+        with self._within("attention"):
             y = run(q, k, v, **options)
         if "attention" in self._by_te:  # what it casts; the output, and statistics
             kind = FP8_ATTENTION[self._plan.recipe.attention]
@@ -381,9 +380,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         statistics = 2 if isinstance(norm, nn.LayerNorm) else 1
         size = x.numel() * self._model.backend.compute_dtype.itemsize + 4 * statistics * rows
         self._kept[self._part] += size
-        with patch.object(self, "_one", "fused norm"):
+        with self._within("fused norm"):
             y = norm(x)
         return y
+
+    @contextmanager
+    def _within(self, step: str) -> Iterator[None]:
+        """All that runs within is one step."""
+        self._one = step
+        yield
+        self._one = ""
 
     def _pack(self, tensor: Tensor) -> _Packed:
         one = _Packed(tensor, self._part)

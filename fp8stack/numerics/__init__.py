@@ -9,21 +9,13 @@ from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
 from fp8stack.numerics.quantized import (
     Quantized,
     dequantize,
-    dequantize_blocks,
-    dequantize_mxfp8,
     quantize,
-    quantize_blocks,
-    quantize_mxfp8,
     unpack,
 )
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding import (
     Rounded,
-    round_both,
     round_to,
-    round_to_blocks,
-    round_to_fp8,
-    round_to_mxfp8,
 )
 from fp8stack.numerics.scales import current_scale
 
@@ -39,17 +31,9 @@ __all__ = [
     "cast_to_fp8",
     "current_scale",
     "dequantize",
-    "dequantize_blocks",
-    "dequantize_mxfp8",
     "inverse",
     "quantize",
-    "quantize_blocks",
-    "quantize_mxfp8",
-    "round_both",
     "round_to",
-    "round_to_blocks",
-    "round_to_fp8",
-    "round_to_mxfp8",
     "tensor_scale",
     "unpack",
 ]

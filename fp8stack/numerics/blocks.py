@@ -27,16 +27,6 @@ def block_sizes(quantizer: Quantizer, shape: Sequence[int], dim: int) -> list[in
     return sizes
 
 
-def full_block(x: Tensor, block: Sequence[int]) -> list[int]:
-    """`block` with as many dimensions as `x`, filled or trimmed with ones on the left."""
-    sizes = list(block)
-    while len(sizes) > x.ndim and sizes[0] == 1:
-        sizes.pop(0)
-    if len(sizes) > x.ndim or any(size < 1 for size in sizes):
-        raise ValueError(f"A block {tuple(block)} does not fit a tensor of shape {tuple(x.shape)}.")
-    return [1] * (x.ndim - len(sizes)) + sizes
-
-
 def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """`x` padded with zeros and viewed as [n0, b0, n1, b1, ...], and the way back to its shape."""
     padding: list[int] = []

@@ -10,7 +10,6 @@ Where numba is missing or fails, `why_not` says so, and `rounding` computes its 
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8stack.formats import FORMATS
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
+from fp8stack.terminal import warn
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import Work
@@ -54,14 +55,13 @@ def number(rule: Rounding) -> int:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether `x` is rounded here: on a CPU, not in compiled code."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and x.dtype in _DTYPES
-        and x.numel() > 0
-        and why_not() is None
-    )
+    """Whether `x` is rounded here: on a CPU, not in compiled code. A tensor without memory takes
+    the operator, which needs no kernel, while a dispatch mode records operators."""
+    if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
+        return False
+    if x.is_meta or isinstance(x, FakeTensor):
+        return torch._C._len_torch_dispatch_stack() > 0
+    return x.device.type == "cpu" and why_not() is None
 
 
 def why_not() -> str | None:
@@ -90,7 +90,7 @@ def _load() -> tuple[Any, str | None]:
 
             def on_start(self, event: object) -> None:
                 if not self.said:
-                    print(_COMPILING, file=sys.stderr, flush=True)
+                    warn(_COMPILING)
                 self.said = True
 
             def on_end(self, event: object) -> None:
@@ -104,7 +104,7 @@ def _load() -> tuple[Any, str | None]:
         problem = f"numba failed ({str(error).partition(chr(10))[0]})"
     else:
         return fused_kernels, None
-    print(f"Casts are slower than they could be: {problem}.", file=sys.stderr, flush=True)
+    warn(f"Casts are slower than they could be: {problem}.")
     return None, problem
 
 

@@ -6,17 +6,16 @@ What an emulated GEMM multiplies, the same values without the bytes, is in `roun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding, fp8_format
+from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_sizes,
-    full_block,
     split_into_blocks,
     spread,
 )
@@ -30,8 +29,6 @@ from fp8stack.numerics.scales import (
     max_of,
     scales_of,
 )
-
-MX_BLOCK = 32
 
 
 class Quantized(NamedTuple):
@@ -99,6 +96,8 @@ def quantize(
         bits = generator.bits(x.numel() // max(1, columns), columns).view(x.shape)
     sizes = None if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
     data, stored, largest = _bytes(x, sizes, quantizer, dtype, bits, scale)
+    if quantizer.block == "row" and not shape[dim]:  # a row without an element has a scale, too
+        stored = stored.new_ones([1 if axis == dim else size for axis, size in enumerate(shape)])
     data = _packed(data, dim) if quantizer.element_bits == 4 else data
     return Quantized(data, stored, max_of(largest), quantizer, dim, shape, x.isnan().any())
 
@@ -132,113 +131,38 @@ def _bytes(
     return data.view(target.dtype), stored, largest
 
 
-def quantize_mxfp8(
-    x: Tensor, dim: int = -1, format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
-) -> tuple[Tensor, Tensor]:
-    """`x` in MXFP8: blocks of 32 along `dim`, each with a power-of-two scale.
-
-    A length that 32 does not divide is padded with zeros and trimmed again.
-
-    Args:
-        x: at least one dimension, float32, bfloat16 or float16.
-        dim: the dimension that is blocked; the reduction dimension of the GEMM it is for.
-        format: "e4m3" or "e5m2".
-        scale_rounding: "rceil" rounds up, so that no element saturates; "floor" is the OCP rule;
-            "even" rounds amax half up to the mantissa's bits first.
-
-    Returns:
-        data: float8, of the shape of `x`.
-        scales: `float8_e8m0fnu`, the shape of `x` with `dim` divided by 32, rounded up. A value
-            is `data * 2^(code - 127)`.
-
-    Raises:
-        ValueError: an unknown format or rounding, another dtype, a dimension that `x` has not.
-    """
-    rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
-    quantizer = fp8_quantizer(format, **rules)
-    sizes = block_sizes(quantizer, x.shape, checked_dim(x, dim))
-    return _bytes(x.detach(), sizes, quantizer, x.dtype)[:2]
-
-
-def dequantize_mxfp8(data: Tensor, scales: Tensor, dim: int = -1) -> Tensor:
-    """The float32 values of an MXFP8 tensor: the inverse of `quantize_mxfp8`, exact.
-
-    Raises:
-        ValueError: scales of another dtype or shape, a dimension that `data` has not.
-    """
-    sizes = [1] * data.ndim
-    sizes[_in_range(dim, data)] = MX_BLOCK
-    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8):
-        raise ValueError(
-            f"scales are float8_e8m0fnu, as quantize_mxfp8 gives them, no {scales.dtype}"
-        )
-    _check_shape(scales, sizes, data)
-    inverse = e8m0_value(scales.view(torch.uint8).to(torch.int32))
-    return data.to(torch.float32) * spread(inverse, sizes, data.shape)
-
-
-def quantize_blocks(
-    x: Tensor, block: Sequence[int] = (1, 128), format: str = "e4m3", power_of_two: bool = True
-) -> tuple[Tensor, Tensor]:
-    """`x` in FP8 with one float32 scale for each block: 1x128 for activations and gradients,
-    128x128 for weights (DeepSeek-V3's layout).
-
-    A scale that overflows float32 becomes the maximum of `x`'s own dtype.
-
-    Args:
-        x: float32, bfloat16 or float16.
-        block: the block's size in the last dimensions of `x`; (128, 1) blocks the columns.
-        format: "e4m3" or "e5m2".
-        power_of_two: truncate the scales to powers of two.
-
-    Returns:
-        data: float8, of the shape of `x`.
-        inv_scale: float32, the shape of `x` divided by the block, rounded up. A value is
-            `data * inv_scale`.
-
-    Raises:
-        ValueError: an unknown format, another dtype, or a block of more dimensions than `x`.
-    """
-    scale = "power_of_two" if power_of_two else "float32"
-    quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
-    check_dtype(x)
-    return _bytes(x.detach(), full_block(x, block), quantizer, x.dtype)[:2]
-
-
-def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1, 128)) -> Tensor:
-    """The float32 values of a blocked tensor: `data * inv_scale`, rounded once to float32.
-
-    Raises:
-        ValueError: scales of another shape than blocks of that size have.
-    """
-    sizes = full_block(data, block)
-    _check_shape(inv_scale, sizes, data)
-    return data.to(torch.float32) * spread(inv_scale, sizes, data.shape)
-
-
-def _check_shape(scales: Tensor, sizes: Sequence[int], data: Tensor) -> None:
-    expected = [-(-length // size) for length, size in zip(data.shape, sizes, strict=True)]
-    if list(scales.shape) != expected:
-        raise ValueError(
-            f"Scales of shape {list(scales.shape)} do not belong to data of shape "
-            f"{list(data.shape)} in blocks of {list(sizes)}, which have {expected}. Name the block "
-            "and the dimension that they were made with"
-        )
-
-
-def fp8_quantizer(format: str, **fields: Any) -> Quantizer:
-    """One whose elements are "e4m3" or "e5m2"; raises a ValueError for any other format."""
-    return Quantizer(format=fp8_format(format).name, **fields)  # type: ignore[arg-type]
-
-
 def dequantize(quantized: Quantized) -> Tensor:
     """The values of `quantized`: float32, of the shape of `x`; of the transformed tensor, padded,
-    where there is a Hadamard transform."""
+    where there is a Hadamard transform.
+
+    Raises:
+        ValueError: scales of another dtype, or of another shape than the quantizer's blocks have.
+    """
+    _check_scales(quantized)
     scales = _out(quantized)
     if quantized.quantizer.scale == "e4m3":
         scales = scales * quantized.amax * OUT_OF_TWO_LEVELS
     values = _elements(quantized)
     return values * _per_element(scales, quantized, values)
+
+
+def _check_scales(quantized: Quantized) -> None:
+    quantizer, scales = quantized.quantizer, quantized.scales
+    if quantizer.scale == "e8m0" and scales.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise ValueError(f"Scales in e8m0 are float8_e8m0fnu, not {scales.dtype}")
+    if quantizer.blocks is None:
+        return
+    shape = list(quantized.shape)
+    if quantizer.hadamard:
+        shape[quantized.dim] += -shape[quantized.dim] % quantizer.hadamard
+    sizes = block_sizes(quantizer, shape, quantized.dim)
+    expected = [-(-length // size) for length, size in zip(shape, sizes, strict=True)]
+    if list(scales.shape) != expected:
+        raise ValueError(
+            f"Scales of shape {list(scales.shape)} do not belong to a tensor of shape {shape} in "
+            f"blocks of {sizes}, which has {expected}. Give the quantizer and the dimension that "
+            "they were made with"
+        )
 
 
 def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
@@ -315,10 +239,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def checked_dim(x: Tensor, dim: int) -> int:
     """`dim` from 0. Raises a `ValueError` if `x` has no such dimension, or another dtype."""
     check_dtype(x)
-    return _in_range(dim, x)
-
-
-def _in_range(dim: int, x: Tensor) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"A tensor of shape {list(x.shape)} has no dimension {dim}")
     return dim % x.ndim

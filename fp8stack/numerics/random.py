@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
+_HALF = 1 << 31
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -41,7 +42,7 @@ class RandomBits:
         """The bits of each element: int64 [rows, columns] in [0, 2^32)."""
         device = self.counter.device
         lanes = torch.arange(-(-columns // 4), device=device)
-        row = (torch.arange(rows, device=device) + self.first_row) & _WORD
+        row = (torch.arange(rows, device=device) + (self.first_row & _WORD)) & _WORD
         low, high = self.counter & _WORD, (self.counter >> 32) & _WORD
         key: tuple[int | Tensor, ...] = (self.seed, self.stream)
         if torch.compiler.is_compiling():
@@ -69,13 +70,23 @@ def philox4x32(
     shape = torch.broadcast_tensors(c0, c1, c2, c3)[0].shape  # type: ignore[no-untyped-call]
     for _ in range(_ROUNDS):
         k0, k1 = k0 & _WORD, k1 & _WORD
-        # The product wraps modulo 2^64, which leaves all its bits; the sign that the shift brings
-        # in is masked. The low halves keep what is above them: only their low bits are used.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = _mixed(p1 >> 32, c1, k0, shape), p1
-        c2, c3 = _mixed(p0 >> 32, c3, k1, shape), p0
+        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        c0, c1 = _mixed(high1, c1, k0, shape), low1
+        c2, c3 = _mixed(high0, c3, k1, shape), low0
         k0, k1 = k0 + _KEY_STEPS[0], k1 + _KEY_STEPS[1]
     return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The two halves of `word * multiplier`, an odd number below 2^32: the high one, and an int64
+    whose low 32 bits are the low one.
+
+    The product itself may exceed int64, and signed overflow has no defined result in the C++ that
+    inductor generates. Moved by 2^31, a word is a signed one, and its product fits:
+    `word * m = (word - 2^31) * m + 2^31 + (m >> 1) * 2^32`.
+    """
+    moved = (word - _HALF).mul_(multiplier).add_(_HALF)
+    return (moved >> 32).add_(multiplier >> 1), moved
 
 
 def _mixed(high: Tensor, low: Tensor, key: int | Tensor, shape: torch.Size) -> Tensor:

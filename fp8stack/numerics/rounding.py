@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding
+from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.operators import seen
-from fp8stack.numerics.quantized import MX_BLOCK, check_arguments, checked_dim, fp8_quantizer
+from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
 
@@ -219,71 +219,6 @@ def matrix_dim(x: Tensor, dim: int) -> int:
     if x.ndim != 2:
         raise ValueError(f"A tensor of shape {list(x.shape)} is no matrix. Use x.flatten(0, -2)")
     return checked_dim(x, dim)
-
-
-def round_both(
-    x: Tensor,
-    along: Quantizer,
-    across: Quantizer,
-    generators: tuple[RandomBits | None, RandomBits | None] = (None, None),
-) -> tuple[Rounded, Rounded]:
-    """`round_to` with dims 1 and 0: for GEMMs that reduce over the columns and over the rows.
-
-    Equal to two calls, and cheaper where the two quantizers are alike.
-    """
-    if along.turns and along == across:
-        both = round_to(x, along, 1, generators[0])
-        return both, both
-    at_once = rounding_of_both(along, across)
-    if at_once is None:
-        return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
-    one, other = at_once.round(x)
-    return one, other
-
-
-def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
-    """The values of `cast_to_fp8(x, scale, format)`, still multiplied by `scale`: float32.
-
-    Args:
-        x: any shape, float32, bfloat16 or float16.
-        scale: float32, 0-dim; multiplies into the format.
-        format: "e4m3" or "e5m2".
-    """
-    return round_to(x.reshape(1, -1), fp8_quantizer(format), 1, scale=scale).values.view(x.shape)
-
-
-def round_to_mxfp8(
-    x: Tensor, dims: Sequence[int], format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
-) -> list[Tensor]:
-    """The values of `quantize_mxfp8(x, dim)` for each of `dims`: float32, of the shape of `x`.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        dims: 0 and 1, or one of them; both at once cost less than one after the other.
-        format: "e4m3" or "e5m2".
-        scale_rounding: see `quantize_mxfp8`.
-    """
-    rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
-    quantizer = fp8_quantizer(format, **rules)
-    return [
-        each.values for each in rounding(quantizer, [matrix_dim(x, dim) for dim in dims]).round(x)
-    ]
-
-
-def round_to_blocks(
-    x: Tensor, blocks: Sequence[Block], format: str = "e4m3", power_of_two: bool = True
-) -> list[Tensor]:
-    """The values of `quantize_blocks(x, block)` for each of `blocks`: float32, the shape of `x`.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        blocks: such as (1, 128) and (128, 1), together or alone.
-        format: "e4m3" or "e5m2".
-        power_of_two: see `quantize_blocks`.
-    """
-    scale = "power_of_two" if power_of_two else "float32"
-    quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
-    return [Rounding(quantizer, (block,)).round(x)[0].values for block in blocks]
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:

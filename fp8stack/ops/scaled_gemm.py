@@ -48,8 +48,9 @@ _TORCHS_NAMES = {
     Scales.SQUARES: ScalingType.BlockWise128x128,
 }
 _SWIZZLED = (Scales.MX, Scales.NV)
-# torch.compile takes scaled_mm from there on; to be deleted when no older torch is supported.
-_COMPILES_SCALED_MM = torch.__version__ >= "2.13"
+# Before, inductor hands the scales of scaled_mm to _scaled_mm, which wants another layout. To be
+# deleted when no older torch is supported.
+_COMPILES_SCALED_MM = torch.__version__ >= "2.15"
 
 
 class Scaled(NamedTuple):
@@ -174,8 +175,8 @@ def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
     )
 
 
-# To be deleted when inductor takes scaled_mm with swizzled scales: those of torch 2.11 and 2.13 do
-# not ("does not yet support non-trivial swizzles").
+# To be deleted when inductor takes scaled_mm with every layout of scales: until torch 2.13 it does
+# not with swizzled ones ("does not yet support non-trivial swizzles"), until 2.14 with none.
 @operator_on_any_device(
     "mx_gemm",
     lambda a, b, scale_a, scale_b, out_dtype, *others: a.new_empty(

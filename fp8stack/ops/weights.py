@@ -20,7 +20,8 @@ class KeptWeights:
     for the device or allocates, so that a CUDA graph can hold it.
 
     Args:
-        weights: contiguous matrices of one dtype, float32, bfloat16 or float16, on one device.
+        weights: contiguous matrices of one dtype, float64, which is rounded to float32 first,
+            float32, bfloat16 or float16, on one device.
         quantizer: with one scale per tensor, for blocks of 128 x 128, or E8M0 scales of 1 x 32.
         places: of each weight in the scales and amaxes of delayed scaling.
 

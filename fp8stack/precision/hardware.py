@@ -377,6 +377,17 @@ def available_memory(device: str, root: Path = Path("/")) -> int | None:
     return min([left, *_left_in_groups(root)]) + swap
 
 
+def require_free(size: int, wanted_by: str) -> None:
+    """Raise a UserError, for `wanted_by`, if the system has fewer than `size` bytes of memory
+    left."""
+    left = available_memory("cpu")
+    if left is not None and size > left:
+        raise UserError(
+            f"{wanted_by} needs {size / 2**30:,.1f} GiB of memory, and {left / 2**30:,.1f} GiB are "
+            "left. Use a machine with more."
+        )
+
+
 def _left_in_groups(root: Path) -> Iterator[int]:
     """What each control group with a limit leaves this process, in bytes; pages of files that the
     kernel can drop do not count as used."""

@@ -162,7 +162,6 @@ class Plan:
         *,
         routers: Collection[str] = (),
         tokens: int | None = None,
-        measured: Mapping[Shape, float] | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer, `{module path: (in, out)}`.
 
@@ -177,9 +176,7 @@ class Plan:
                 recipe says so, and else as `otherwise` says, in recipes without FP8 too.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose
-                the recipe, they are not in FP8.
-            measured: bf16's time / FP8's time on this machine, by the shape of the forward GEMM;
-                what is not in it goes by the GPU's data sheet, if that is known.
+                the recipe, they are not in FP8. GPUs whose data sheet is not known are not judged.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
@@ -202,7 +199,7 @@ class Plan:
             if quantizers is not None:
                 reason = self.unserved(name, shape, quantizers)
                 if tokens is not None and not reason:
-                    doubted = self._doubt((tokens, *shape), quantizers, measured or {})
+                    doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
             if reason:
@@ -274,14 +271,13 @@ class Plan:
                 return why
         return ""
 
-    def _doubt(self, shape: Shape, quantizers: Quantizers, measured: Mapping[Shape, float]) -> str:
+    def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
         """Why native FP8 does not seem to pay for a GEMM of this shape; "" if it does."""
         kernel = kernel_of(quantizers)
         backend = self._served_by(quantizers)[0] or self.backend
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulated: it is for the numerics, not for speed
-        own = (kernel, backend) == (self.kernel, self.backend)  # what was measured is the plan's
-        return doubt(shape, quantizers, find_gpu(self.gpu), measured if own else {})
+        return doubt(shape, quantizers, find_gpu(self.gpu))
 
     def runs(self, layer: LayerPlan) -> BackendName:
         """Who multiplies a layer."""
@@ -399,8 +395,9 @@ def block_indices(names: Iterable[str]) -> dict[str, Block]:
     lists: dict[str, set[int]] = {}
     for match in found.values():
         lists.setdefault(match[1], set()).add(int(match[2]))
+    counts = {before: max(numbers) + 1 for before, numbers in lists.items()}
     return {
-        name: Block(int(match[2]), max(lists[match[1]]) + 1)
+        name: Block(int(match[2]), counts[match[1]])
         for name, match in found.items()
         if len(lists[match[1]]) > 1 or len(lists) == 1
     }

@@ -5,7 +5,6 @@ Estimates, no measurement of ours stands behind them. Pure; no torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8stack.formats import Operand, Quantizer, Quantizers
@@ -85,17 +84,11 @@ def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
     return moved / rates.memory / saved
 
 
-def doubt(
-    shape: Shape, quantizers: Quantizers, gpu: Gpu | None, measured: Mapping[Shape, float]
-) -> str:
-    """Why FP8 does not seem to pay for a GEMM of this shape; "" if it does, or nothing is known.
-    What was `measured` decides alone, bf16's time / FP8's time by shape; else the `gpu`'s rates."""
+def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None) -> str:
+    """Why FP8 does not seem to pay for a GEMM of this shape on `gpu`; "" if it does, or the GPU's
+    rates are not known."""
     rows, inputs, outputs = shape
     what = f"{rows} x {inputs} -> {outputs}"
-    if shape in measured:
-        # 0.9996 is not to read as "1".
-        speed = min(round(measured[shape], 3), 0.999)
-        return f"{what} measured at {speed:g} of bf16's speed" if measured[shape] < 1.0 else ""
     if gpu is None or gpu.fp8_tflops is None:
         return ""
     ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers)

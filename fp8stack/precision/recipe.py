@@ -353,7 +353,6 @@ class RecipeFile(_Tables):
     name: str
     description: str = ""
     like: str | None = None
-    scaling: Literal["delayed", "current", "block", "mxfp8", "none"] | None = None
     compute_dtype: ComputeDtype | None = None
     attention: AttentionPrecision | None = None
     residual: ResidualDtype | None = None
@@ -395,8 +394,8 @@ def _load(name: str, overrides: Mapping[str, object] | None, above: tuple[str, .
     made = _expanded({"name": stem, **table}, f"recipe '{stem}'", (*above, name))
     # Overrides are a recipe of their own, like the one that is named: what they set comes last.
     if overrides:
-        if odd := overrides.keys() & {"like", "scaling"}:
-            raise UserError(f"recipe '{stem}': {odd.pop()} cannot be overridden. Name that recipe.")
+        if "like" in overrides:
+            raise UserError(f"recipe '{stem}': like cannot be overridden. Name that recipe.")
         made = _changed(made, {"name": made.name, **overrides}, f"recipe '{stem}'", (*above, name))
     return made
 
@@ -410,7 +409,12 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
     named = {"name": "", **data}
     if "quantizers" in data:
         recipe: Recipe = presets.parse(Recipe, named, where)
+        plain = recipe.quantizers is None and recipe.compute_dtype is not None
+        if not plain and (recipe.quantizers is None or not all(t.each for t in recipe.tables)):
+            raise UserError(f"{where}: a table of quantizers has no quantizer.")
         return recipe
+    if (base := named.pop("scaling", "none")) != "none":  # before recipes had quantizers
+        named["like"] = base
     return _expanded(named, where, ())
 
 
@@ -428,8 +432,8 @@ _PLAIN_KEYS = Recipe.model_fields.keys() - {"name", "quantizers", "layers"}
 
 def _expanded(table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
     """A recipe's file with everything that it refers to."""
-    base = table.get("like", table.get("scaling"))
-    start = _shipped(base, where, above) if isinstance(base, str) and base != "none" else _NO_RECIPE
+    base = table.get("like")
+    start = _shipped(base, where, above) if isinstance(base, str) else _NO_RECIPE
     return _changed(start, table, where, above)
 
 
@@ -445,8 +449,6 @@ def _shipped(name: str, where: str, above: tuple[str, ...]) -> Recipe:
 def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
     """The recipe `start` with what `table`, in the form of a file, sets otherwise."""
     file: RecipeFile = presets.parse(RecipeFile, dict(table), where)
-    if file.like is not None and file.scaling is not None:
-        raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
     quantizers = _with_tables(start.quantizers, file, where, above)
     told = {key: getattr(file, key) for key in _PLAIN_KEYS if getattr(file, key) not in (None, "")}
     made = start.model_copy(update={**told, "name": file.name, "quantizers": quantizers})

@@ -197,6 +197,8 @@ def _resolve_fp8(
 
     if backend == "emulate":
         return planned("emulate", "emulated, as --backend emulate asks", instead=False)
+    if not quantizers.each:
+        return planned("emulate", f"{recipe.name} quantizes no operand: emulated")
     if backend == "reference":
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)

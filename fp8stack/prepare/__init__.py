@@ -1,2 +1,1 @@
-"""Tokenizes documents into shards: text, JSON lines, parquet and datasets, in parallel; see
-`run.prepare`. No torch here."""
+"""Tokenizes documents into shards by Hugging Face `datasets`; see `run.prepare`. No torch."""

@@ -1,153 +1,56 @@
-"""Tokenizes items, in this process or in several, in order, with a bounded number in flight."""
+"""Tokenizes the documents of blocks, in the processes that `datasets` starts."""
 
 import json
-import multiprocessing
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import parent_process, resource_tracker
-from multiprocessing.connection import wait
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from fp8stack.errors import RankLost, UserError, quoted
-from fp8stack.prepare.read import Item
+from fp8stack.errors import UserError, quoted
+from fp8stack.prepare.blocks import Block
+from fp8stack.prepare.tables import kind_of, text_in
 from fp8stack.tokenizer import Tokenizer
 
-WAITING_EACH = 2  # items in flight per process, so that none waits for the reader
 REPLACEMENT = "\ufffd"
+
+KEPT = ("source", "offset", "state", "continues", "unfinished", "inside_a_word", "listing")
+"""Columns of a block that its tokens keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """The tokens of an item's documents, uint16 or uint32 [tokens], concatenated, each document but
-    an unfinished one followed by the end-of-text token."""
+class Encoder:
+    """Tokenizes blocks; without a tokenizer, only looks for problems."""
 
-    tokens: npt.NDArray[np.unsignedinteger]
-    lengths: npt.NDArray[np.int64]  # tokens of each document, [documents]
-    text_bytes: npt.NDArray[np.int64]  # bytes of each as UTF-8, [documents]
-    replaced: int  # U+FFFD that replaced invalid Unicode
+    tokenizer: Tokenizer | None
+    text_key: str
 
-
-def encode_all(
-    items: Iterator[Item], tokenizer: Tokenizer, text_key: str, workers: int
-) -> Generator[tuple[Item, Encoded], None, None]:
-    """Yield each item with its tokens, in order, whatever the number of workers. Raises a UserError
-    if an item cannot be read or tokenized, after yielding those before it, and a RankLost if a
-    process died."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
-    if workers == 1:
-        for item in items:
-            yield item, encode(item, tokenizer, text_key)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
-        initializer=start_worker,
-        initargs=(tokenizer, text_key),
-    )
-    try:
-        yield from _in_order(pool, items, (WAITING_EACH + 1) * workers)
-    except BrokenProcessPool:
-        raise RankLost(
-            "A process that tokenizes died; the system may have run out of memory. Progress is "
-            "saved: the same command continues, with fewer --workers if necessary."
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, items: Iterator[Item], window: int
-) -> Generator[tuple[Item, Encoded], None, None]:
-    """Yield the items with their tokens; at most `window` are in flight."""
-    under_way = deque[tuple[Item, Future[Encoded]]]()
-    failed: UserError | None = None
-    more = True
-    while more or under_way:
-        while more and len(under_way) < window:
-            try:
-                item = next(items)
-            except StopIteration:
-                more = False
-            except UserError as error:  # yield the items before it first
-                failed, more = error, False
-            else:
-                with _without_interrupts():
-                    under_way.append((item, pool.submit(encode_in_worker, item)))
-        if under_way:
-            item, future = under_way.popleft()
-            yield item, future.result()
-    if failed is not None:
-        raise failed
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """A context in which a process may be started: it does not receive Ctrl-C before it ignores
-    it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # starting it later would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_settings: tuple[Tokenizer, str] | None = None
-
-
-def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
-    """Prepare this process for `encode_in_worker`. It exits when its parent does, however that
-    ends, and ignores Ctrl-C."""
-    global _settings
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _settings = tokenizer, text_key
-    parent = parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def encode_in_worker(item: Item) -> Encoded:
-    """See `encode`."""
-    assert _settings is not None, "start_worker was not called"
-    return encode(item, *_settings)
-
-
-def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
-    """Tokenize an item with a tokenizer that has an end-of-text token. Raises what `texts_of`
-    does."""
-    found = list(texts_of(item, text_key))
-    texts = [text for text, _ in found]
-    ids = tokenizer.encode_batch(texts)
-    lengths = np.array([len(one) + 1 for one in ids], dtype=np.int64)
-    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
-    parts = [part for one in ids for part in (one, end)]
-    if item.unfinished:
-        parts.pop()
-        lengths[-1] -= 1
-    tokens = np.concatenate(parts) if parts else end[:0]
-    return Encoded(
-        tokens=tokens.astype(tokenizer.dtype),
-        lengths=lengths,
-        text_bytes=np.array([bytes_of(text) for text in texts], dtype=np.int64),
-        replaced=sum(replaced for _, replaced in found),
-    )
+    def __call__(self, block: Block) -> dict[str, Any]:
+        """The row of a block: `tokens` of the tokenizer's type, each document but an unfinished one
+        followed by the end-of-text token; `lengths` and `text_bytes` of each document, as int64;
+        how many U+FFFD `replaced` invalid Unicode; the `problem`, if there is one."""
+        texts, problem = list[tuple[str, int]](), block.problem
+        try:
+            texts = [] if problem else list(texts_of(block, self.text_key))
+        except UserError as error:
+            problem = str(error)
+        tokens, counts = [np.empty(0, dtype=np.uint32)], list[int]()
+        if self.tokenizer is not None and not problem:
+            end = self.tokenizer.end_of_text
+            ends = [np.array([] if end is None else [end], dtype=np.uint32)] * len(texts)
+            if block.unfinished:
+                ends[-1] = ends[-1][:0]
+            ids = self.tokenizer.encode_batch([text for text, _ in texts])
+            tokens += [piece for pair in zip(ids, ends, strict=True) for piece in pair]
+            counts = [len(i) + len(e) for i, e in zip(ids, ends, strict=True)]
+        dtype = np.uint32 if self.tokenizer is None else self.tokenizer.dtype
+        return {key: getattr(block, key) for key in KEPT} | {
+            "tokens": np.concatenate(tokens).astype(dtype).tobytes(),
+            "lengths": np.array(counts, dtype=np.int64).tobytes(),
+            "text_bytes": np.array([bytes_of(text) for text, _ in texts], np.int64).tobytes(),
+            "replaced": sum(replaced for _, replaced in texts),
+            "problem": problem,
+        }
 
 
 def bytes_of(text: str) -> int:
@@ -155,20 +58,13 @@ def bytes_of(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each document, with the number of U+FFFD that replaced invalid Unicode.
-    Raises a UserError if a line is no JSON object, or if a line or row has no text."""
-    if item.kind == "lines":
-        for number, value, replaced in _parsed_lines(item, text_key):
-            text, more = _valid(_text(value, item.path, f"line {number}"))
-            yield text, replaced + more
-    elif item.kind == "rows":
-        for number, value in enumerate(item.content, item.first):
-            yield _valid(_text(value, item.path, f"row {number}"))
+def texts_of(block: Block, text_key: str) -> Iterator[tuple[str, int]]:
+    """Yield the text of each document of a block, see `Block`, with the number of U+FFFD that
+    replaced invalid Unicode. Raises a UserError if a line is no JSON object or has no text."""
+    if block.kind == "lines":
+        yield from _in_lines(block.content[0], block.path, block.first, text_key)
     else:
-        for content in item.content:
-            assert isinstance(content, bytes)
-            yield _decoded(content)
+        yield from map(_decoded, block.content)
 
 
 def _decoded(content: bytes) -> tuple[str, int]:
@@ -180,39 +76,24 @@ def _decoded(content: bytes) -> tuple[str, int]:
         return text, text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
 
 
-def _valid(text: str) -> tuple[str, int]:
-    """A string without lone surrogates, which JSON can represent and UTF-8 cannot."""
-    if text.isascii():
-        return text, 0
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        paired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return paired, paired.count(REPLACEMENT) - text.count(REPLACEMENT)
-    return text, 0
-
-
-def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
-    """The number of each line that is not blank, the value of its object under `key`, and the
-    number of U+FFFD that replaced invalid UTF-8 in it."""
-    block = item.content[0]
-    assert isinstance(block, bytes)
-    for number, line in enumerate(block.split(b"\n"), item.first):
+def _in_lines(content: bytes, path: str, first: int, key: str) -> Iterator[tuple[str, int]]:
+    """Yield the texts of JSON lines, numbered from `first`."""
+    for number, line in enumerate(content.split(b"\n"), first):
         if not line.strip():
             continue
-        where = f"{quoted(item.path)} line {number}"
+        where = f"{quoted(path)} line {number}"
         try:
-            text, replaced = _decoded(line)
-            row = json.loads(text)
+            decoded, replaced = _decoded(line)
+            row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", type(error).__name__)
             raise UserError(
-                f"{where} is not JSON ({reason}). Correct or remove the line; the same command "
-                "then continues from there."
+                f"{where} is not JSON ({reason}). Correct the line; the same command then "
+                "continues."
             ) from error
         if not isinstance(row, dict):
             raise UserError(
-                f"{where} is no object but a {_kind(row)}. Give one object on each line, such as "
+                f"{where} is no object but a {kind_of(row)}. Give one object on each line, such as "
                 f'{{"{quoted(key)}": "..."}}.'
             )
         if key not in row:
@@ -221,22 +102,16 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
                 f"{where} has no {quoted(key)!r}. Its keys: {keys}. Name the one with the text by "
                 "--text-key."
             )
-        yield number, row[key], replaced
+        text, more = _without_surrogates(text_in(row[key], path, f"line {number}"))
+        yield text, replaced + more
 
 
-def _text(value: object, path: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(
-            f"{quoted(path)} {place} has a {_kind(value)} where text should be. Mend it or take "
-            "it out, or name another field with --text-key."
-        )
-    return value
-
-
-def _kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    names: dict[type, str] = {
-        **{dict: "object", list: "list", str: "string", type(None): "null"},
-        **{bool: "true or false", int: "number", float: "number"},
-    }
-    return names.get(type(value), type(value).__name__)
+def _without_surrogates(text: str) -> tuple[str, int]:
+    """A string without lone surrogates, which JSON can represent and UTF-8 cannot, and the number
+    of U+FFFD in their place."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        paired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return paired, paired.count(REPLACEMENT) - text.count(REPLACEMENT)
+    return text, 0

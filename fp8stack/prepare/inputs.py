@@ -1,6 +1,6 @@
-"""Resolves the user's inputs to sources. Of each file, only the beginning is read, to detect its
-kind."""
+"""Settings of a preparation, and its sources: files, saved datasets, and datasets of the Hub."""
 
+import hashlib
 import json
 import os
 import stat
@@ -14,24 +14,32 @@ from typing import Any, Literal, NoReturn
 
 from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
 from fp8stack.errors import UserError, quoted
-from fp8stack.prepare.streams import ByteStream
+from fp8stack.prepare.streams import PACKED, ByteStream
 from fp8stack.tables import counted
 from fp8stack.terminal import say
 
 LEAST_BPE = 257  # the bytes, and the token that ends a document
 MOST_BPE = 2**20
+MOST_NAMED = 3
+MOST_PROBLEMS = 10
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+Kind = Literal["text", "lines", "json", "csv", "arrow", "parquet", "hf"]
+KINDS: dict[str, Kind] = {
+    **{".jsonl": "lines", ".ndjson": "lines", ".csv": "csv", ".tsv": "csv"},
+    **{".arrow": "arrow", ".parquet": "parquet"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a preparation. In input folders, files are skipped if they match no pattern
-    of `include`, unless that is empty, or one of `exclude`. Patterns match names, or paths within
-    the folder."""
+    """The settings of a preparation. Patterns of `include` and `exclude` match names, or paths
+    within an input folder."""
 
     inputs: tuple[str, ...]  # files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order
-    tokenizer: str  # "bytes", "gpt2" or a `tokenizer.json`; ignored with `train_bpe`
+    tokenizer: str  # "bytes", "gpt2", a `tokenizer.json` or `hf:NAME`; ignored with `train_bpe`
     train_bpe: int | None  # vocabulary size of a tokenizer to train on the inputs
-    text_key: str  # the field of JSON lines and the column of parquet files that holds the text
+    text_key: str  # the field or column that holds the text
     held_out: float  # the share of documents that is held out
     shard_tokens: int  # a shard ends with the document that reaches so many tokens
     workers: int  # processes
@@ -39,6 +47,7 @@ class Settings:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     skip_binary: bool = False  # skip files that look binary, instead of raising an error
+    end_of_text: str | None = None  # the token after each document; None is the tokenizer's
 
     def check(self) -> None:
         """Raise a UserError unless the numbers are valid."""
@@ -55,57 +64,72 @@ class Settings:
             )
 
     def of_output(self) -> dict[str, Any]:
-        """The settings that determine the output, as JSON data."""
-        found = {key: value for key, value in vars(self).items() if key not in ("workers", "out")}
-        found |= {"inputs": list(self.inputs)}
-        if self.train_bpe is not None:
-            found["tokenizer"] = None
-        # None, as in folders written before these settings existed.
-        found |= {key: list(found[key]) or None for key in ("include", "exclude")}
-        return found | {"skip_binary": self.skip_binary or None}
-
-
-Kind = Literal["text", "lines", "parquet", "hf"]
-PACKED = (".gz", ".zst")
-LINES = (".jsonl", ".ndjson")
-TABLES = (".csv", ".tsv")
-MOST_NAMED = 3
+        """The settings that determine the output, as JSON data; null where they were not given."""
+        output = {key: value for key, value in vars(self).items() if key not in ("workers", "out")}
+        output |= {key: list(output[key]) or None for key in ("inputs", "include", "exclude")}
+        output["tokenizer"] = self.tokenizer if self.train_bpe is None else None
+        output["skip_binary"] = self.skip_binary or None
+        if self.end_of_text is None:
+            del output["end_of_text"]
+        return output
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file, or a stream of `datasets`."""
+    """A file, or a dataset of `datasets`."""
 
     path: str  # of the file, or the name with `hf:`
     kind: Kind
-    size: int  # bytes on the disk; 0 for a stream
+    size: int  # bytes on the disk; 0 for a dataset of the Hub
     given: int  # index of its input
+    changed: int = 0  # when the file was changed, in nanoseconds
+
+
+def listings(sources: Sequence[Source]) -> list[str]:
+    """For each source, a hash of it and of all before: of paths, sizes and times of change."""
+    digest, hashes = hashlib.sha256(), list[str]()
+    for source in sources:
+        digest.update(f"{source}\n".encode(errors="surrogateescape"))
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
 def find_sources(settings: Settings) -> list[Source]:
     """All sources, in order: for a folder, the files below it that the settings select, sorted by
-    path, without hidden and empty files and those in the output folder. Raises a UserError if an
-    input is missing, empty or no file, holds no documents, or cannot be read."""
-    found: list[Source] = []
+    path, without hidden and empty files and those in the output folder. Raises one UserError that
+    names all inputs that are missing, empty or no file, or cannot be read."""
+    sources, problems = list[Source](), list[str]()
     for number, name in enumerate(settings.inputs):
-        if name.startswith("hf:"):
-            found.append(Source(path=name, kind="hf", size=0, given=number))
-            continue
-        path = Path(name)
-        status = _status(name)
-        if stat.S_ISDIR(status.st_mode):
-            found += _folder(path, name, settings, number)
-        elif status.st_size == 0 and stat.S_ISREG(status.st_mode):
-            raise UserError(f"{quoted(name)} is empty. Give a file with text in it.")
-        else:
-            found.append(_source(path, status, number))
-    counts = Counter(os.path.abspath(source.path) for source in found)
-    if again := [path for path, count in counts.items() if count > 1]:
+        try:
+            if name.startswith("hf:"):
+                sources.append(Source(path=name, kind="hf", size=0, given=number))
+                continue
+            status = _status(name)
+            if stat.S_ISDIR(status.st_mode) and not is_saved(Path(name)):
+                sources += _in_folder(Path(name), settings, number, problems)
+            elif status.st_size == 0 and stat.S_ISREG(status.st_mode):
+                raise UserError(f"{quoted(name)} is empty. Give a file with text in it.")
+            else:
+                sources.append(_source(Path(name), number))
+        except UserError as error:
+            problems.append(str(error))
+    require_none(problems)
+    counts = Counter(os.path.abspath(source.path) for source in sources)
+    if repeated := [path for path, count in counts.items() if count > 1]:
         say(
             f"note: inputs that are given more than once are read as often, so a document "
-            f"may be both held out and trained on: {_named(again)}"
+            f"may be both held out and trained on: {_named(repeated)}"
         )
-    return found
+    return sources
+
+
+def require_none(problems: Sequence[str]) -> None:
+    """Raise one UserError for all problems of the inputs, if there are any."""
+    if problems:
+        more = len(problems) - MOST_PROBLEMS
+        begin = f"{len(problems)} inputs cannot be read. " if len(problems) > 1 else ""
+        end = f" And {more} more." if more > 0 else ""
+        raise UserError(f"{begin}{' '.join(problems[:MOST_PROBLEMS])}{end}")
 
 
 def _status(name: str) -> os.stat_result:
@@ -118,45 +142,62 @@ def _status(name: str) -> os.stat_result:
 
 
 def _unreadable(name: str, error: OSError) -> NoReturn:
-    raise UserError(
-        f"Cannot read {quoted(name)}: {error.strerror}. Check its permissions, or leave it out."
-    ) from error
+    raise UserError(f"Cannot read {quoted(name)}: {error.strerror}. Check its permissions.")
 
 
-def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Source]:
-    out = settings.out.resolve()
-    files = walk(folder, lambda inside: inside.resolve() == out, _unreadable)
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote the folder."""
+    one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return one or (folder / "dataset_dict.json").is_file()
+
+
+class _Binary(UserError):
+    """A file that is no text."""
+
+
+def _in_folder(folder: Path, settings: Settings, given: int, problems: list[str]) -> list[Source]:
+    """The sources in a folder; what is wrong with others is added to `problems`."""
+    out, saved = settings.out.resolve(), list[Path]()
+
+    def skips(inside: Path) -> bool:
+        if is_saved(inside):
+            saved.append(inside)
+        return inside in saved or inside.resolve() == out
+
+    files = [*walk(folder, skips, _unreadable), *saved]
     paths = sorted((path.relative_to(folder).as_posix(), path) for path in files)
     selected = [path for inside, path in paths if _is_selected(inside, settings)]
     if paths and not selected:
         raise UserError(
-            f"--include and --exclude leave nothing of the folder {quoted(name)}: the first of its "
-            f"{len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
+            f"--include and --exclude leave nothing of the folder {quoted(str(folder))}: the first "
+            f"of its {len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
         )
-    binary, found = list[Path](), list[Source]()
+    binary, sources, before = list[Path](), list[Source](), len(problems)
     for path in selected:
-        status = _status(str(path))
-        if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
-            source = _source(path, status, given)
-            if source.kind == "text" and b"\0" in _head(path):
-                binary.append(path)
-            else:
-                found.append(source)
-    if binary:
-        count, named = len(binary), _named(binary)
-        if not settings.skip_binary:
-            raise UserError(
-                f"{count} of {counted(len(selected), 'file')} {'looks' if count == 1 else 'look'} "
-                f"binary: {named}. Leave them out by "
-                "--skip-binary, or by --include and --exclude, such as --exclude '*.png'."
-            )
-        left = counted(count, "file that looks binary is", "files that look binary are")
-        say(f"note: {left} left out: {named}")
-    if not found:
-        raise UserError(
-            f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."
+        try:
+            status = _status(str(path))
+            if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
+                sources.append(_source(path, given))
+        except _Binary:
+            binary.append(path)
+        except UserError as error:
+            problems.append(str(error))
+    if binary and settings.skip_binary:
+        left = counted(len(binary), "file that looks binary is", "files that look binary are")
+        say(f"note: {left} left out: {_named(binary)}")
+    elif binary:
+        verb = "looks" if len(binary) == 1 else "look"
+        problems.append(
+            f"{len(binary)} of {counted(len(selected), 'file')} {verb} binary: {_named(binary)}. "
+            "Leave them out by --skip-binary, or by --include and --exclude, such as --exclude "
+            "'*.png'."
         )
-    return found
+    if not sources and len(problems) == before:
+        name = quoted(str(folder))
+        raise UserError(
+            f"The folder {name} holds no data. Put text, JSON or parquet files into it."
+        )
+    return sources
 
 
 def _named(paths: Sequence[object]) -> str:
@@ -171,44 +212,47 @@ def _is_selected(inside: str, settings: Settings) -> bool:
 
     def matches(patterns: tuple[str, ...]) -> bool:
         name = inside.rpartition("/")[2]
-        return any(fnmatchcase(inside, one) or fnmatchcase(name, one) for one in patterns)
+        return any(fnmatchcase(inside, p) or fnmatchcase(name, p) for p in patterns)
 
     return (not settings.include or matches(settings.include)) and not matches(settings.exclude)
 
 
-def _head(path: Path) -> bytes:
-    with closing(ByteStream(path)) as stream:
-        return stream.read(SNIFFED_BYTES)
-
-
-def _source(path: Path, status: os.stat_result, given: int) -> Source:
+def _source(path: Path, given: int) -> Source:
+    """The source of a file, or of a folder of `save_to_disk`. Raises a UserError if it cannot be
+    one, a `_Binary` if a text looks binary."""
+    status = _status(str(path))
+    if stat.S_ISDIR(status.st_mode):
+        states = [file.stat() for file in sorted(path.rglob("*")) if file.is_file()]
+        changed = max(state.st_mtime_ns for state in states)
+        size = sum(state.st_size for state in states)
+        return Source(path=str(path), kind="hf", size=size, given=given, changed=changed)
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{quoted(str(path))} is not a regular file. Leave it out.")
-    return Source(path=str(path), kind=_kind(path), size=status.st_size, given=given)
+        raise UserError(f"{quoted(str(path))} is not a regular file. Give a file or a folder.")
+    kind, size, changed = _kind(path), status.st_size, status.st_mtime_ns
+    return Source(path=str(path), kind=kind, size=size, given=given, changed=changed)
 
 
 def _kind(path: Path) -> Kind:
-    name = path.name.lower()
-    packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
-    name = name.removesuffix(packed)
-    if name.endswith(LINES):
-        return "lines"
-    if name.endswith(".parquet") and not packed:
-        return "parquet"
-    if name.endswith(TABLES):
+    """The kind of a file, by its name and beginning. Raises what `_source` raises."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError as error:
+        _unreadable(str(path), error)
+    if is_pointer:
         raise UserError(
-            f"{quoted(str(path))} is a {name.rpartition('.')[2].upper()} table, which is not "
-            "supported. Convert it to JSON lines or parquet, rename it to .txt to read it as one "
-            f"text, or leave it out by --exclude '*{Path(name).suffix + packed}'."
+            f"{quoted(str(path))} is a Git LFS pointer and not the file itself. Run `git lfs pull` "
+            "where it is."
         )
-    if name.endswith(".json"):
-        head = _head(path)
+    inner = Path(path.name.lower())
+    suffix = (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
+    if suffix in KINDS:
+        return KINDS[suffix]
+    with closing(ByteStream(path)) as stream:
+        head = stream.read(SNIFFED_BYTES)
+    if suffix == ".json":
         if b"".join(head.split()).startswith(b"[{"):
-            raise UserError(
-                f"{quoted(str(path))} is an array of JSON objects, which is not supported. "
-                "Convert it to JSON lines, as by `jq -c '.[]'`, rename it to .txt to read it as "
-                "one text, or leave it out by --exclude."
-            )
+            return "json"
         # It holds JSON lines if the first line, as far as it was read, is an object.
         first, newline, _ = head.lstrip().partition(b"\n")
         if first.startswith(b"{"):
@@ -216,4 +260,23 @@ def _kind(path: Path) -> Kind:
                 if newline or len(head) < SNIFFED_BYTES:
                     json.loads(first)
                 return "lines"
+    if b"\0" in head:
+        _refuse_nul(quoted(str(path)), head)
     return "text"
+
+
+def _refuse_nul(name: str, head: bytes) -> NoReturn:
+    """Raise the UserError for a file with NULs in its `head`: a `_Binary` unless it is text."""
+    at = head.index(b"\0")
+    for encoding, high in (("UTF-16LE", head[1::2]), ("UTF-16BE", head[::2])):
+        if high.count(0) > len(high) / 2 and head.count(0) < len(head) * 0.6:
+            raise UserError(
+                f"{name} looks like {encoding} without a byte order mark. Convert it: iconv -f "
+                f"{encoding} -t UTF-8."
+            )
+    with suppress(UnicodeDecodeError):
+        if head.count(0) < len(head) / 100 and head[:-3].decode():
+            raise UserError(f"{name} is text with a NUL at byte {at}. Remove it: tr -d '\\0'.")
+    raise _Binary(
+        f"{name} looks binary: byte {at} is NUL. Give text, JSON, CSV, parquet or arrow files."
+    )

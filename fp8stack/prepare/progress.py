@@ -5,37 +5,33 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from rich.console import Console
 from rich.progress import DownloadColumn
 
-from fp8stack.terminal import Bar, say
+from fp8stack.progress import Bar
+from fp8stack.screen import Screen
+from fp8stack.terminal import is_terminal, say
 
 LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows the progress of the work called `what`. `total` is the bytes of the files, 0 if
-    unknown, of which `done` were processed before."""
+    """Shows the progress of `work` on files of `total` bytes, 0 if that is unknown, of which `done`
+    were processed before."""
 
     def __init__(
-        self, what: str, total: int, done: int, clock: Callable[[], float] = time.monotonic
+        self, work: str, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.what, self.total, self._begin, self._clock = what, total, done, clock
+        self.work, self.total, self._begin, self._clock = work, total, done, clock
         self._started = self._shown_s = clock()
         self._bar: Bar | None = None
-        if sys.stdout.isatty():
-            self._bar = Bar(what, DownloadColumn(), total or None, done, Console())
+        if is_terminal(sys.stdout):
+            self._bar = Bar(work, DownloadColumn(), total or None, done, Screen(lasting=True))
             self._bar.start()
 
     def close(self) -> None:
         """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since it began."""
-        return self._clock() - self._started
 
     def update(self, done: int, line: str = "") -> None:
         """Show that `done` bytes of the files were read, with more in `line`."""
@@ -48,10 +44,11 @@ class Display:
 
     def describe(self, done: int, line: str) -> str:
         """The plain line."""
-        speed, total = (done - self._begin) / max(self.elapsed_s, 1e-9), self.total
+        elapsed_s, total = max(self._clock() - self._started, 1e-9), self.total
         share = f"{100 * done / total:.1f} % of {total / 1e6:,.1f} MB" if total else ""
-        parts = [self.what, share or f"{done / 1e6:,.1f} MB", *([line] if line else [])]
+        parts = [self.work, share or f"{done / 1e6:,.1f} MB", *([line] if line else [])]
         if done > self._begin:
+            speed = (done - self._begin) / elapsed_s
             parts.append(f"{speed / 1e6:.1f} MB/s")
             if total:
                 parts.append(f"ETA {timedelta(seconds=round((total - done) / speed))}")

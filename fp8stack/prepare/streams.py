@@ -1,43 +1,46 @@
-"""The bytes of a file, decompressed if necessary. The only file that imports zstandard."""
+"""The bytes of a text file: unpacked, and in UTF-8 whatever its byte order mark says. The only file
+that imports zstandard. `datasets` would stop after the first frame of a .zst file."""
 
+import bz2
+import codecs
 import gzip
+import lzma
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from fp8stack.data.files import encoding_of
 from fp8stack.errors import UserError, quoted
 
 CHUNK_BYTES = 2**18
 UNPACKED_BYTES = 2**14  # of a .zst, at a time: they may expand a thousandfold
-CHECKED_BYTES = 4096
+LONGEST_WINDOW = 2**31  # zstd --long=31
+PACKED = (".gz", ".bz2", ".xz", ".zst")
 
-
-def check_of(content: bytes) -> int:
-    """A CRC-32 of the last 4 KiB of `content`."""
-    return zlib.crc32(content[-CHECKED_BYTES:])
+# An invalid code becomes a byte that is invalid in UTF-8, which is replaced and counted later.
+codecs.register_error("fp8stack.not_unicode", lambda error: ("\udcff", getattr(error, "end", 0)))
 
 
 class ByteStream:
-    """A file read from beginning to end; `.gz` and `.zst` are decompressed. Raises a UserError,
-    also in `read`, if it cannot be read or its compressed data are damaged."""
+    """A text file, read from beginning to end as UTF-8 without a byte order mark; packed files are
+    unpacked by their suffix. Raises a UserError, also in `read`, if the file cannot be read or its
+    packed data are damaged."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-        self._ready = b""
+        self._path, self._unpacked, self._ready = path, 0, b""
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise self._unreadable(str(error.strerror)) from error
-        self._suffix = path.suffix.lower()
-        if self._suffix == ".zst":
-            self._chunks = _unpack_zstd(self._file)
-        else:
-            packed = self._suffix == ".gz"
-            reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
-            self._chunks = iter(partial(reader.read, CHUNK_BYTES), b"")
+            raise self._refused(error) from error
+        self._chunks = _chunks(self._file, path.suffix.lower())
+        while len(self._ready) < 4 and (chunk := self._next()):
+            self._ready += chunk
+        mark, encoding = encoding_of(self._ready)
+        decoder = codecs.getincrementaldecoder(encoding)("fp8stack.not_unicode")
+        self._decoder = None if encoding == "utf-8" else decoder
+        self._ready = self._in_utf8(self._ready.removeprefix(mark))
 
     def close(self) -> None:
         """Close the file."""
@@ -50,79 +53,70 @@ class ByteStream:
 
     def read(self, size: int) -> bytes:
         """The next `size` bytes; fewer only at the end."""
-        parts = []
-        while size > 0 and (self._ready or self._read_on()):
+        parts, more = list[bytes](), True
+        while size > 0 and (self._ready or more):
             part, self._ready = self._ready[:size], self._ready[size:]
             parts.append(part)
             size -= len(part)
-            self.offset += len(part)
+            if not self._ready:
+                chunk = self._next()
+                self._ready, more = self._in_utf8(chunk, final=not chunk), chunk != b""
         return b"".join(parts)
 
-    def go_to(self, offset: int, check: int) -> bytes:
-        """Continue at `offset`. Raises a UserError unless `check_of` the 4 KiB before it is
-        `check`."""
-        before = max(0, offset - CHECKED_BYTES)
-        if self._suffix not in (".gz", ".zst"):
-            self._file.seek(before)
-            self.offset = before
-        while self.offset < before and self.read(min(CHUNK_BYTES, before - self.offset)):
-            pass
-        tail = self.read(offset - self.offset)
-        if check_of(tail) != check or self.offset != offset:
-            raise UserError(
-                f"{quoted(str(self.path))} has changed where it was read already, before byte "
-                f"{offset}. Put it back as it was, or start over with --overwrite."
-            )
-        return tail
+    def _in_utf8(self, chunk: bytes, final: bool = False) -> bytes:
+        if self._decoder is None:
+            return chunk
+        return self._decoder.decode(chunk, final).encode(errors="surrogateescape")
 
-    def _read_on(self) -> bool:
+    def _next(self) -> bytes:
+        """The next unpacked bytes; b"" at the end."""
         try:
-            self._ready = next(self._chunks, b"")
-        except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes "
-                f"unpacked ({error}). Download it again; the same command then continues."
-            ) from error
-        except OSError as error:
-            raise self._unreadable(str(error.strerror or error)) from error
-        return self._ready != b""
+            chunk = next(self._chunks, b"")
+        except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise error if isinstance(error, UserError) else self._refused(error) from error
+        self._unpacked += len(chunk)
+        return chunk
 
-    def _unreadable(self, reason: str) -> UserError:
+    def _refused(self, error: Exception) -> UserError:
+        name = quoted(str(self._path))
+        if isinstance(error, OSError) and error.strerror:
+            return UserError(f"Cannot read {name}: {error.strerror}. Check its permissions.")
         return UserError(
-            f"Cannot read {quoted(str(self.path))}: {reason}. Check its permissions, or leave it "
-            "out."
+            f"{name} is cut short or damaged after {self._unpacked} bytes unpacked ({error}). "
+            "Download it again; the same command then continues."
         )
 
 
-def _unpack_zstd(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of the frames of a `.zst` file, some at a time.
+def _chunks(file: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """Yield the bytes of a file, unpacked if `suffix` says that it is packed."""
+    if suffix == ".zst":
+        yield from _unpack_zstd(file)
+    else:
+        unpack: dict[str, Any] = {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+        reader = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+        reader = unpack[suffix](file) if suffix in unpack else reader
+        yield from iter(partial(reader.read, CHUNK_BYTES), b"")
 
-    Raises:
-        UserError: zstandard is missing.
-        EOFError: while reading: the file ends within a frame.
-        ValueError: while reading: the file is damaged.
-    """
+
+def _unpack_zstd(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of all frames. Raises a UserError if zstandard is missing, an EOFError if the
+    file ends within a frame, and a ValueError if it is damaged."""
     try:
         import zstandard
     except ImportError:
-        raise UserError(
-            "Files that end in .zst need zstandard. Install it: pip install zstandard."
-        ) from None
-
-    def chunks() -> Iterator[bytes]:
-        packed, frame = file.read(UNPACKED_BYTES), None
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            try:
-                some = frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise ValueError(str(error)) from error
-            if some:
-                yield some
-            packed = frame.unused_data
-            frame = None if frame.eof else frame
-            packed = packed or file.read(UNPACKED_BYTES)
-        if frame is not None:
-            raise EOFError("it ends within a frame")
-
-    return chunks()
+        hint = "Install it: pip install zstandard."
+        raise UserError(f"Files that end in .zst need zstandard. {hint}") from None
+    packed, frame = file.read(UNPACKED_BYTES), None
+    while packed:
+        unpacker = zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW)
+        frame = frame or unpacker.decompressobj()
+        try:
+            if unpacked := frame.decompress(packed):
+                yield unpacked
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from error
+        packed = frame.unused_data
+        frame = None if frame.eof else frame
+        packed = packed or file.read(UNPACKED_BYTES)
+    if frame is not None:
+        raise EOFError("it ends within a frame")

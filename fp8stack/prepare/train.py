@@ -6,9 +6,9 @@ from contextlib import closing
 from dataclasses import replace
 
 from fp8stack.errors import UserError
+from fp8stack.prepare.blocks import Place, Reader
 from fp8stack.prepare.encode import bytes_of, texts_of
-from fp8stack.prepare.inputs import Source
-from fp8stack.prepare.read import Position, Reading, read_items
+from fp8stack.prepare.inputs import Source, require_none
 from fp8stack.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
 # bytes of text, at most: more changes little, and words are counted in memory
@@ -18,17 +18,16 @@ SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
 
 
 def train_bpe(
-    sources: Sequence[Source], vocabulary: int, how: Reading, report: Callable[[int], None]
+    sources: Sequence[Source], vocabulary: int, reader: Reader, report: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
     """Train a byte-level BPE that splits words like GPT-2's; return it with the bytes of text read.
 
     It is trained on all the text or, if that exceeds 256 MiB, on the beginning of every source in
     proportion to its size; with more than 4096 sources, on regularly spaced ones. The tokenizer
     depends on the sources only. `vocabulary` includes `<|endoftext|>` and the 256 bytes; the result
-    is smaller if the text yields no more pairs. `report` is called with the bytes of
-    the files done so far, from another thread.
-
-    Raises a UserError if a source cannot be read, or there is no text.
+    is smaller if the text yields no more pairs. `report` is called with the bytes of the files
+    done so far, from another thread. Raises a UserError if sources cannot be read, or there is no
+    text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -42,24 +41,27 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    read_bytes = 0
-    stopped = threading.Event()
+    problems, stopped, read_bytes = list[str](), threading.Event(), 0
 
     def texts() -> Iterator[list[str]]:
         nonlocal read_bytes
         done = 0
         for source, budget in sample_of(sources):
             begun = read_bytes
-            for some, on_disk in _beginning(source, budget, how):
-                if stopped.is_set():
-                    raise InterruptedError
-                yield some
-                read_bytes += sum(map(bytes_of, some))
-                part = min(1.0, (read_bytes - begun) / budget)
-                report(done + max(on_disk, round(source.size * part)))
+            try:
+                for some, on_disk in _beginning(source, budget, reader):
+                    if stopped.is_set():
+                        raise InterruptedError
+                    yield [] if problems else some
+                    read_bytes += sum(map(bytes_of, some))
+                    share = min(1.0, (read_bytes - begun) / budget)
+                    report(done + max(on_disk, round(source.size * share)))
+            except UserError as error:
+                problems.append(str(error))
             done += source.size
 
     _in_thread(lambda: library.train_from_iterator(texts(), trainer=trainer), stopped)
+    require_none(problems)
     if read_bytes == 0:
         raise UserError("There is no text in the inputs to train a tokenizer on. Give other files.")
     name = f"bpe-{library.get_vocab_size()}"
@@ -69,25 +71,25 @@ def train_bpe(
 def _in_thread(train: Callable[[], None], stopped: threading.Event) -> None:
     """Call `train` in a thread, because its library answers no signal. If this thread gets one,
     what reads the inputs is told that it is `stopped`; training itself ends with the process."""
-    failed: list[Exception] = []
+    failures: list[Exception] = []
 
     def run() -> None:
         try:
             train()
         except Exception as error:
-            failed.append(error)
+            failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(0.2)  # without a limit it answers no Ctrl-C on Windows
+            thread.join(0.2)
     except BaseException:
         stopped.set()
         thread.join(0.5)
         raise
-    if failed:
-        raise failed[0]
+    if failures:
+        raise failures[0]
 
 
 def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
@@ -100,25 +102,23 @@ def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
         every = -(-files // SAMPLE_BYTES) if small else -(-len(sources) // MOST_SOURCES)
     chosen = sources[::every]
     weights = [source.size or max(files, 1) for source in chosen]
-    total = sum(weights)
-    return [
-        (source, max(1, SAMPLE_BYTES * weight // total))
-        for source, weight in zip(chosen, weights, strict=True)
-    ]
+    shares = [max(1, SAMPLE_BYTES * weight // sum(weights)) for weight in weights]
+    return list(zip(chosen, shares, strict=True))
 
 
-def _beginning(source: Source, budget: int, how: Reading) -> Iterator[tuple[list[str], int]]:
+def _beginning(source: Source, budget: int, reader: Reader) -> Iterator[tuple[list[str], int]]:
     """Yield the first `budget` bytes of text of a source, up to the end of a document or of a piece
     of one, each with the bytes read from the file."""
-    smaller = replace(how, item_bytes=max(4096, min(how.item_bytes, budget)))
+    smaller = replace(reader, size=max(4096, min(reader.size, budget)))
     left = budget
-    with closing(read_items([source], Position(), smaller)) as items:
-        for item in items:
+    with closing(smaller.blocks([source], Place())) as blocks:
+        for block in blocks:
+            require_none([block.problem] if block.problem else [])
             some = list[str]()
-            for text, _ in texts_of(item, how.text_key):
+            for text, _ in texts_of(block, reader.text_key):
                 if left > 0:
                     some.append(text)
                     left -= bytes_of(text)
-            yield some, item.on_disk
+            yield some, block.on_disk
             if left <= 0:
                 return

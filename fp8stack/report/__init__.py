@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8stack import terminal
+
 
 def report(
     runs: Sequence[Path], out: str | None = None, text: bool = False, json: bool = False
@@ -30,17 +32,15 @@ def report(
 
         written = page.destination(out, runs)
     if text:
-        from rich.console import Console
-
         from fp8stack.report.formatting import titles
         from fp8stack.report.text import show
+        from fp8stack.screen import Screen
 
-        console = Console(highlight=False, markup=False, emoji=False)
-        show(analyses, titles([one.run for one in analyses]), console)
+        show(analyses, titles([one.run for one in analyses]), Screen())
     if json:
         from fp8stack.report.summary import as_json
 
-        print(as_json(analyses))
+        terminal.show_json(as_json(analyses))
     if written is not None:
         page.write(analyses, written)
     return written

@@ -64,8 +64,6 @@ def analyze(run: Run) -> Analysis:
         *(Finding("note", note) for note in run.notes),
     ]
     rank = {"alarm": 0, "warning": 1, "note": 2}
-    state = "done" if total is not None and done >= total else "unfinished"
-    state = state if run.rows else "no step yet"
     return Analysis(
         run=run,
         findings=sorted(findings, key=lambda finding: rank[finding.level]),
@@ -74,8 +72,18 @@ def analyze(run: Run) -> Analysis:
         extremes=_extremes(of_linears(operands)),
         total=total,
         done=done,
-        state="failed" if failure(run) is not None else state,
+        state=_state(run, done, total),
     )
+
+
+def _state(run: Run, done: int, total: int | None) -> str:
+    if run.is_running:
+        return "running"
+    if failure(run) is not None:
+        return "failed"
+    if not run.rows:
+        return "no step yet"
+    return "done" if total is not None and done >= total else "unfinished"
 
 
 def _is_delayed(recipe: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from fp8stack import __version__
 from fp8stack.errors import UserError, quoted
-from fp8stack.io import storage_errors, write_atomically
+from fp8stack.io import storage_errors, sweep, write_atomically
 from fp8stack.report import curves, summary
 from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.drawing import Picture
@@ -47,9 +47,13 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
     if os.path.lexists(page) and not _is_ours(page):
         raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
     plots = _plots_of(page)
+    if plots.is_symlink():
+        raise UserError(f"{quoted(str(plots))} is a symbolic link. Give another --out.")
     try:
         entries = plots.iterdir() if os.path.lexists(plots) else iter(())
-        foreign = any(not _OURS.fullmatch(entry.name) for entry in entries)
+        foreign = not all(
+            entry.name.startswith(".") or _OURS.fullmatch(entry.name) for entry in entries
+        )
     except OSError:
         foreign = True
     if foreign:
@@ -75,18 +79,23 @@ def _is_ours(page: Path) -> bool:
 
 
 def write(runs: Sequence[Analysis], page: Path) -> None:
-    """Write the page and its plots. Raises a StorageError if that is not possible."""
+    """Write the page and its plots. Raises a StorageError if that is not possible.
+
+    Plots of an earlier page go last: a page never lacks one, also when this process is killed."""
     plots = _plots_of(page)
     html, pictures = render(runs, plots.name)
     with storage_errors(page):
         plots.mkdir(parents=True, exist_ok=True)
-        for old in plots.iterdir():
-            if _OURS.fullmatch(old.name):
-                old.unlink()
+    sweep(plots, _OURS.fullmatch)
     for picture in pictures:
         write_atomically(plots / f"{picture.name}.png", picture.png())
     # Names may hold invalid characters; write the page all the same.
     write_atomically(page, html.encode("utf-8", "replace"))
+    names = {f"{picture.name}.png" for picture in pictures}
+    with storage_errors(page):
+        for old in plots.iterdir():
+            if _OURS.fullmatch(old.name) and old.name not in names:
+                old.unlink()
 
 
 def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:

@@ -2,7 +2,6 @@
 may be missing or unknown, and the last line may be incomplete.
 """
 
-import json
 import math
 import os
 from array import array
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.result import NAME, ForecastResult
 from fp8stack.formats import FORMATS
-from fp8stack.presets import read_toml
+from fp8stack.io import LOCK, is_held, parse_json, read_json, read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
@@ -102,6 +101,7 @@ class Run:
     sessions: list[Session] = field(default_factory=list)  # in the order of time
     forecast: ForecastResult | None = None
     has_telemetry: bool = False
+    is_running: bool = False
     written: datetime | None = None
     notes: list[str] = field(default_factory=list)  # on incomplete, damaged or missing files
 
@@ -139,6 +139,8 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
             "and metrics.jsonl; `fp8stack list runs` finds them."
         )
     notes: list[str] = []
+    lock = path / LOCK
+    running = is_held(lock) if lock.exists() else None
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
     plan, forecast = path / "plan.json", path / NAME
@@ -148,12 +150,13 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
         name=path.resolve().name or str(path),
         config=_tried(lambda: read_toml(config), config, {}, notes),
         config_text=text,
-        plan=_tried(lambda: table(json.loads(plan.read_text("utf-8"))), plan, {}, notes),
+        plan=_tried(lambda: table(read_json(plan)), plan, {}, notes),
         rows=rows,
         events=events,
         written=written,
-        sessions=_sessions(path / "sessions.jsonl", notes),
+        sessions=_sessions(path / "sessions.jsonl", notes, running),
         has_telemetry=(path / "telemetry.jsonl").exists(),
+        is_running=running is True,
         notes=notes,
     )
     if forecast.exists():
@@ -186,8 +189,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8", errors="replace") as stream:
             for count, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
                 try:
-                    row = json.loads(line) if len(line) < LONGEST_LINE else None
-                except (ValueError, RecursionError):
+                    row = parse_json(line, path.name) if len(line) < LONGEST_LINE else None
+                except UserError:
                     row = None
                 if not isinstance(row, dict):
                     # A file that is being written ends in the middle of a line.
@@ -225,18 +228,22 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
     return [rows[step] for step in sorted(rows)], events
 
 
-def _sessions(path: Path, notes: list[str]) -> list[Session]:
-    """The processes that trained the run, from their begin and end rows."""
+def _sessions(path: Path, notes: list[str], running: bool | None) -> list[Session]:
+    """The processes that trained the run, from their begin and end rows. `running`: whether one
+    does now; None if that is not known."""
+    open_end = {True: "still running", False: "killed", None: "killed, or still running"}[running]
     found: list[Session] = []
     began: dict[str, Any] | None = None
-    for row in [*_lines(path, notes), {"event": "begin"}]:
+    for row in _lines(path, notes):
         if row.get("event") == "begin":
             if began is not None:
-                found.append(_session(began, {}))
+                found.append(_session(began, {"how": "killed"}))
             began = row
         elif row.get("event") == "end" and began is not None:
             found.append(_session(began, row))
             began = None
+    if began is not None:
+        found.append(_session(began, {"how": open_end}))
     return found
 
 
@@ -248,7 +255,7 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
         first=_step(began) or 0,
         last=_step(ended),
         seconds=seconds if 0 <= seconds < 2**32 else None,
-        how=str(ended.get("how", "killed, or still running")),
+        how=str(ended.get("how", "unknown")),
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )
 

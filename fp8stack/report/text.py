@@ -11,6 +11,7 @@ from fp8stack.report import summary
 from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.events import folded
 from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps, of_linears
+from fp8stack.terminal import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 SHADES = "·░▒▓█"  # from high SQNR to low
@@ -129,8 +130,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text with unprintable characters escaped."""
-    return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), style=style)
+    return Text(printable(text), style=style)
 
 
 def _table(headings: Sequence[str]) -> Table:

@@ -1,7 +1,10 @@
 """What every tokenizer can do, and text that comes token by token. No torch here."""
 
+from __future__ import annotations
+
 import codecs
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,8 +12,21 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 
 END_OF_TEXT = "<|endoftext|>"
+
+
+class TokenizerIdentity(BaseModel, frozen=True, extra="forbid", strict=True):
+    """A tokenizer as a run records it, to be recognized without its file."""
+
+    name: str
+    sha256: str
+    ids_sha256: str
+
+    def is_alike(self, other: TokenizerIdentity) -> bool:
+        """Whether ids stand for the same texts in both; the rest of their files may differ."""
+        return self.sha256 == other.sha256 or self.ids_sha256 == other.ids_sha256
 
 
 class Decoder(Protocol):
@@ -32,6 +48,11 @@ class Tokenizer(ABC):
     name: str  # "bytes", "gpt2", or the name of the file that it was read from
     vocabulary: int  # the number of ids: every id is below it, though not each need be in use
     end_of_text: int | None  # the id that stands between documents; None if there is none
+
+    @property
+    def end_token(self) -> str | None:
+        """The token with the id `end_of_text`, as files call it."""
+        return END_OF_TEXT
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -84,6 +105,17 @@ class Tokenizer(ABC):
     def sha256(self) -> str:
         """The SHA-256 of `to_json()` in UTF-8, in hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def ids_sha256(self) -> str:
+        """The SHA-256 of what its ids stand for, whatever else is in its file, in hexadecimal."""
+        vocabulary = json.loads(self.to_json())["model"].get("vocab")
+        return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def identity(self) -> TokenizerIdentity:
+        """What a run records of it."""
+        return TokenizerIdentity(name=self.name, sha256=self.sha256, ids_sha256=self.ids_sha256)
 
     @cached_property
     def _token_bytes(self) -> Sequence[bytes] | None:

@@ -1,7 +1,7 @@
 """The dataloader of a run: it reads ahead, and into pinned memory for a GPU. Every rank reads the
 whole batch and keeps its part: that costs little, and all find a damaged token at the same step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,31 +9,30 @@ from torch.utils.data import DataLoader, Dataset
 
 from fp8stack import data
 from fp8stack.distributed.parallelize import part_of
-from fp8stack.errors import UserError
+from fp8stack.training.data_workers import DataWorkers, in_shared_memory
 from fp8stack.training.run import Run
 
 
-def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
+def batches(run: Run, stops: Callable[[], bool] = bool) -> Iterator[tuple[int, Tensor]]:
     """Yield each remaining step and this rank's tokens of it: int64 [batch / ranks, context + 1],
-    or with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
+    or with a document mask [batch / ranks, 2, context + 1], see `StepBatches`. Raises what
+    `DataWorkers` raises; `stops` as there."""
     steps = range(run.step + 1, run.config.steps + 1)
+    workers = run.config.workers
     loader = DataLoader(
         _RankBatches(run),
         batch_size=None,
         sampler=steps,
-        num_workers=run.config.workers,
+        num_workers=workers,
         pin_memory=run.plan.device == "cuda",
         generator=torch.Generator(),  # or starting the loader would advance torch's RNG
     )
-    try:
+    if not workers:
         yield from zip(steps, loader, strict=True)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError(
-            "A data-loading process died, perhaps out of memory. Go on with --resume auto "
-            "--set workers=0"
-        ) from error
+    elif steps:
+        with DataWorkers(loader, run.config.worker_timeout, stops) as reading:
+            for step in steps:
+                yield step, reading.batch()
 
 
 def tokens_of(run: Run, step: int) -> Tensor:
@@ -66,4 +65,5 @@ class _RankBatches(Dataset[Tensor]):
         self.accumulate = config.accumulate
 
     def __getitem__(self, step: int) -> Tensor:
-        return part_of(self.batches[step], self.rank, self.ranks, self.accumulate)
+        mine = part_of(self.batches[step], self.rank, self.ranks, self.accumulate)
+        return in_shared_memory(mine)

@@ -7,6 +7,7 @@ from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.io import write_atomically
 from fp8stack.model.sampling import Sampling, generate
 from fp8stack.tables import counted
+from fp8stack.terminal import LAYOUT
 from fp8stack.training.metrics.console import Display
 from fp8stack.training.metrics.plot import loss_plot
 from fp8stack.training.run import Run
@@ -29,16 +30,15 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     with run.ranks.together():
         if text and is_main:
             write_atomically(folder.sample, text.encode())
-            # Control characters would act on the terminal.
-            shown = (char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
-            display.note(f"sample:\n{''.join(shown)}")
+            display.note("sample:", text, keep=LAYOUT)
     if run.loss_scaler is not None:
         display.note(str(run.loss_scaler.statistics()))
     display.note(
-        f"done: validation loss {final:.4f} nats per token after {counted(run.step, 'step')}.\n"
-        f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
+        f"done: validation loss {final:.4f} nats per token after {counted(run.step, 'step')}.",
+        f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}",
+        f"plot: {folder.plot}",
+        *folder.next_commands(),
     )
-    display.note("\n".join(folder.next_commands()))
 
 
 def _sample(run: Run) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
 from fp8stack.config import RunConfig, at_home
@@ -19,7 +19,8 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.attention import FP8_ATTENTION
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.terminal import printable
+from fp8stack.tokenizer import TOKENIZER_FILE, TokenizerIdentity
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -38,7 +39,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     """
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
-        warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
+        warnings.warn(printable(f"{path} is used, an older checkpoint. {reason}"), stacklevel=2)
     return trained_run(checkpoint, path).model(recipe, probe())
 
 
@@ -98,6 +99,11 @@ class Trained:
         if self.checkpoint is None:
             return "fp32"
         return str(self.checkpoint.info["plan"]["recipe"]["name"])
+
+    @property
+    def recorded_tokenizer(self) -> TokenizerIdentity | None:
+        """The tokenizer that its checkpoint records, if any."""
+        return None if self.checkpoint is None else recorded_tokenizer(self.checkpoint.info)
 
     @property
     def own_tokenizer(self) -> str | None:

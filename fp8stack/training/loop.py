@@ -18,7 +18,7 @@ from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.saver import Saver
 from fp8stack.checkpoint.state import capture, first_rows, largest_of_state, random_states
 from fp8stack.distributed.process_group import losing_ranks
-from fp8stack.errors import NumericFailure
+from fp8stack.errors import DataWorkerLost, NumericFailure, UserError
 from fp8stack.terminal import say
 from fp8stack.threads import BusySteps
 from fp8stack.training.dataloader import batches
@@ -67,7 +67,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
-    go_on = f"fp8stack pretrain --resume {run.folder.path}"
+    go_on = run.folder.go_on(config)
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
     try:
@@ -146,18 +146,23 @@ class _Loop:
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `dataloader.batches` yields. Raises a DataError, after saving a checkpoint, if
-        this rank or another cannot read its data."""
-        remaining = batches(self.run)
+        """Yield what `dataloader.batches` yields. Raises a DataError or a DataWorkerLost, after
+        saving a checkpoint, if this rank or another cannot read its data."""
+        remaining, ranks = batches(self.run, self.stops), self.run.ranks
         while True:
-            error, batch = None, None
+            error: UserError | None = None
+            batch = None
             try:
                 batch = next(remaining, None)
-            except data.DataError as failed:
+            except (data.DataError, DataWorkerLost) as failed:
                 error = failed
-            if self.run.ranks.any(error is not None):
+            if ranks.any(error is not None):
                 self.stop()
-                raise error or data.DataError("Another rank cannot read its data.")
+                with ranks.together():
+                    if isinstance(error, DataWorkerLost):
+                        raise DataWorkerLost(f"{error} {self.lost_note()}") from error
+                    if error is not None:
+                        raise error
             if batch is None:
                 return
             yield batch
@@ -289,7 +294,7 @@ class _Loop:
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
         if (text := self.profiler.written()) is not None:
-            self.display.note(f"{text}profile: {self.run.folder.profile}")
+            self.display.note(*text.splitlines(), f"profile: {self.run.folder.profile}")
         self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
 
@@ -334,6 +339,12 @@ class _Loop:
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
 
+    def lost_note(self) -> str:
+        """How a run goes on that lost a data worker."""
+        step, command = self.run.step, self.run.folder.go_on(self.config)
+        saved = f"The run is saved after step {step}" if step else "No step was done yet"
+        return f"{saved}: go on with {command}, and with --set workers=0 if it happens again."
+
     def wait(self) -> None:
         """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every
         rank."""
@@ -358,6 +369,7 @@ class _Loop:
             return False
         if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
             return self.mend(run.step, "a weight or a moment is not finite")
+        tokenizer = run.data.tokenizer
         info = {
             "identity": run.identity,
             "config": run.folder.portable(self.config).model_dump(mode="json"),
@@ -367,6 +379,7 @@ class _Loop:
             "scaler": run.loss_scaler.state_dict() if run.loss_scaler is not None else None,
             "versions": versions(),
             "guard": self.guard.state(),
+            "tokenizer": None if tokenizer is None else tokenizer.identity.model_dump(),
         }
         random, main = random_states(run.ranks), run.main.model
         groups = partial(capture, run.model, run.optimizer, random, fp8_model=main)

@@ -3,20 +3,32 @@
 import itertools
 import json
 import os
-import shlex
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from fp8stack.checkpoint import writer
 from fp8stack.checkpoint.reader import candidates, step_of
-from fp8stack.checkpoint.writer import forget_after, sweep
-from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
+from fp8stack.checkpoint.writer import forget_after
+from fp8stack.config import FREE_ON_RESUME, TRACKERS, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
-from fp8stack.io import TEMPORARY, lock, storage_errors, write_atomically
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.io import (
+    LOCK,
+    TEMPORARY,
+    is_held,
+    lock,
+    parse_json,
+    restrict,
+    storage_errors,
+    sweep,
+    write_atomically,
+)
+from fp8stack.terminal import shell_quoted
+from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
@@ -37,7 +49,7 @@ class RunFolder:
         self.profile, self.presets = path / "profile", path / "presets"
         self.checkpoints = path / "checkpoints"
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
-        self._own.append(self.sessions)
+        self._own += [self.sessions, path / SPECIAL_TOKENS]
         self._lock: TextIO | None = None
         self._made: list[Path] = []  # folders that this process created
 
@@ -47,19 +59,29 @@ class RunFolder:
         return self.config.exists() or self.metrics.exists()
 
     @property
+    def is_running(self) -> bool:
+        """Whether a process trains in this folder, this one included."""
+        return is_held(self.path / LOCK)
+
+    @property
     def cut_at(self) -> tuple[int, int] | None:
-        """The newest checkpoint's step (0 for none) and the last step, of an unfinished run; else
-        None."""
+        """The newest checkpoint's step (0 for none) and the last step, of an unfinished run that no
+        process trains; else None."""
         with suppress(UserError):
-            if self.config.exists():
+            if self.config.exists() and not self.is_running:
                 steps = parse_config(str(self.config), {}).steps
                 done = max(map(step_of, candidates(self.checkpoints)), default=0)
                 return (done, steps) if done < steps else None
         return None
 
+    def go_on(self, config: RunConfig) -> str:
+        """The command that goes on with this run, which `config` describes, and its trackers."""
+        trackers = "".join(f" --{key}" for key in TRACKERS if getattr(config, key))
+        return f"fp8stack pretrain --resume {shell_quoted(str(self.path))}{trackers}"
+
     def next_commands(self) -> list[str]:
         """The commands to use on the run next, as lines for a terminal."""
-        path = shlex.quote(str(self.path))
+        path = shell_quoted(str(self.path))
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
             f"fp8stack generate {path}": "text of the model",
@@ -77,7 +99,7 @@ class RunFolder:
         if not self.path.is_dir():
             return False
         names = {p.name for p in self.path.iterdir() if not p.name.startswith(TEMPORARY)}
-        return names <= {".lock", self.checkpoints.name} and self._has_no_checkpoints
+        return names <= {LOCK, self.checkpoints.name} and self._has_no_checkpoints
 
     @property
     def _has_no_checkpoints(self) -> bool:
@@ -86,8 +108,20 @@ class RunFolder:
             return not self.checkpoints.exists()
         return all(path.name.startswith(TEMPORARY) for path in self.checkpoints.iterdir())
 
+    def require_idle(self) -> None:
+        """Raise a UserError if a process trains in this folder."""
+        if self.is_running:
+            raise self._in_use()
+
+    def _in_use(self) -> UserError:
+        return UserError(
+            f"Another process trains in {self.path}. Wait for it or give another --out."
+        )
+
     def require_free(self) -> None:
-        """Raise a UserError if a run, or a file of one, is in the way of a new run."""
+        """Raise a UserError if a run, a file of one, or a process that trains here is in the way of
+        a new run."""
+        self.require_idle()
         if self.holds_run:
             raise UserError(
                 f"{self.path} holds a run already. Go on with it by --resume auto, give another "
@@ -103,6 +137,20 @@ class RunFolder:
         """Raise a UserError if there is a file in place of the folder."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
+
+    def require_own_files(self) -> None:
+        """Raise a UserError if a file or folder that a run writes or removes is a symbolic link:
+        in a stranger's run, what it points at may be anybody's."""
+        folders = [self.checkpoints, self.presets, self.profile]
+        folders += [self.path / name for name in ("tensorboard", "report_files")]
+        files = [*self._own, self.metrics, self.config, self.path / LOCK]
+        files.append(self.profile / "trace.json.gz")
+        for path in (*folders, *files):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} is a symbolic link, and a run writes and removes nothing through one. "
+                    "Put what it points at in its place, or give another --out."
+                )
 
     def remove(self) -> str | None:
         """Remove what a run wrote into the claimed folder; other files stay. Returns a line about
@@ -126,18 +174,19 @@ class RunFolder:
         """Create the folder, lock it until this process ends, and remove a crash's temporary files.
         Raises a UserError if another process trains in it, a StorageError if it cannot be
         created."""
+        self.require_own_files()
         with storage_errors(self.path):
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a")
-        if not lock(self._lock.fileno()):
-            raise UserError(
-                f"Another process trains in {self.path}. Wait for it or give another --out."
-            )
+            self._lock = (self.path / LOCK).open("a")
+        # Who asks whether a process trains here holds the lock for a moment.
+        if not lock(self._lock.fileno(), wait_s=1.0):
+            raise self._in_use()
+        _closed_in_children(self)
         with storage_errors(self.path):
             self.checkpoints.mkdir(exist_ok=True)
             sweep(self.path)
-            sweep(self.checkpoints)
+            writer.sweep(self.checkpoints)
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -148,7 +197,7 @@ class RunFolder:
         except BaseException:
             if self._made and self.is_vacant:
                 with suppress(OSError):  # not empty
-                    (self.path / ".lock").unlink()
+                    (self.path / LOCK).unlink()
                     for folder in (self.checkpoints, *self._made):
                         folder.rmdir()
             self.release()
@@ -256,12 +305,28 @@ class RunFolder:
             write_atomically(self.telemetry, _lines(_up_to(step, rows)))
 
 
+def _closed_in_children(folder: RunFolder) -> None:
+    """Have processes that are forked from this one, such as those that read data, let go of the
+    lock: it would outlive this process in them."""
+    if hasattr(os, "register_at_fork"):
+        reference = weakref.ref(folder)
+
+        def release() -> None:
+            if (claimed := reference()) is not None:
+                claimed.release()
+
+        os.register_at_fork(after_in_child=release)
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    is_new = not path.exists()
     with storage_errors(path), path.open("ab") as stream:
+        if is_new and os.name == "posix":
+            restrict(stream.fileno(), path.parent)
         stream.write(_lines(rows))
 
 
@@ -274,9 +339,9 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
     (`defaults` gives missing keys)."""
     rows: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         for line in text.splitlines():
-            row = json.loads(line)
+            row = parse_json(line, path.name)
             json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
             if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
                 break
@@ -303,14 +368,15 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
     used = None
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
-        if not folder.path.exists() or (not resume and folder.is_vacant):
+        vacant = not resume and folder.is_vacant and not folder.is_running
+        if vacant or not folder.path.exists():
             break
         used = folder if folder.holds_run else used
     return used if resume and used else folder
 
 
 def cut_runs() -> Iterator[RunFolder]:
-    """The unfinished runs in `runs`, the latest first."""
+    """The unfinished runs in `runs` that no process trains, the latest first."""
     folders = [path.parent for path in Path("runs").glob("*/run.toml")]
     for path in sorted(folders, key=lambda path: (path / "run.toml").stat().st_mtime, reverse=True):
         if RunFolder(path).cut_at is not None:

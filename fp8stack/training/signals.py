@@ -17,6 +17,10 @@ NOTHING_DONE = (
 )
 
 
+Leave = Callable[[FrameType | None, int, str], None]
+"""Called with the frame where a signal arrived, an exit code and a message."""
+
+
 class Preempted(UserError):
     """A signal stopped the run before there was anything to save. Exit code 75."""
 
@@ -41,8 +45,9 @@ class StopRequests:
         tell: prints, from within the signal handler, that the run will stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Leave | None = None) -> None:
         self.tell: Callable[[str], None] = _tell
+        self._leave = leave
         self._requested = False
         self._message: str | None = None
         self._process = os.getpid()
@@ -73,15 +78,18 @@ class StopRequests:
             return
         self._requested = True
         if self._message is not None:
+            if self._leave is not None:
+                self._leave(frame, Preempted.exit_code, self._message)
             raise _AtOnce(self._message)
         self.tell(STOPPING)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequests]:
+def stop_requests(leave: Leave | None = None) -> Iterator[StopRequests]:
     """Within, `SIGNALS` request a stop after the current step; a second SIGINT raises
-    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`."""
-    requests = StopRequests()
+    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`,
+    unless `leave` ends the process there."""
+    requests = StopRequests(leave)
     # Windows lacks some
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from fp8stack.backends import emulate, fp8_state, load_fp8_state
+from fp8stack.conform.gemms import multiplied
 from fp8stack.errors import UserError
-from fp8stack.formats import OPERANDS
-from tests.support.backend_models import LOW, linear
+from fp8stack.formats import OPERANDS, Operand, Quantizer
+from fp8stack.precision import load_recipe, resolve
+from tests.support.backend_models import CPU, H100, LOW, linear
+from tests.support.gemm_oracle import assert_all_close
+from tests.support.not_finite import hidden
+from tests.support.odd_shapes import odd_shapes
 
 
 def run(recipe, x, dy, **options):
@@ -56,6 +61,67 @@ def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
+UNDERFLOW = [(0.0,), (0.0, 0.0), (1e-40,), (1e-30, 1e-30), (1e-45, 1.0), (1e-45, 1e-45)]
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.ones(7)])
+@pytest.mark.parametrize("scales", [*UNDERFLOW, (0.0, torch.inf), (0.0, torch.nan)])
+def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
+    """BLAS does not read its operands where alpha is 0."""
+    a, b = torch.ones(5, 8), torch.ones(8, 7)
+    a[1, 2], b[3, 4] = torch.nan, torch.inf
+    given = [torch.tensor(scale) for scale in scales]
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", given, bias, in_bf16)
+    expected = a @ b
+    for scale in sorted(given, reverse=True):
+        expected = expected * scale
+    if scales[1:] in ((torch.inf,), (torch.nan,)):
+        expected = torch.full_like(expected, torch.nan)
+    torch.testing.assert_close(y, expected + (0 if bias is None else bias), equal_nan=True)
+
+
+# Two, compiled in the way that takes the least time for each; the others are slow.
+COMPILED = [
+    ("nvfp4", "aot_eager", False),
+    ("current", "inductor", False),
+    *(
+        pytest.param(recipe, "inductor", save_fp8, marks=pytest.mark.slow)
+        for recipe in LOW
+        for save_fp8 in (False, True)
+        if (recipe, save_fp8) != ("current", False)
+    ),
+]
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("recipe", LOW)
+def test_nothing_hides_a_nan_in_any_pair_of_operands(recipe, save_fp8):
+    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+    assert hidden(layer, 40) == []
+
+
+@pytest.mark.parametrize(("recipe", "mode", "save_fp8"), COMPILED)
+def test_nothing_hides_a_nan_in_compiled_code(recipe, mode, save_fp8):
+    torch._dynamo.reset()
+    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+    assert hidden(layer, 40, torch.compile(layer, backend=mode, fullgraph=True)) == []
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_the_gradients_of_a_loss_that_is_nan_are_nan(recipe):
+    layer, _ = linear(recipe, 64, 64, bias=False)
+    (layer(normal(32, 64, seed=1)).mean() * torch.nan).backward()
+    assert layer.weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", LOW)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(recipe, dtype, save_fp8):
+    assert odd_shapes(lambda: linear(recipe, 32, 48, save_fp8=save_fp8)[0], dtype) == []
+
+
 @pytest.mark.parametrize("rows", [48, 41])
 @pytest.mark.parametrize("recipe", LOW)
 def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
@@ -100,7 +166,115 @@ def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_ar
     assert torch.equal(scales[0] / scales[1], torch.tensor(57344.0 / 448.0))
 
 
+# On the forward values
+
+FORWARD: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"backward": "dequantized"}) for name in LOW if name != "delayed"),
+    *(
+        (name, {"backward": "dequantized", "power_of_two": False})
+        for name in ("rowwise", "block", "current")
+    ),
+    ("mxfp8", {"backward": "dequantized", "quantizer": {"block": [32, 32]}}),
+    ("rowwise", {"input": {"wgrad": "forward"}, "power_of_two": False}),
+    ("rowwise", {"weight": {"dgrad": "forward"}, "power_of_two": False}),
+    ("delayed", {"input": {"wgrad": "forward"}, "weight": {"dgrad": "forward"}}),
+]
+
+
+def uneven(*shape, seed):
+    """Of which rows and columns have different magnitudes."""
+    x = normal(*shape, seed=seed)
+    rows, columns = (torch.arange(size) for size in shape)
+    return x * 2.0 ** (rows % 5)[:, None] * 2.0 ** (columns % 7)
+
+
+def forward_oracle(layer, x, dy):
+    """y, dx and dw in float64, where backward GEMMs may take the values of the forward pass."""
+    quantizers = layer.operands.quantizers
+
+    def values(x, name: Operand, reduced: int):
+        chosen = quantizers.along(name) if reduced else quantizers.across(name)
+        if chosen == "forward":
+            return values(x, name, 1)
+        if not isinstance(chosen, Quantizer):
+            return x.double()
+        return multiplied(x, chosen, name, reduced, None, 1.0 if chosen.delayed else None)
+
+    w = layer.matrix.detach().contiguous()
+    y = values(x, "input", 1) @ values(w, "weight", 1).t()
+    dx = values(dy, "grad_output", 1) @ values(w, "weight", 0)
+    return y, dx, values(dy, "grad_output", 0).t() @ values(x, "input", 0)
+
+
+def forward_case(recipe, changes, save_fp8, transposed, shape=(40, 64, 48), mode=None):
+    """What a layer gives, and what it should."""
+    rows, inputs, outputs = shape
+    layer, _ = linear(recipe, inputs, outputs, bias=False, save_fp8=save_fp8, **changes)
+    weight = uneven(outputs, inputs, seed=1)
+    layer.transposed = transposed
+    layer.weight = torch.nn.Parameter(weight.t().contiguous() if transposed else weight)
+    x, dy = uneven(rows, inputs, seed=2), uneven(rows, outputs, seed=3)
+    expected = forward_oracle(layer, x, dy)
+    x.requires_grad_()
+    y = layer(x) if mode is None else torch.compile(layer, backend=mode, fullgraph=True)(x)
+    y.backward(dy)
+    dw = layer.weight.grad.t() if transposed else layer.weight.grad
+    return (y.detach(), x.grad, dw), expected
+
+
+@pytest.mark.parametrize("shape", [(40, 64, 48), (64, 64, 64), (1, 64, 32)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(("recipe", "changes"), FORWARD, ids=str)
+def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_had(
+    recipe, changes, save_fp8, transposed, shape
+):
+    """Scales of rows differ along what these GEMMs reduce over."""
+    results, expected = forward_case(recipe, changes, save_fp8, transposed, shape)
+    assert_all_close(results, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("rowwise", "aot_eager"),
+        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in LOW if r != "delayed"),
+    ],
+)
+def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
+    torch._dynamo.reset()
+    changes = {"backward": "dequantized"}
+    results, expected = forward_case(recipe, changes, save_fp8, False, mode=mode)
+    assert_all_close(results, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "exact"),
+    [
+        ("rowwise", {}, True),  # its scales are powers of two
+        ("rowwise", {"power_of_two": False}, False),
+        ("current", {}, True),
+        ("block", {}, True),
+        ("block", {"power_of_two": False}, False),
+        ("nvfp4", {}, True),
+    ],
+)
+def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, changes, exact):
+    quantizers = load_recipe(recipe, {"backward": "dequantized"} | changes).quantizers
+    assert quantizers is not None
+    assert quantizers.exact_in_bf16 is exact
+
+
+@pytest.mark.parametrize("hardware", [CPU, H100])
+@pytest.mark.parametrize("recipe", [name for name in LOW if name != "delayed"])
+def test_a_plan_for_the_forward_values_is_emulated_whatever_was_asked_for(recipe, hardware):
+    plan = resolve(load_recipe(recipe, {"backward": "dequantized"}), hardware, "torch")
+    assert plan.backend == "emulate"
+
+
 FLOAT32_SCALES = {"power_of_two": False}
+FORWARD_WEIGHT = {"weight": {"dgrad": "forward"}}
 HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
 
 
@@ -112,6 +286,9 @@ HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
         ("rowwise_wgrad_hp", {}, 2),
         ("block", FLOAT32_SCALES, 0),
         ("mxfp8", HIGH_WGRAD, 2),
+        ("rowwise", FORWARD_WEIGHT, 3),
+        ("rowwise", FORWARD_WEIGHT | FLOAT32_SCALES, 2),
+        ("current", FORWARD_WEIGHT, 3),
     ],
 )
 def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(

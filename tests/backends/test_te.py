@@ -47,10 +47,11 @@ from tests.support.backend_models import (
     same,
     train,
 )
+from tests.support.study_recipes import LAST_BF16, NEAREST, NO_HADAMARD
 from tests.support.te import te_stand_in
 from tests.support.te.te_stand_in import ROOT, Source, installed
 
-ALL = [*RECIPES, "nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard", "nvfp4_last_bf16"]
+ALL = [*RECIPES, "nvfp4", NEAREST, NO_HADAMARD, LAST_BF16]
 IN_ALL_LAYERS = ALL[:-1]
 FUSED = {"LayerNormLinear": 2, "Linear": 2, "LayerNormMLP": 2}  # calls of a pass through TINY
 
@@ -413,9 +414,9 @@ TE_RECIPES = [
         "nvfp4_4over6": "none", "fp4_format.name": "E2M1",
     }) for name, changes, off in (
         ("nvfp4", {}, ()),
-        ("nvfp4_nearest", {}, ("drawn",)),
-        ("nvfp4_no_hadamard", {}, ("rht",)),
-        ("nvfp4_last_bf16", {}, ()),
+        (NEAREST, {}, ("drawn",)),
+        (NO_HADAMARD, {}, ("rht",)),
+        (LAST_BF16, {}, ()),
         ("nvfp4", {"rounding": "nearest", "hadamard": 0}, ("drawn", "rht")),
         ("nvfp4", {"weight": {"block": [1, 16]}}, ("2d",)),
     )),
@@ -430,7 +431,7 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
     quantizers = load_recipe(name, options).quantizers
     assert quantizers is not None
     recipe = te_recipe(quantizers)
-    assert getattr(recipe, KINDS.get(name, name.partition("_")[0]))()
+    assert getattr(recipe, KINDS.get(name, Path(name).stem.partition("_")[0]))()
     found = {field: operator.attrgetter(field)(recipe) for field in fields}
     assert found == fields
     assert recipe.backward_override is None
@@ -448,8 +449,8 @@ def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantiza
         ("current", {"power_of_two": True}),
         ("current", {"eps": 50.0}),
         ("block", {"power_of_two": False}),
-        ("nvfp4_nearest", {"hadamard": 0}),
-        ("nvfp4_nearest", {"weight": {"block": [1, 16]}}),
+        (NEAREST, {"hadamard": 0}),
+        (NEAREST, {"weight": {"block": [1, 16]}}),
         ("nvfp4", {"rounding": "nearest"}),
     ],
     ids=str,
@@ -479,7 +480,7 @@ def test_losses_follow_the_emulators(te, recipe, options):
     # What te rounds to bfloat16 and the emulator does not (the residual stream before a norm,
     # biases, weight gradients) is off by 2^-9. Weights off by as much change the emulator's own
     # losses here by up to 0.4 %, of FP4 by up to 0.9 %; and other random bits by up to 1.6 %.
-    assert found == pytest.approx(expected, rel=0.02 if recipe.startswith("nvfp4") else 0.01)
+    assert found == pytest.approx(expected, rel=0.02 if "nvfp4" in recipe else 0.01)
     assert found[0] == pytest.approx(expected[0], rel=2**-12)
 
 
@@ -725,7 +726,7 @@ def test_rows_that_need_padding_are_not_fused(te):
     assert kinds(te) == FUSED
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest"])
+@pytest.mark.parametrize("recipe", [*RECIPES, NEAREST])
 @pytest.mark.parametrize(
     ("norm", "activation", "bias"),
     [
@@ -784,7 +785,7 @@ def test_a_fused_module_gives_what_its_parts_give(te, monkeypatch, recipe, norm,
             # The residual stream is rounded to bfloat16 before the norm or after it: one element
             # of 30 falls to the other side of a rounding to FP8, where a step is 2^-3 at most. One
             # of FP4 is 2^-1, and a Hadamard transform hands each change to 16 elements.
-            most = 0.16 if recipe.startswith("nvfp4") else 0.08
+            most = 0.16 if "nvfp4" in recipe else 0.08
             assert distance(fused[name], parts[name]) < most, name
 
 

@@ -41,6 +41,7 @@ from tests.support.backend_models import (
     normal,
     same,
 )
+from tests.support.study_recipes import NEAREST
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,9 +56,9 @@ KINDS = [
     ("mxfp8", "delayed"),
     ("delayed", "current"),
     ("current", "current"),
-    ("nvfp4_nearest", "current"),
+    (NEAREST, "current"),
     ("mxfp8", "mxfp8"),
-    ("nvfp4_nearest", "mxfp8"),
+    (NEAREST, "mxfp8"),
 ]
 
 
@@ -87,7 +88,8 @@ def made(te) -> int:
 def in_mxfp8(x: Tensor) -> Tensor:
     """Cast in blocks of 32 elements."""
     rows = x.bfloat16().reshape(-1, x.shape[-1])
-    values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
+    mxfp8 = numerics.Quantizer(block=(1, 32), scale="e8m0")
+    values = numerics.dequantize(numerics.quantize(rows, mxfp8))
     return values.double().view(x.shape)
 
 

@@ -46,6 +46,9 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+from tests.support.not_finite import hidden
+from tests.support.odd_shapes import odd_shapes
+from tests.support.study_recipes import NEAREST, NO_HADAMARD
 
 FLOATS = (torch.bfloat16, torch.float32)
 H100, B200, RTX = (Hardware("cuda", (major, 0)) for major in (9, 10, 12))
@@ -311,13 +314,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     for name in ("input", "weight", "grad_output"):
         x = normal(128, 256, seed=3).bfloat16()
         for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
-            if recipe == "mxfp8":
-                data, scales = numerics.quantize_mxfp8(part.contiguous())
-            elif recipe == "rowwise":
-                data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
-            else:
-                block = (128, 128) if name == "weight" else (1, 128)
-                data, scales = numerics.quantize_blocks(part.contiguous(), block)
+            data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
             assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
             ours = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
             sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
@@ -326,7 +323,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
 
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
+@pytest.mark.parametrize("recipe", ["nvfp4", NEAREST, NO_HADAMARD])
 def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):
     monkeypatch.setattr(operands, "several_ranks", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch
@@ -418,6 +415,51 @@ def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm
     assert sorted((t.nbytes for t in saved), reverse=True) == expected
 
 
+# What is not finite, and odd shapes
+
+RUNS = [*MACHINES.items(), *((recipe, CPU) for recipe in ON_CPUS)]
+
+
+@pytest.fixture
+def run_on(request):
+    """Makes a recipe's small linear for a machine, with the GEMMs that it has."""
+
+    def make(recipe, hardware, **options):
+        if hardware is not CPU:
+            request.getfixturevalue("cuda_gemm")
+        width = 128 if recipe == "block" else 32
+        sizes = recipe, width, 2 * width
+        return lambda: linear(*sizes, hardware=hardware, backend="torch", **options)[0]
+
+    return make
+
+
+@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
+def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
+    assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ON_CPUS)
+def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
+    torch._dynamo.reset()
+    layer = run_on(recipe, CPU, bias=False)()
+    assert hidden(layer, 40, compiled(layer, mode)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, hardware, dtype):
+    assert odd_shapes(run_on(recipe, hardware), dtype) == []
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_compiled_it_is_as_well(run_on, recipe, mode):
+    torch._dynamo.reset()
+    assert odd_shapes(run_on(recipe, CPU), torch.float64, mode) == []
+
+
 # Whole models
 
 
@@ -483,7 +525,8 @@ def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gem
 def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
     operands = []
     for rows in (48, 32):
-        data, scales = numerics.quantize_mxfp8(normal(rows, 64, seed=rows))
+        mxfp8 = numerics.Quantizer(block=(1, 32), scale="e8m0")
+        data, scales = numerics.quantize(normal(rows, 64, seed=rows), mxfp8)[:2]
         operands += [data, pack_scales(scales, Scales.MX)]
     a, scale_a, b, scale_b = operands
     operator = torch.ops.fp8stack.mx_gemm.default

@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from argparse import Namespace
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from bench import runner
 from bench.gpu_code import gpu_code
 from bench.runner import RESULTS
+from fp8stack import presets
 from fp8stack.errors import UserError
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from tests.conftest import refusal
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -36,8 +43,6 @@ def held(model: str, recipe: str, capability: str) -> list[str]:
 
 
 def _same_torch() -> bool:
-    import torch
-
     return COMMITTED["machine"]["torch"] == torch.__version__
 
 
@@ -163,3 +168,120 @@ def test_a_model_that_is_not_known_is_refused_before_anything_is_compiled(tmp_pa
 def test_a_capability_that_is_not_known_is_an_error():
     with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
         gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)
+
+
+# The scaled GEMMs of the code
+
+
+def native(capability: str) -> list[str]:
+    """The recipes with scaled GEMMs on such a GPU."""
+    recipes = {*presets.names("recipes"), *gpu_code.RESIDUAL} - {"bf16"}
+    return sorted(name for name in recipes if gpu_code.is_native(name, capability))
+
+
+def check_gemms(model: str, recipes: list[str], capability: str) -> None:
+    for recipe, gemms in gpu_code.scaled_gemms(model, recipes, capability).items():
+        # Three of each of four linears; weight gradients per row are float32, see scaled_gemm.
+        bf16 = recipe.startswith("rowwise") and capability != "9.0"
+        assert len(gemms) == (8 if bf16 else 12), recipe
+        assert Counter(gemm["part"] for gemm in gemms).keys() == {"block"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipes"), [("9.0", ["block"]), ("10.0", ["mxfp8", "nvfp4"])]
+)
+def test_torch_takes_every_scaled_gemm_with_scales_by_block(capability, recipes):
+    """`kernels_of` checks other scales; every recipe is checked by the slow test below."""
+    check_gemms("llama-8b", recipes, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-8b", "gpt2-124m"])
+@pytest.mark.parametrize("capability", gpu_code.CAPABILITIES)
+def test_torch_takes_every_scaled_gemm_of_every_recipe(model, capability):
+    check_gemms(model, native(capability), capability)
+
+
+BLOCKS_COMPILED_BY_INDUCTOR = """
+from bench.gpu_code.pretend import pretend
+pretend((9, 0))
+from fp8stack.ops import scaled_gemm
+scaled_gemm._COMPILES_SCALED_MM = True
+from bench.gpu_code.blocks import plan_of, scaled_gemms_of
+scaled_gemms_of("llama-8b", plan_of("llama-8b", "block", "9.0"))
+"""
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="inductor is mended there")
+def test_the_scales_that_inductor_hands_to_another_gemm_are_refused():
+    """It makes _scaled_mm of scaled_mm, with the scales as they are."""
+    command = [sys.executable, "-W", "ignore", "-c", BLOCKS_COMPILED_BY_INDUCTOR]
+    done = subprocess.run(command, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert "RefusedGemmError: _scaled_mm of torch.float8_e4m3fn (8192, 4096)" in last
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def operand(rows: int, kind: Scales) -> Scaled:
+    """An operand with a reduction over 1,024 elements, without values."""
+    shapes = {
+        Scales.PER_TENSOR: (), Scales.PER_ROW: (rows, 1), Scales.MX: (rows, 32),
+        Scales.NV: (rows, 64), Scales.ROWS: (rows, 8), Scales.SQUARES: (rows // 128, 8),
+    }  # fmt: skip
+    dtypes = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
+    scales = meta(*shapes[kind], dtype=dtypes.get(kind, torch.float32))
+    if kind is not Scales.PER_TENSOR:
+        scales = pack_scales(scales, kind)
+    if kind is Scales.NV:
+        return Scaled(meta(rows, 512, dtype=torch.uint8), scales, kind, meta())
+    return Scaled(meta(rows, 1024, dtype=torch.float8_e4m3fn), scales, kind)
+
+
+LAYOUTS = [
+    (Scales.PER_TENSOR, Scales.PER_TENSOR), (Scales.PER_ROW, Scales.PER_ROW),
+    (Scales.MX, Scales.MX), (Scales.NV, Scales.NV),
+    (Scales.ROWS, Scales.ROWS), (Scales.ROWS, Scales.SQUARES),
+]  # fmt: skip
+WRONG = {
+    "one row less": lambda scales: scales[1:],
+    "of another dtype": lambda scales: scales.to(torch.float16),
+    "with gaps in memory": lambda scales: scales.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize(("first", "second"), LAYOUTS)
+def test_torch_takes_the_scales_of_every_layout(first, second):
+    from bench.gpu_code.gemms import ScaledGemms
+
+    with ScaledGemms("block") as seen:
+        scaled_gemm(operand(256, first), operand(384, second), torch.bfloat16)
+    (gemm,) = seen.gemms
+    assert gemm.operator == ("_scaled_mm" if first in LAYOUTS[1] + LAYOUTS[0] else "_scaled_mm_v2")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("first", "second"), LAYOUTS)
+def test_scales_that_are_laid_out_otherwise_are_refused(first, second, place, wrong):
+    from bench.gpu_code.gemms import RefusedGemmError, ScaledGemms
+
+    operands = [operand(256, first), operand(384, second)]
+    scales = operands[place].inv_scale
+    if scales.ndim == 0 and wrong != "of another dtype":
+        scales = scales.expand(2, 2)
+    operands[place] = operands[place]._replace(inv_scale=WRONG[wrong](scales))
+    with ScaledGemms("block"), pytest.raises(RefusedGemmError):
+        scaled_gemm(operands[0], operands[1], torch.bfloat16)
+
+
+def test_scales_by_block_are_refused_where_torch_does_not_look_at_their_strides():
+    from bench.gpu_code.gemms import RefusedGemmError, ScaledGemms
+
+    a, b = operand(1024, Scales.ROWS), operand(1024, Scales.SQUARES)  # squares: of any order
+    options: Any = {"scale_a": a.inv_scale, "scale_b": b.inv_scale, "out_dtype": torch.bfloat16}
+    torch._scaled_mm(a.data, b.data.t(), **options)
+    with ScaledGemms("block"), pytest.raises(RefusedGemmError, match="float32 scales by block"):
+        torch._scaled_mm(a.data, b.data.t(), **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,15 @@ def test_the_page_tells_the_halves_apart():
     assert f"| held out, {law.LARGEST} | 20 | 20 |" in page
     assert "gap = 1.400 KL^0.900 + 0.1200 e, within 12%" in page
     assert "are known less well than the law" not in page
+    assert "90 % interval" not in page
     vague = [law.Cell(**{**vars(one), "error": 10 * one.error}) for one in held_out]
     page = law.page(TRUE, TRUE, cells(1, 30) + vague)
     assert "Of 20 gaps held out, 20 are known less well than the law says them" in page
+    assert "is therefore no test of the interval" in page
+    short = [law.Cell(**{**vars(one), "ratio": 2}) for one in cells(3, 30)]
+    page = law.page(TRUE, TRUE, cells(1, 400) + short)
+    assert re.search(
+        r"Fitted to 2 tokens per parameter alone, its 90 % interval holds (8[5-9]|9\d)% of the 400 "
+        r"gaps at 8, the median error is \d%\.", page,
+    )  # fmt: skip
     assert law.figure(TRUE, cells(1, 30))

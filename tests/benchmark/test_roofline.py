@@ -32,7 +32,7 @@ FLOPS = Rates(
     half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, memory=INF
 )  # seconds are operations
 FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=INF)
-NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
+NVFP4 = ("nvfp4",)
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
 

@@ -14,7 +14,7 @@ from tests.faults.inputs.input_corruptions import rewrite
 
 INFO: dict[str, Any] = {
     "identity": {"a": [1, "ü"]}, "config": {}, "plan": {}, "scaler": None,
-    "versions": {"torch": "x"}, "guard": None, "plans": [], "phases": None,
+    "versions": {"torch": "x"}, "guard": None, "plans": [], "phases": None, "tokenizer": None,
 }  # fmt: skip
 
 

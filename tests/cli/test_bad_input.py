@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fp8stack import doctor, presets
+from fp8stack import doctor
 from fp8stack.config import RunConfig, parse_config, to_toml
+from fp8stack.io import read_toml
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import load_recipe
@@ -119,13 +120,37 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
     for words in (["bench"], ["bench", "--help"]):
         capsys.readouterr()
         assert command(*words) == 0
-        assert re.search("shapes.*roofline|roofline.*shapes", capsys.readouterr().out, re.S)
+        assert re.search("step.*roofline|roofline.*step", capsys.readouterr().out, re.S)
 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
     message = refusal(parse_config, None, {"guard": {"windows": 1}})
     assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
     assert "accumulate" not in message
+
+
+@pytest.mark.parametrize("flag", ["--config", "--model", "--recipe", "--set"])
+def test_a_dotted_key_of_100_kb_is_refused_in_one_line(flag, refused, tmp_path):
+    key = ".".join("a" * 50_000)
+    (tmp_path / "deep.toml").write_text(f"{key} = 1\n")
+    value = f"{key}=1" if flag == "--set" else "deep.toml"
+    assert len(refused("pretrain", flag, value, said="is nested too deeply")) < 500
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ("layers = 3000000", "layers = 3000000: Input should be less than or equal to 2048"),
+        ("layers = 1\nmlp_width = 2147483648\nkv_heads = 1", "GiB"),
+        ("layers = 2048\nmlp_width = 2147483648", "parameters are the most"),
+    ],
+)
+def test_a_model_that_no_machine_holds_is_refused_before_anything_is_allocated(
+    sizes, said, refused, tmp_path
+):
+    shape = "vocabulary = 256\ncontext = 64\nwidth = 32\nheads = 2\n"
+    (tmp_path / "large.toml").write_text(shape + sizes)
+    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", said=said)
 
 
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
@@ -142,7 +167,7 @@ def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path)
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "run.toml").open("wb") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
-    assert "is too large" in refusal(presets.read_toml, tmp_path / "run.toml")
+    assert "is too large" in refusal(read_toml, tmp_path / "run.toml")
 
 
 def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
@@ -246,7 +271,7 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     assert problem in lines
     assert f"auto, delayed, current, block: {problem}; until then torch runs" in lines
     # A row of a recipe is one line from 80 columns on.
-    assert ("│ nvfp4_backward_high │ nvfp4_backward_high (emulated)" in printed.getvalue()) == (
+    assert ("│ nvfp4_forward_high │ nvfp4_forward_high (emulated)" in printed.getvalue()) == (
         width >= 80
     )
     assert doctor.as_json(here)["hardware"]["te_problem"] == problem

@@ -300,6 +300,12 @@ class InProcess:
             self.returncode = exit_code(*words[3:])
         log.detach()
 
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def wait(self, timeout: float) -> int:
         return self.returncode
 
@@ -379,6 +385,7 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
     assert f"torch {torch.__version__}" in page
     assert "the first 25% of the steps are in fp32 in all runs of a seed" in page
+    assert "\ngap: the first 25% of the steps are in fp32 in all runs of a seed\n" in printed
     assert "[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
     assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed
@@ -534,14 +541,14 @@ def trained(monkeypatch) -> list[str]:
 
 
 def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
-    (copy.parent / "mine.toml").write_text('scaling = "current"\n')
+    (copy.parent / "mine.toml").write_text('like = "current"\n')
     more = ["--recipes", "fp32,mine.toml,delayed"]
     assert command("compare", "--out", "c", *AGAIN, *more) == 0
     assert trained == ["mine-seed0", "mine-seed1"]
     found = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
     assert found == [("fp32", 2), ("mine", 2), ("delayed", 2)]
     # The file's contents are part of what is compared.
-    (copy.parent / "mine.toml").write_text('scaling = "block"\n')
+    (copy.parent / "mine.toml").write_text('like = "block"\n')
     said = refused("compare", "--out", "c", *AGAIN, *more)
     assert "recipes.mine.quantizers." in said
 

@@ -26,6 +26,7 @@ from fp8stack.conform.checks import (
 from fp8stack.conform.inputs import EVERY, amaxes, bf16_values, families, fp32_values, spiky_steps
 from fp8stack.precision import Hardware, resolve
 from tests.conform.conform_faults import OF_WEIGHTS
+from tests.support.study_recipes import NO_HADAMARD
 from tests.support.te import te_stand_in
 from tests.support.te.te_quantizers import te_with_quantizers
 from tests.support.triton_code import launched_on_a_cpu
@@ -195,7 +196,7 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
         assert all(broken(row) for row in rows(casts.casts(WITH_TE), "bf16 to e4m3, by TE"))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_no_hadamard"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", NO_HADAMARD])
 def test_what_transformer_engine_multiplies_is_compared(recipe, monkeypatch):
     """Of NVFP4 by its own reference, Hadamard transforms included; drawn gradients by none."""
     blackwell = Hardware("cuda", (10, 0), has_te=True)

@@ -253,10 +253,10 @@ def _put(name: str, content: bytes | None) -> Change:
             _put("manifest.json", None),
             "has train-00000.ends and no manifest.json: `fp8stack prepare` did not finish",
         ),
-        (_put("manifest.json", b"{"), "it is not JSON"),
-        (_put("manifest.json", b"[" * 99_999), "it is not JSON"),
+        (_put("manifest.json", b"{"), "is not valid JSON"),
+        (_put("manifest.json", b"[" * 99_999), "is nested too deeply"),
         (_put("manifest.json", b"[]"), "its whole: "),
-        (_put("manifest.json", b"\xff\xfe"), "it is not JSON"),
+        (_put("manifest.json", b"\xff\xfe"), "it is not UTF-8 text"),
         (_put("train-00000.bin", None), "train-00000.bin: No such file"),
         (_put("train-00000.ends", None), "train-00000.ends: No such file"),
         (

@@ -45,7 +45,6 @@ NOT_RUN = {
     "vllm serve ": "needs a GPU; not installed by the extras",
     "lm_eval ": "downloads its tasks; not installed by the extras",
 }
-NEEDS_GPU = ("bench", "shapes")
 
 
 def substituted(words: Sequence[str]) -> list[str]:

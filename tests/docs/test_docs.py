@@ -89,7 +89,7 @@ def test_recipe_and_model_keys_are_documented():
     text = _text("docs/configuration.md")
     keys = {*recipes.RecipeFile.model_fields, *recipes.QuantizerFields.model_fields}
     keys = keys | GPTConfig.model_fields.keys()
-    for key in keys - {"name", "description", "scaling"}:
+    for key in keys - {"name", "description"}:
         assert f"`{key}`" in text, key
 
 

@@ -157,8 +157,7 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
         import fp8stack.report
 
         monkeypatch.setattr(fp8stack.report, "report", _runs_are_there)
-    without = tuple(words[:2]) == runner.NEEDS_GPU and not torch.cuda.is_available()
-    assert exit_code(*runner.scaled(words)) == (2 if without else 0)
+    assert exit_code(*runner.scaled(words)) == 0
 
 
 def _runs_are_there(runs: list[Path], out: str | None, text: bool, as_json: bool) -> None:

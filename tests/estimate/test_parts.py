@@ -25,6 +25,7 @@ from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.planner.operations import casts_of, operations_of
 from fp8stack.precision import Hardware, assumed, load_recipe
+from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
@@ -49,11 +50,11 @@ RUNS = [
     *[
         (name, "emulate", save)
         for name in (
-            "nvfp4", "nvfp4_backward_high", "nvfp4_forward_high", "mxfp4", "rowwise_wgrad_hp",
+            "nvfp4", BACKWARD_HIGH, "nvfp4_forward_high", "mxfp4", "rowwise_wgrad_hp",
         )
         for save in (False, True)
     ],
-    ("mxfp6_e3m2", "emulate", True), ("nvfp4_no_hadamard", "emulate", True),
+    ("mxfp6_e3m2", "emulate", True), (NO_HADAMARD, "emulate", True),
 ]  # fmt: skip
 
 
@@ -430,17 +431,17 @@ def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():
     gpu, config = assumed("10.0"), load_config("llama-1b")
-    made = {name: on(gpu, config, name, 1024) for name in ("mxfp8", "nvfp4", "nvfp4_nearest")}
+    made = {name: on(gpu, config, name, 1024) for name in ("mxfp8", "nvfp4", NEAREST)}
     assert {setting.plan.backend for setting in made.values()} == {"te"}
     told = {name: estimate(setting) for name, setting in made.items()}
-    layers = [layer for layer in made["nvfp4_nearest"].plan.layers if layer.fp8]
+    layers = [layer for layer in made[NEAREST].plan.layers if layer.fp8]
     assert told["nvfp4"].fp8_weights == sum(
         2 * la.in_features * la.out_features * (1 / 2 + 1 / 16) for la in layers
     )
     saved = sum(1024 * la.in_features for la in layers)  # of each input
     less = told["mxfp8"].saved - told["nvfp4"].saved
     assert less == pytest.approx(saved * (1 + 1 / 32 - 1 / 2 - 1 / 16), abs=1024)
-    assert told["nvfp4_nearest"].saved == told["nvfp4"].saved
+    assert told[NEAREST].saved == told["nvfp4"].saved
 
 
 def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():

@@ -24,6 +24,7 @@ from fp8stack.evaluation import scores as scoring
 from fp8stack.evaluation.scores import Score, bits_per_byte, nats_of
 from fp8stack.tokenizer import load_tokenizer
 from tests.conftest import exit_code, metrics, refusal
+from tests.support.study_recipes import NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -336,7 +337,7 @@ def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path
 @pytest.mark.parametrize("trained_in", ["fp32", "delayed", "nvfp4"])
 def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path):
     plain = trained(tmp_path, recipe=trained_in)
-    found = scores(plain, recipes=["fp32", "nvfp4", "nvfp4_no_hadamard", "mxfp4"])
+    found = scores(plain, recipes=["fp32", "nvfp4", NO_HADAMARD, "mxfp4"])
     assert [score.plan.precision.removesuffix("-emulated") for score in found[1:]] == [
         *("nvfp4", "nvfp4_no_hadamard", "mxfp4")
     ]

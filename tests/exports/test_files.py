@@ -15,12 +15,13 @@ import torch
 import transformers
 
 import fp8stack
-from fp8stack import GPT, GPTConfig, load_config, presets
+from fp8stack import GPT, GPTConfig, io, load_config, presets
 from fp8stack.exports import writing
 from fp8stack.exports.files import hf_files, safetensors_files
 from fp8stack.exports.writing import replace_folder, require_room
 from fp8stack.hf import layout_of
 from tests.conftest import contents, refusal
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.backend_models import same
 from tests.support.hf_models import (
     LAYOUT,
@@ -98,7 +99,8 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     nano, command, tmp_path, capsys
 ):
     checkpoint = next((nano / "checkpoints").glob("step-*"))
-    (tmp_path / "moved").symlink_to(checkpoint)
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    rewrite(tmp_path / "moved", lambda body: body["info"].update(tokenizer=None))
     assert command("export", "moved", "--out", "without") == 0
     assert "does not know its tokenizer" in capsys.readouterr().err
     assert not Path("without/tokenizer.json").exists()
@@ -106,6 +108,12 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert command("export", "moved", "--out", "with", "--tokenizer", "bytes") == 0
     assert "tokenizer" not in capsys.readouterr().err
     assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
+
+
+def test_a_checkpoint_that_was_moved_knows_that_its_tokens_are_bytes(nano, command, tmp_path):
+    shutil.copytree(next((nano / "checkpoints").glob("step-*")), tmp_path / "moved")
+    assert command("export", "moved", "--out", "x") == 0
+    assert transformers.AutoTokenizer.from_pretrained("x").encode("a") == [97]
 
 
 def test_in_fp8_a_run_in_delayed_scaling_says_the_same(nano, command):
@@ -219,6 +227,7 @@ def test_a_rename_that_fails_puts_the_old_export_back(nano, command, monkeypatch
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuses)
+    monkeypatch.setattr(io, "_exchange", lambda path, with_path: False)
     flags = ["--format", "safetensors", "--overwrite"]
     assert command("export", str(nano), "--out", "x", *flags) == 4
     assert Path("x/config.json").exists()
@@ -261,5 +270,33 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(nano, refused):
     said = refused("export", "run", "--tokenizer", "other.json", "--out", "x")
     assert "was trained on tokens of bytes, not of --tokenizer" in said
     Path("run/tokenizer.json").unlink()
+    for checkpoint in Path("run/checkpoints").glob("step-*"):  # as older versions wrote them
+        rewrite(checkpoint, lambda body: body["info"].pop("tokenizer"))
     said = refused("export", "run", "--tokenizer", "more.json", "--out", "x")
     assert "257 tokens, the model a vocabulary of 256" in said
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_an_export_that_is_written_again_keeps_its_modes(nano, command):
+    words = ["export", str(nano), "--out", "x"]
+    assert command(*words) == 0
+    kept = {"x": 0o700, "x/config.json": 0o600, "x/model.safetensors": 0o640}
+    for name, mode in kept.items():
+        Path(name).chmod(mode)
+    Path("x/README.md").unlink()
+    assert command(*words, "--overwrite") == 0
+    assert {name: Path(name).stat().st_mode & 0o777 for name in kept} == kept
+    assert Path("x/README.md").stat().st_mode & 0o077 == 0
+
+
+def test_an_export_removes_links_and_not_what_they_lead_to(nano, command, refused, tmp_path):
+    words = ["export", str(nano), "--out", "x"]
+    assert command(*words) == 0
+    (tmp_path / "mine").write_text("mine")
+    Path("x/config.json").unlink()
+    Path("x/config.json").symlink_to(tmp_path / "mine")
+    assert command(*words, "--overwrite") == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not Path("x/config.json").is_symlink()
+    Path("link").symlink_to("x")
+    refused("export", str(nano), "--out", "link", "--overwrite", said="link is no folder")

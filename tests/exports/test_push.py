@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,7 +15,8 @@ import torch
 import yaml
 
 import fp8stack
-from fp8stack.exports.card import CARD, MARK
+from fp8stack.exports.card import CARD, MARK, model_card
+from fp8stack.exports.files import load_source
 from fp8stack.training.setup.init_from import find_source
 from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
@@ -78,7 +80,9 @@ def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, co
 def test_a_card_tells_the_gap_that_was_forecast_for_its_recipe_and_checkpoint(run, command):
     (run / "forecast.json").write_text(json.dumps(FORECAST))
     assert command("export", "run", "--out", "x") == 0
-    assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in Path("x", CARD).read_text()
+    card = Path("x", CARD).read_text()
+    assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in card
+    assert "The first quarter of training is in fp32 in such a gap." in card
     (run / "forecast.json").write_text(json.dumps(FORECAST | {"checkpoint": "step-000008"}))
     assert command("export", "run", "--out", "x", "--overwrite") == 0
     assert "Forecast" not in Path("x", CARD).read_text()
@@ -89,12 +93,15 @@ def test_a_card_tells_the_gap_that_a_comparison_measured(trained, command, tmp_p
     gap = {"mean": 0.5, "half_width": 0.1, "samples": 3, "deviation": 0.1}
     rows = [{"recipe": "fp32", "gap_percent": None}, {"recipe": "current", "gap_percent": gap}]
     report = {"asked": {"baseline": "fp32"}, "config": {"steps": 12}, "recipes": rows}
+    phases = [{"name": "shared", "recipe": "fp32", "until": 0.25}, {"name": "compared"}]
     for steps, told in ((12, True), (24, False)):
-        report["config"] = {"steps": steps}
+        report["config"] = {"steps": steps, "phases": phases}
         (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
         assert command("export", "out/runs/current-seed0", "--out", f"x{steps}") == 0
         card = Path(f"x{steps}", CARD).read_text()
         assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == told
+        shared = "In this gap, the first 25% of the steps are in fp32 in all runs of a seed."
+        assert (shared in card) == told
 
 
 def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
@@ -192,3 +199,26 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(run, refuse
     refused(*export, *words, said="--push needs --format hf or fp8.")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refused(*export, "--push", "me/mine", said="--push needs huggingface_hub. Install it")
+
+
+EVIL = "a<img src=x>`<script>`|[x](http://y)*b*\n# c\x1b[2J\u202e&amp;~~\\$"
+
+
+def test_no_name_of_a_run_is_markup_in_its_card(run):
+    source = load_source(str(run), torch.float32)
+    forecast = json.dumps(FORECAST)
+    cards = []
+    for name in ("plain", EVIL):
+        recipe = source.plan["recipe"] | {"name": name}
+        plan, info = (
+            {"recipe": recipe, "backend": name},
+            {**source.info, "versions": {"torch": name}},
+        )
+        (run / "forecast.json").write_text(forecast.replace('"current"', json.dumps(name)))
+        named = dataclasses.replace(source, plan=plan, info=info)
+        cards.append(model_card(named, "hf", "title", None))
+        assert "Forecast" in cards[-1]
+    plain, card = cards
+    for active in "<>`|[]*#&~$\n\x1b\u202e":
+        assert card.count(active) == plain.count(active), active
+    assert front_matter(card)["tags"][1].startswith("a\\x3cimg src=x\\x3e")

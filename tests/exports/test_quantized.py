@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,8 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
     files = quantized_files(source, None)
     format, note = PACKED[recipe]
     assert any(line.startswith(note) for line in files.notes)
-    assert any("--dtype bf16" in line for line in files.notes)
+    assert any("in bfloat16, so config.json says so" in line for line in files.notes)
+    assert files.tensors["lm_head.weight"].dtype == torch.float32
     table = json.loads(files.texts["config.json"])["quantization_config"]
     told = QuantizationConfig.model_validate(table)
     assert (told.format, told.ignore) == (format, ["lm_head"])
@@ -253,12 +255,52 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
             tolerance = 2.0**-8 if recipe == "nvfp4" else 0.0
             torch.testing.assert_close(theirs.float(), part.of(ours), rtol=tolerance, atol=0)
     replace_folder(tmp_path / "x", files)
-    theirs = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
+    whole = CompressedTensorsConfig(dequantize=True)
+    theirs = loaded(tmp_path / "x", quantization_config=whole, dtype=torch.float32)
     plain, x = GPT(LLAMA).eval(), tokens(LLAMA.vocabulary)
     exact = logits(model, x)
     restore_weights(plain, made)
     own = (logits(plain, x) - exact).square().mean().sqrt()
     assert (logits(theirs, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * own
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("llama", False), ("llama", True), ("arcee", False), ("qwen3", True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [*PACKED, "delayed", "current", "block", "mxfp8"])
+def test_transformers_runs_every_export_as_it_loads_it_by_default(
+    recipe, name, dtype, tied, tmp_path
+):
+    config = MODELS[name].model_copy(update={"tied": tied})
+    if recipe == "delayed":
+        _, source = trained(config, recipe)
+        source = replace(source, dtype=dtype)
+    else:
+        plan = plan_for(config, recipe, CPU).to_json()
+        source = source_of(random_model(config), plan=plan, dtype=dtype)
+    folder = exported(tmp_path / "x", source)
+    theirs = loaded(folder)
+    expected = torch.bfloat16 if recipe in PACKED else dtype
+    assert theirs.dtype == expected
+    x = tokens(config.vocabulary)
+    found = logits(theirs, x)
+    assert found.dtype == expected
+    assert found.isfinite().all()
+    whole = CompressedTensorsConfig(dequantize=True)
+    exact = loaded(folder, quantization_config=whole, dtype=torch.float32).state_dict()
+    weight = "model.layers.1.mlp.down_proj.weight"  # decompressed by the first pass
+    # In bfloat16 only scales that are powers of 2 are exact.
+    rounded = expected == torch.bfloat16 and recipe not in ("mxfp4", "mxfp6_e2m3")
+    tolerance = 2.0**-6 if rounded else 0.0
+    ours = theirs.state_dict()[weight].float()
+    torch.testing.assert_close(ours, exact[weight].float(), rtol=tolerance, atol=0)
+    # What is not quantized is in the file in the dtype that was asked for, to the bit.
+    head = theirs.get_input_embeddings().weight
+    ours = source.weights["embedding.weight"].to(dtype)
+    assert torch.equal(head, ours.to(expected))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    assert torch.equal(stored["model.embed_tokens.weight"], ours)
 
 
 def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
@@ -270,7 +312,7 @@ def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
     model = random_model(LLAMA)
     source = source_of(model, plan=plan.to_json(), dtype=torch.bfloat16)
     files = quantized_files(source, None)
-    assert not any("--dtype bf16" in note for note in files.notes)
+    assert not any("so config.json says so" in note for note in files.notes)
     assert "FP8 weights by block, dynamic activations; FP4 weights by group" in files.title
     table = json.loads(files.texts["config.json"])["quantization_config"]
     told = QuantizationConfig.model_validate(table)

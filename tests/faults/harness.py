@@ -14,6 +14,8 @@ PLACE    step:N        the batch of step N is about to be trained (with workers=
          all-reduce:N  the N-th collective of torch.distributed after the first step began
          save:N        before the N-th operation on files in a folder `checkpoints`: opening (for
                        reading too), making, renaming, removing, flushing (on Linux)
+         file:N        before the N-th operation that changes a file or folder of any name below
+                       the working folder: opening to write, making, renaming, removing, flushing
          time:SECONDS  so long after the start
 Without N it happens each time. +SECONDS: so much later than that. R is the environment's RANK.
 
@@ -47,7 +49,7 @@ SIGNALS = {
     word: signal.Signals[f"SIG{word.upper()}"]
     for word in ("kill", "stop", "term", "int", "hup", "usr1")
 }
-PLACES = ("step", "forward", "backward", "all-reduce", "save", "time")
+PLACES = ("step", "forward", "backward", "all-reduce", "save", "file", "time")
 _FAULT = re.compile(
     rf"(?P<action>{'|'.join(SIGNALS)}|note|full:(?P<bytes>\d+))@(?P<place>{'|'.join(PLACES)})"
     r"(:(?P<number>\d+(\.\d+)?))?(\+(?P<delay>\d+(\.\d+)?))?(/rank=(?P<rank>\d+))?"
@@ -106,6 +108,7 @@ class _Injection:
 
     faults: list[Fault]
     process: int = field(default_factory=os.getpid)
+    home: Path = field(default_factory=Path.cwd)
     step: int = 0
     forward_due: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -185,8 +188,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         folder = arguments[base] if base is not None and base < len(arguments) else -1
         names = arguments[:2] if event == "os.rename" else arguments[:1]
         paths = [_full(name, folder) for name in names]
+        injection, said = _injections[-1], f"{event} {paths[-1]}"
         if any("checkpoints" in path.parts for path in paths):
-            _injections[-1].count("save", f"{event} {paths[-1]}")
+            injection.count("save", said)
+        changes = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and any(path.is_relative_to(injection.home) for path in paths):
+            injection.count("file", said)
 
 
 @cache
@@ -223,11 +230,15 @@ def injected(faults: Sequence[Fault]) -> Iterator[None]:
         return tokens
 
     def fsync(descriptor: int) -> None:
-        if "checkpoints" in (path := _path_of(descriptor)).parts:
+        path = _path_of(descriptor)
+        if "checkpoints" in path.parts:
             injection.count("save", f"os.fsync {path}")
+        if path.is_relative_to(injection.home):
+            injection.count("file", f"os.fsync {path}")
         flush(descriptor)
 
-    if "save" in places:
+    on_files = bool(places & {"save", "file"})
+    if on_files:
         _start_audit()
     with ExitStack() as stack:
         stack.enter_context(patch.object(StepBatches, "__getitem__", item))
@@ -236,7 +247,7 @@ def injected(faults: Sequence[Fault]) -> Iterator[None]:
             stack.callback(hook.remove)
         if "all-reduce" in places:
             stack.enter_context(_Collectives(injection))
-        if "save" in places:
+        if on_files:
             stack.enter_context(patch.object(os, "fsync", fsync))
             _injections.append(injection)
             stack.callback(_injections.remove, injection)

@@ -38,6 +38,7 @@ from tests.support.quick_runs import quick_runs
 _PRELOADED = [
     "pytest", "tests.faults.processes", "bench.__main__", "fp8stack.training.setup.start",
     "torch.utils.tensorboard", "torch._dynamo", "fp8stack.numerics.fused_kernels",
+    "fp8stack.report.page", "fp8stack.exports", "fp8stack.forecast.forecast",
 ]  # fmt: skip
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share
 
@@ -98,6 +99,11 @@ class Child:
             thread.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+
+    @property
+    def printed(self) -> bytes:
+        """What it printed on stdout so far."""
+        return bytes(self._printed[0])
 
     @property
     def is_alive(self) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import scipy.optimize
 
 import fp8stack
 from fp8stack.benchmark.timing import summarize
-from fp8stack.errors import StorageError
+from fp8stack.errors import StorageError, UserError
 from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
 from fp8stack.forecast import times, tune
@@ -25,6 +26,7 @@ from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware, load_recipe
 from tests.conftest import refusal
 from tests.support.hf_models import export_to, random_model
+from tests.support.study_recipes import BACKWARD_HIGH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,6 +112,7 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
     assert "million parameters, trained on" in text
+    assert "the first quarter of training is in fp32 in such a gap" in text
     assert told.recipes[0].gap is not None
     assert told.recipes[0].gap.mean == nvfp4
     assert type(told).model_validate_json(told.model_dump_json()) == told
@@ -127,8 +130,11 @@ def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     html = (copy / "report.html").read_text()
     assert "What recipes would cost" in html
     assert all(f"<td>{cell}</td>" in html for cell in row[1:])
+    assert "the first quarter of training is in fp32 in such a gap" in html
     assert command("report", "run", "--text") == 0
-    assert row[1] in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert row[1] in printed
+    assert "the first quarter of training is in fp32 in such a gap" in printed
     # A file that is none is said, and nothing else is lost.
     (copy / "forecast.json").write_text('{"loss": "low"}')
     assert command("report", "run") == 0
@@ -155,6 +161,42 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_the_one_before_is_used(
     assert said.err.startswith("passed over: run/checkpoints/step-000031/checkpoint.json is no ")
     told = json.loads(said.out)
     assert (told["checkpoint"], told["tokens"]) == ("step-000030", 30 * 4 * 32)
+
+
+@pytest.mark.parametrize(
+    ("uncovered", "reason"),
+    [
+        ({"parameters": (10**6, 10**7)}, "the law is of models of 1 to 10 million parameters"),
+        ({"ratio": (20.0, 80.0)}, "the law is of 20 to 80 training tokens per parameter"),
+        (None, "how many tokens the model was trained on is not known (--tokens)"),
+    ],
+)
+@pytest.mark.parametrize("command_line", ["forecast", "tune --bits 5"])
+def test_what_cannot_be_told_is_said_before_anything_is_computed(
+    run, command, capsys, monkeypatch, tmp_path, uncovered, reason, command_line
+):
+    source = str(run)
+    if uncovered is None:
+        export_to(tmp_path / "theirs", random_model(load_config("gpt-nano", SMALL)))
+        source = f"hf:{tmp_path / 'theirs'}"
+        (tmp_path / "text.txt").write_text("some text\n" * 300)
+    monkeypatch.setattr(forecasts, "fitted", lambda: replace(LAW, **(uncovered or {})))
+
+    def compute(*args: Any, **options: Any) -> None:
+        raise UserError("It computes.")
+
+    for name in ("GPT", "nats_of", "sensitivities"):
+        monkeypatch.setattr(forecasts, name, compute)
+    text = ["--data", "text.txt"] * (uncovered is None)
+    assert command(*command_line.split(), source, "--recipes", "mxfp8", *text) == 2
+    said = capsys.readouterr().err
+    if command_line == "forecast":
+        first, then = said.splitlines()
+        assert first.startswith(f"cannot tell the gap of any recipe: {reason}")
+        assert then == "fp8stack: It computes."
+    else:
+        assert f"No recipe can be tuned for {source}: {reason}" in said
+        assert "It computes." not in said
 
 
 def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
@@ -196,6 +238,7 @@ def test_a_forecast_says_which_keys_of_a_recipe_it_leaves_out(run, covered, tmp_
     assert found.recipes[0].gap == found.recipes[1].gap
 
 
+@pytest.mark.usefixtures("covered")
 def test_a_folder_that_cannot_be_written_to_loses_no_table(run, command, monkeypatch, capsys):
     def full(*given: object) -> None:
         raise StorageError("Cannot write there.")
@@ -279,7 +322,7 @@ def test_bits_are_those_of_the_wider_operand():
         "mxfp6_e2m3": (6, 6, 6),
         "current": (8, 8, 8),
         "nvfp4_forward_high": (16, 4, 4),
-        "nvfp4_backward_high": (4, 16, 16),
+        BACKWARD_HIGH: (4, 16, 16),
     }.items():
         assert tuple(tune.bits_of(load_recipe(name).quantizers).values()) == expected
     assert set(tune.bits_of(None).values()) == {16.0}
@@ -294,6 +337,7 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     file = run / "run.toml"
     then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
     assert f"written: six.toml. Train in it:\n  {then}" in said
+    assert "gap: the first quarter of training is in fp32 in such a gap" in said
     forecast = of(run, "nvfp4", "mxfp8")
     target = tune.Target(bits=6, path=tmp_path / "x.toml")
     found = tune.tuned(tune.Choices(forecast), forecast, target)
@@ -339,10 +383,6 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
         (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
         (["--bits", "5", "--recipes", "bf16"], "--recipes names no recipe that is quantized."),
         (["--bits", "5", "--recipes", ","], "--recipes ',' has an empty name"),
-        (
-            ["--bits", "5", "--recipes", "nvfp4_last_bf16"],
-            "nvfp4_last_bf16 treats layers differently.",
-        ),
         (["--bits", "5", "--out", "x.txt"], "a recipe is a TOML file. Example: tuned.toml"),
         (["--bits", "5", "--out", "there.toml"], "there.toml exists. Give another --out"),
     ],

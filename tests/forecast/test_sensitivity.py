@@ -23,6 +23,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import dequantize, quantize
 from fp8stack.precision import Hardware, load_recipe
+from tests.support.study_recipes import BACKWARD_HIGH, NEAREST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,7 +110,7 @@ def test_the_forward_pass_is_measured_layer_by_layer_and_as_a_whole(name, model,
     assert found.forward == pytest.approx(sum(found.layers.values()), rel=0.25)
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4_nearest"])
+@pytest.mark.parametrize("name", ["current", "mxfp8", NEAREST])
 def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model, windows):
     found = measured(model, windows, name)[name]
     table = load_recipe(name).quantizers
@@ -140,7 +141,7 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
         return float((rounded - x).double().square().sum() / x.double().square().sum())
 
     dgrad = error("grad_output", table.grad_output, 1) + error("weight", table.weight_dgrad, 0)
-    if name == "nvfp4_nearest":
+    if name == NEAREST:
         assert 0.5 * dgrad < found.backward_layers["blocks.1.mlp.up"] < 2 * dgrad
         return
     wgrad = error("grad_output", table.grad_output_wgrad, 0) + error("input", table.input_wgrad, 0)
@@ -151,11 +152,11 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
 
 
 def test_a_pass_that_is_not_quantized_costs_nothing(model, windows):
-    found = measured(model, windows, "nvfp4_forward_high", "nvfp4_backward_high", "nvfp4")
+    found = measured(model, windows, "nvfp4_forward_high", BACKWARD_HIGH, "nvfp4")
     assert found["nvfp4_forward_high"].forward == 0
     assert set(found["nvfp4_forward_high"].layers.values()) == {0.0}
-    assert found["nvfp4_backward_high"].backward == 0
-    assert found["nvfp4"].forward == found["nvfp4_backward_high"].forward > 0
+    assert found[BACKWARD_HIGH].backward == 0
+    assert found["nvfp4"].forward == found[BACKWARD_HIGH].forward > 0
     assert found["nvfp4"].backward == found["nvfp4_forward_high"].backward > 0
 
 

@@ -18,9 +18,12 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, data
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig, parse_config
+from fp8stack.errors import UserError
 from fp8stack.hf import found_in, from_hf, open_folder
+from fp8stack.precision import hardware
 from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
 from tests.conftest import losses, metrics, refusal
+from tests.faults.bounded import bounded
 from tests.support.hf_models import (
     LAYOUT,
     SHAPES,
@@ -187,6 +190,60 @@ def test_what_a_model_here_cannot_be_is_refused_by_its_key(name, changes, told, 
     their(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
     assert told in refusal(find_source, f"hf:{tmp_path}")
+
+
+OTHERS: list[Any] = [
+    *(None, True, False, 0, -1, 3, 0.0, -1.5, 2.5, 2**31, 2**32, 2**63, 10**30),
+    *("", "x", [], [1], [None], {}, {"a": 1}, {"rope_type": []}, {"rope_theta": 10**400}),
+]
+OPTIONAL = (
+    *("n_inner", "hidden_size", "sliding_window", "use_sliding_window", "layer_types"),
+    *("rope_scaling", "rope_theta", "partial_rotary_factor", "fp8stack", "attention_bias"),
+    *("mlp_bias", "head_dim", "num_key_value_heads", "quantization_config", "auto_map"),
+    *("is_causal", "scale_attn_weights", "add_cross_attention", "rope_parameters"),
+)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "arcee"])
+def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
+    their(name).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    table = json.loads(file.read_text())
+
+    def read_all() -> None:
+        several_lines = set[str]()
+        for key in sorted({*table, *OPTIONAL}):
+            for value in OTHERS:
+                file.write_text(json.dumps(table | {key: value}))
+                try:
+                    find_source(f"hf:{tmp_path}")
+                except UserError as error:
+                    several_lines |= {key for _ in str(error).splitlines()[1:]}
+        print(several_lines)
+
+    ended = bounded(read_all)
+    assert (ended.code, ended.stdout) == (0, "set()\n"), ended.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("gpt2", key) for key in ("vocab_size", "n_positions", "n_inner", "n_layer")),
+        *(("llama", key) for key in ("vocab_size", "intermediate_size", "num_hidden_layers")),
+    ],
+)
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40])
+def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
+    their(name).save_pretrained(tmp_path)
+    config_json(tmp_path, **{key: size})
+    ended = bounded(lambda: find_source(f"hf:{tmp_path}"), 2**27, seconds=20)
+    assert (ended.code, ended.is_one_line) == (2, True), ended.stderr[-500:]
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(hardware, "available_memory", lambda device: 1000)
+    message = refusal(find_source, f"hf:{llama}")
+    assert f"{llama} needs 0.0 GiB of memory" in message
 
 
 def _with_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8stack.formats import ScaleRounding
-from fp8stack.numerics import (
-    Quantizer,
-    dequantize_mxfp8,
-    quantize_blocks,
-    quantize_mxfp8,
-)
+from fp8stack.numerics import Quantized, Quantizer, dequantize, quantize
 from fp8stack.numerics.scales import scales_of
 from tests.support.oracles import (
     FLT_MAX,
@@ -38,9 +34,16 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def mxfp8_in(name: Any, rounding: ScaleRounding = "rceil") -> Quantizer:
+    return Quantizer(format=name, block=(1, 32), scale="e8m0", scale_rounding=rounding)
+
+
+BLOCKS = Quantizer(block=(1, 128), scale="power_of_two")
+
+
 def mx_code(amax: float, name: str, rounding: ScaleRounding) -> int:
-    _, scales = quantize_mxfp8(torch.tensor([0.0, -amax]), format=name, scale_rounding=rounding)
-    return codes(scales).item()
+    made = quantize(torch.tensor([0.0, -amax]), mxfp8_in(name, rounding))
+    return codes(made.scales).item()
 
 
 # MXFP8
@@ -110,7 +113,7 @@ def test_rceil_is_the_smallest_power_of_two_not_below_amax_over_fp8_max(amax, na
 )
 def test_blocks_run_along_the_chosen_dimension_with_a_short_last_one(shape, dim, name):
     x = normal(*shape) * 2.0 ** (3 * normal(*shape, seed=1))
-    data, scales = quantize_mxfp8(x, dim, name)
+    data, scales = quantize(x, mxfp8_in(name), dim)[:2]
     expected, expected_scales = mxfp8(x.numpy(), dim, name)
     assert (data.dtype, data.shape) == (FP8_DTYPES[name], shape)
     assert (scales.dtype, scales.shape) == (torch.float8_e8m0fnu, expected_scales.shape)
@@ -119,30 +122,31 @@ def test_blocks_run_along_the_chosen_dimension_with_a_short_last_one(shape, dim,
     np.testing.assert_array_equal(codes(scales), expected_scales)
 
 
+def stored(data: torch.Tensor, scales: torch.Tensor, quantizer: Quantizer, dim: int) -> Quantized:
+    """Bytes and scales from elsewhere."""
+    unknown, no_nan = torch.tensor(math.nan), torch.tensor(False)
+    return Quantized(data, scales, unknown, quantizer, dim, data.shape, no_nan)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", FORMATS)
-def test_dequantize_mxfp8_is_the_exact_product(name, dim):
+def test_dequantized_mxfp8_is_the_exact_product(name, dim):
     data = torch.arange(256, dtype=torch.uint8).reshape(4, 64).repeat(12, 1)
     scales = torch.arange(2 * (64 if dim == 0 else 48), dtype=torch.uint8) * 2
     scales = scales.reshape((2, 64) if dim == 0 else (48, 2))
     power = np.repeat(scales.numpy().astype(int) - 127, 32, axis=dim)[:48, :64]
     with np.errstate(over="ignore"):  # 448 * 2^127
         expected = np.ldexp(decoded(name)[data.numpy()], power)
-    values = dequantize_mxfp8(data.view(FP8_DTYPES[name]), scales.view(torch.float8_e8m0fnu), dim)
+    data = data.view(FP8_DTYPES[name])
+    values = dequantize(stored(data, scales.view(torch.float8_e8m0fnu), mxfp8_in(name), dim))
     assert values.dtype == torch.float32
     np.testing.assert_array_equal(values.numpy(), expected)
 
 
 def test_scale_code_255_is_nan():
     nan = torch.tensor([255], dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    assert dequantize_mxfp8(torch.ones(3).to(torch.float8_e4m3fn), nan).isnan().all()
-
-
-def test_an_unknown_format_or_rounding_is_refused():
-    with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
-        quantize_mxfp8(torch.ones(32), format="e8m0")
-    with pytest.raises(ValueError, match=r"No scale rounding 'ceil'.*rceil, floor, even"):
-        quantize_mxfp8(torch.ones(32), scale_rounding="ceil")  # type: ignore[arg-type]
+    made = stored(torch.ones(3).to(torch.float8_e4m3fn), nan, mxfp8_in("e4m3"), 0)
+    assert dequantize(made).isnan().all()
 
 
 # 1x128 and 128x128 blocks
@@ -150,12 +154,11 @@ def test_an_unknown_format_or_rounding_is_refused():
 
 def test_the_rows_of_more_dimensions_are_blocked_alike():
     x = normal(2, 3, 200)
-    data, inv_scale = quantize_blocks(x)
+    data, inv_scale = quantize(x, BLOCKS)[:2]
     flat, flat_inverse = blocked(x.reshape(6, 200).numpy(), (1, 128), "e4m3", True, FLT_MAX)
     np.testing.assert_array_equal(codes(data), flat.reshape(2, 3, 200))
     np.testing.assert_array_equal(inv_scale.numpy(), flat_inverse.reshape(2, 3, 2))
-    one_row, _ = quantize_blocks(x[0, 0])
-    np.testing.assert_array_equal(codes(one_row), flat[0])
+    np.testing.assert_array_equal(codes(quantize(x[0, 0], BLOCKS).data), flat[0])
 
 
 @pytest.mark.parametrize(
@@ -174,15 +177,8 @@ def test_an_overflowed_scale_becomes_the_maximum_of_the_inputs_dtype(dtype, scal
         assert scales_of(amax, quantizer, dtype).into.tolist() == [expected, 64.0]
 
 
-@pytest.mark.parametrize("block", [(1, 2, 128), (128, 128), (0,)], ids=str)
-def test_a_block_that_does_not_fit_is_refused(block):
-    with pytest.raises(ValueError, match="does not fit a tensor of shape"):
-        quantize_blocks(torch.ones(5), block)
-
-
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0,)], ids=str)
 def test_an_empty_tensor_has_no_blocks(shape):
-    data, scales = quantize_mxfp8(torch.ones(shape))
-    assert (data.shape, scales.numel()) == (shape, 0)
-    data, inv_scale = quantize_blocks(torch.ones(shape))
-    assert (data.shape, inv_scale.numel()) == (shape, 0)
+    for quantizer in (mxfp8_in("e4m3"), BLOCKS):
+        made = quantize(torch.ones(shape), quantizer)
+        assert (made.data.shape, made.scales.numel()) == (shape, 0)

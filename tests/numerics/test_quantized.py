@@ -15,6 +15,7 @@ from fp8stack.conform.inputs import (
     EVERY,
     HADAMARD,
     MXFP4,
+    MXFP8,
     NVFP4,
     PLAIN,
     STOCHASTIC,
@@ -28,13 +29,8 @@ from fp8stack.numerics import (
     RandomBits,
     amax,
     dequantize,
-    dequantize_blocks,
-    dequantize_mxfp8,
     quantize,
-    quantize_blocks,
-    quantize_mxfp8,
     round_to,
-    round_to_mxfp8,
 )
 from fp8stack.numerics.error import quantization_error
 from fp8stack.numerics.hadamard import hadamard
@@ -120,6 +116,8 @@ def test_an_empty_matrix():
         assert made.data.numel() == 0
         assert (made.amax, bool(made.has_nan)) == (0, False)
         assert dequantize(made).shape == shape
+        if quantizer.block == "row":
+            assert made.scales.shape == (shape[0], 1)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *HADAMARD])
@@ -144,30 +142,15 @@ def test_stochastic_rows_of_more_dimensions_draw_like_their_matrix():
     assert torch.equal(made.data.view(48, -1), quantize(x, quantizer, -1, DRAWN).data)
 
 
-# The functions for one recipe
+# FP8 in blocks
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_the_functions_for_one_recipe_give_the_same_bytes_and_values(name, dtype):
-    quantizer = RULES[name]
+def test_every_rule_of_blocks_is_made_as_by_hand(name, dtype):
     matrices = (with_specials(uneven(75, 140)).to(dtype), extreme().to(dtype), uneven(70, 133).T)
     for x, dim in itertools.product(matrices, (0, 1)):
-        assert_made_by_hand(x, quantizer, dim)
-        made = quantize(x, quantizer, dim)
-        if quantizer.scale == "e8m0":
-            data, scales = quantize_mxfp8(x, dim, quantizer.format, quantizer.scale_rounding)
-            back = dequantize_mxfp8(data, scales, dim)
-        else:
-            assert quantizer.blocks is not None
-            block = quantizer.blocks if dim else quantizer.blocks[::-1]
-            power_of_two = quantizer.scale == "power_of_two"
-            data, scales = quantize_blocks(x, block, quantizer.format, power_of_two)
-            back = dequantize_blocks(data, scales, block)
-        assert (data.dtype, scales.dtype) == (made.data.dtype, made.scales.dtype)
-        assert np.array_equal(codes(data), codes(made.data))
-        np.testing.assert_array_equal(scales.float(), made.scales.float())
-        np.testing.assert_array_equal(back, dequantize(made))
+        assert_made_by_hand(x, RULES[name], dim)
 
 
 # Rules that are told in numbers
@@ -314,38 +297,22 @@ def test_rounding_needs_a_matrix():
     for x in (torch.ones(64), torch.ones(2, 4, 64)):
         with pytest.raises(ValueError, match="is no matrix"):
             round_to(x, NVFP4, 1)
-        with pytest.raises(ValueError, match="is no matrix"):
-            round_to_mxfp8(x, [1])
-
-
-def test_mxfp8_and_blocks_refuse_what_they_do_not_quantize():
-    x = torch.ones(4, 64)
-    with pytest.raises(ValueError, match="no dimension 2"):
-        quantize_mxfp8(x, 2)
-    with pytest.raises(ValueError, match="no dimension 2"):
-        round_to_mxfp8(x, [1, 2])
-    for function in (quantize_mxfp8, quantize_blocks):
-        with pytest.raises(ValueError, match=r"torch\.float64 is not quantized"):
-            function(x.double())
-    with pytest.raises(ValueError, match="no dimension -1"):
-        quantize_mxfp8(torch.tensor(1.0))
 
 
 def test_scales_of_other_blocks_are_refused():
     """They were spread over the wrong elements."""
     x = torch.randn(4, 64)
-    data, scales = quantize_blocks(x, (1, 32))
-    for block in ((1, 128), (2, 32), (1, 16)):
+    made = quantize(x, Quantizer(block=(1, 32), scale="power_of_two"))
+    for block in ((1, 128), (32, 32), (1, 16)):
+        quantizer = replace(made.quantizer, block=block)
         with pytest.raises(ValueError, match=r"Scales of shape \[4, 2\] do not belong"):
-            dequantize_blocks(data, scales, block)
-    data, scales = quantize_mxfp8(x)
-    for wrong, dim in ((scales, 0), (scales[:, :1], 1), (scales[:2], 1)):
+            dequantize(made._replace(quantizer=quantizer))
+    made = quantize(x, MXFP8)
+    for wrong, dim in ((made.scales, 0), (made.scales[:, :1], 1), (made.scales[:2], 1)):
         with pytest.raises(ValueError, match="do not belong"):
-            dequantize_mxfp8(data, wrong, dim)
-    with pytest.raises(ValueError, match="no dimension 2"):
-        dequantize_mxfp8(data, scales, 2)
+            dequantize(made._replace(scales=wrong, dim=dim))
     with pytest.raises(ValueError, match=r"float8_e8m0fnu.*torch.float32"):
-        dequantize_mxfp8(data, scales.float())
+        dequantize(made._replace(scales=made.scales.float()))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -355,8 +322,6 @@ def test_what_is_quantized_has_no_gradient(name):
     made = quantize(x, EVERY[name], 1, generator_of(EVERY[name]))
     assert not any(part.requires_grad for part in (made.data, made.scales, made.amax))
     assert not dequantize(made).requires_grad
-    for parts in (quantize_mxfp8(x), quantize_blocks(x)):
-        assert not any(part.requires_grad for part in parts)
 
 
 # Stochastic rounding as a whole

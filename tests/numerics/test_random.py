@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.conform.oracles import philox
 from fp8stack.numerics import RandomBits
@@ -24,6 +30,27 @@ KNOWN = [
     ),
 ]
 COUNTER = 0x0370734413198A2E
+# Counters and first rows whose words, products or sums lie at a limit of int32, uint32 or int64.
+EDGES = (0, 1, 2**31 - 5, 2**31 + 5, 2**32 - 1, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63))
+PLACES = [(counter, 2**31 + 5) for counter in EDGES] + [(2**63 - 1, first) for first in EDGES]
+
+
+class ExactInt64(TorchDispatchMode):
+    """Asserts that sums, differences and products of integers are what they are without a limit."""
+
+    checked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
+        exactly = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}.get(name)
+        if exactly is not None:
+            a, b = (x.numpy().astype(object) if isinstance(x, Tensor) else x for x in args)
+            exact = np.asarray(exactly(a, b))
+        result = func(*args, **(kwargs or {}))
+        if exactly is not None:
+            assert (exact == result.numpy().astype(object)).all(), name
+            self.checked += 1
+        return result
 
 
 def random_bits(
@@ -90,8 +117,50 @@ def test_compiled_code_draws_alike_for_every_counter_and_stream():
     compiled = torch.compile(draw, fullgraph=True, backend=counted)
     x = torch.empty(6, 10)
     for stream in (3, 4, 99, -1):
-        for counter in (0, 2**40 + 1):
+        for counter in (0, 2**40 + 1, 2**63 - 1):
             for first in (torch.tensor(0), torch.tensor(77)):
                 one = random_bits(counter, stream=stream, first_row=first)
                 assert torch.equal(compiled(one, x), one.bits(6, 10))
     assert counted.frame_count == 2  # for the first stream, and for any
+
+
+@pytest.mark.parametrize(("counter", "first"), PLACES)
+def test_bits_at_the_limits_of_integers_are_those_of_the_oracle(counter, first):
+    wanted = philox(WORD, WORD, counter, 9, 150, first)
+    for first_row in (first, torch.tensor(first)):
+        drawn = random_bits(counter, seed=WORD, stream=WORD, first_row=first_row).bits(9, 150)
+        np.testing.assert_array_equal(drawn, wanted)
+
+
+@pytest.mark.parametrize(("counter", "first"), PLACES)
+def test_no_product_or_sum_of_the_generator_exceeds_int64(counter, first):
+    """Signed overflow has no defined result in compiled code."""
+    with ExactInt64() as mode:
+        random_bits(counter, seed=WORD, stream=WORD, first_row=torch.tensor(first)).bits(9, 150)
+    assert mode.checked >= 2 * 10 * 3  # of two products in each of ten rounds
+
+
+@pytest.mark.parametrize("words", [(0, 0, 0, 0), (2**31 - 1, 2**31, 2**31 + 1, 1), (WORD,) * 4])
+def test_no_word_at_a_limit_makes_a_product_exceed_int64(words):
+    c0, c1, c2, c3 = map(torch.tensor, words)
+    with ExactInt64():
+        philox4x32(c0, c1, c2, c3, WORD, 2**31)
+
+
+@pytest.mark.parametrize("width", [0, 256, 512])
+def test_compiled_bits_are_those_of_the_oracle_in_every_vector_width(width):
+    """Bits in a register; 0 is scalar code. The test above compiles for what the CPU has."""
+    if width and width not in {isa.bit_width() for isa in valid_vec_isa_list()}:
+        pytest.skip(f"This CPU has no vectors of {width} bits")
+
+    def draw(stream: Tensor, counter: Tensor, first_row: Tensor) -> Tensor:
+        return RandomBits(WORD, stream, counter, first_row).bits(9, 150)
+
+    torch.compiler.reset()
+    with inductor.patch({"cpp.simdlen": width}):
+        compiled = torch.compile(draw, fullgraph=True)
+        for counter, first in PLACES:
+            for stream in (0, 0x299F31D0, WORD):
+                drawn = compiled(*map(torch.tensor, (stream, counter, first)))
+                wanted = philox(WORD, stream, counter, 9, 150, first)
+                np.testing.assert_array_equal(drawn, wanted)

@@ -33,14 +33,11 @@ from fp8stack.numerics import (
     dequantize,
     fused,
     quantize,
-    round_both,
     round_to,
-    round_to_blocks,
-    round_to_fp8,
-    round_to_mxfp8,
 )
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import Quantized
+from fp8stack.numerics.rounding import rounding, rounding_of_both
 from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import (
     FLOAT_DTYPES,
@@ -138,6 +135,20 @@ def test_the_values_are_those_of_the_bytes(name):
 # Both directions at once
 
 
+def round_both(
+    x: Tensor,
+    along: Quantizer,
+    across: Quantizer,
+    generators: tuple[RandomBits | None, RandomBits | None] = (None, None),
+) -> tuple[Rounded, Rounded]:
+    """For GEMMs over the columns and over the rows, in one pass where the quantizers are alike."""
+    at_once = rounding_of_both(along, across)
+    if at_once is not None:
+        one, other = at_once.round(x)
+        return one, other
+    return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
+
+
 PAIRS = [
     *((one, one) for one in (*PLAIN, *HADAMARD)),
     *(("1x128", "128x128"), ("mxfp4", "mxfp4 32x32"), ("nvfp4", "nvfp4 16x16"), ("1x64", "1x64")),
@@ -161,10 +172,8 @@ def test_both_directions_equal_one_after_the_other(pair):
                 assert_same(ours, (one.values.numpy(), one.factor))
 
 
-def test_alike_quantizers_share_their_passes_and_turned_ones_their_values(monkeypatch):
+def test_alike_quantizers_share_their_passes(monkeypatch):
     x = uneven(64, 128)
-    one, other = round_both(x, replace(NVFP4, block=(16, 16)), replace(NVFP4, block=(16, 16)))
-    assert one is other
     called = Mock(wraps=fused.round)
     monkeypatch.setattr(fused, "round", called)
     for along, across in (
@@ -258,65 +267,34 @@ def test_any_matrix_rounds_to_the_values_of_its_bytes(x, name, dim, way):
     assert_same(ours, wanted(x, quantizer, dim))
 
 
-# The functions for one recipe
+# FP8 with one scale, and in blocks
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 448 / 3, 2.0**-20, 3e7, 2.0**127])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_every_16_bit_value_and_every_tie_rounds_as_ml_dtypes_casts(format, scale):
+    quantizer = Quantizer(format=format)
     for x in (every_value(torch.bfloat16), every_value(torch.float16), fp32_values()):
         expected = decoded(format)[fp8_codes(to_numpy(x), scale, format)]
         for way in WAYS:
             with cast_by(way):
-                ours = round_to_fp8(x, torch.tensor(scale), format)
-            np.testing.assert_array_equal(ours, expected)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (13, 29), (2, 3, 4, 5)], ids=str)
-def test_a_tensor_of_any_shape_rounds_to_fp8(shape, way):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    expected = decoded("e4m3")[fp8_codes(x.numpy(), 100.0, "e4m3")]
-    np.testing.assert_array_equal(round_to_fp8(x, torch.tensor(100.0)), expected)
+                ours = round_to(x.reshape(1, -1), quantizer, 1, scale=torch.tensor(scale))
+            np.testing.assert_array_equal(ours.values.view(x.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_the_functions_for_one_recipe_give_the_values_of_the_bytes(name, dtype):
+def test_every_rule_of_blocks_gives_the_values_of_its_bytes(name, dtype):
     quantizer = RULES[name]
     for x in (with_specials(uneven(75, 140)).to(dtype), extreme().to(dtype)):
         known = {dim: wanted(x, quantizer, dim) for dim in (0, 1)}
         for way in WAYS:
             with cast_by(way):
-                made = by_functions(x, quantizer)
-            for dim, values in made:
-                assert_same(Rounded(values, None), known[dim])
-
-
-def by_functions(x: Tensor, quantizer: Quantizer) -> list[tuple[int, Tensor]]:
-    """Values for GEMMs over dimensions, of which one may come twice."""
-    if quantizer.scale == "e8m0":
-        rule = quantizer.format, quantizer.scale_rounding
-        return [
-            (dim % 2, values)
-            for dims in ((1, 0), (0,), (-1,))
-            for dim, values in zip(dims, round_to_mxfp8(x, dims, *rule), strict=True)
-        ]
-    assert quantizer.blocks is not None
-    blocks, power_of_two = quantizer.blocks, quantizer.scale == "power_of_two"
-    found = round_to_blocks(x, [blocks, blocks[::-1]] * 2, quantizer.format, power_of_two)
-    return list(zip((1, 0, 1, 0), found, strict=True))
-
-
-def test_an_unknown_format_or_rounding_is_refused():
-    x = torch.ones(32, 32)
-    with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
-        round_to_fp8(x, torch.ones(()), "fp8")
-    with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
-        round_to_mxfp8(x, [1], "fp8")
-    with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
-        round_to_blocks(x, [(1, 128)], "fp8")
-    with pytest.raises(ValueError, match="No scale rounding 'ceil'"):
-        round_to_mxfp8(x, [1], "e4m3", "ceil")  # type: ignore[arg-type]
+                made = [round_to(x, quantizer, dim) for dim in (1, 0)]
+                at_once = rounding(quantizer, [1, 0]).round(x)
+            for along, across in (made, at_once):
+                assert_same(along, known[1])
+                assert_same(across, known[0])
 
 
 # Compiled

@@ -69,6 +69,8 @@ def differences(device: str = "cpu", every: bool = True) -> list[str]:
         for options, tensors in zip(BLOCKS, (singles, halves), strict=True)
     ]
     rules += [(aligned(), Quantizer()), (aligned(), Quantizer(block=(128, 128)))]
+    # Values between two of float32's, of which the nearer one is cast.
+    rules.append(([x.double() * (1 + 2.0**-26) for x in aligned()], Quantizer()))
     rules += [
         (tensors, Quantizer(**MX, scale_rounding=rounding))
         for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True)

@@ -24,6 +24,7 @@ from fp8stack.planner.operations import Operation, casts_of, operations_of, trac
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.dtype_recorder import Recorder
 from tests.support.small_loop import SmallLoop
+from tests.support.study_recipes import BACKWARD_HIGH
 from tests.support.te.te_stand_in import installed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +52,7 @@ RUNS = [
     ("delayed", "torch", "fp32"),
     ("current", "torch", "bf16"),
     *[(name, "emulate", "fp32") for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "rowwise_wgrad_hp")],
-    ("nvfp4_backward_high", "emulate", "bf16"),
+    (BACKWARD_HIGH, "emulate", "bf16"),
     ("nvfp4_forward_high", "emulate", "fp32"),
 ]
 
@@ -302,7 +303,7 @@ def test_transformer_engines_backend_runs_attention_as_planned(asked, monkeypatc
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     with installed():  # on a CPU, in place of Transformer Engine
         record(config, replace(plan, device="cpu"))
-    assert seen == [{DTYPES[plan.attention]}]
+    assert {dtype for dtypes in seen for dtype in dtypes} == {DTYPES[plan.attention]}
 
 
 def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypatch):

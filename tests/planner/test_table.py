@@ -279,7 +279,8 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_pa
     [
         (
             "compile=true",
-            "--compile: Transformer Engine's layers cannot be compiled into one graph",
+            "--compile: Transformer Engine's layers other than Linear, and its delayed scaling, do "
+            "not compile into one graph",
         ),
         ("parallel=fsdp", "--parallel fsdp cannot share out Transformer Engine's layers"),
     ],

@@ -29,6 +29,7 @@ from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import Block
 from tests.conftest import refusal
+from tests.support.study_recipes import BACKWARD_HIGH
 
 CPU = Hardware("cpu")
 CPU_BF16 = Hardware("cpu", cpu_bf16=True)
@@ -59,9 +60,8 @@ MACHINES = {
     "10.0": B200,
     "12.0": RTX5090,
 }
-NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
+NVFP4 = ("nvfp4",)
 FP8 = ("delayed", "current", "block", "mxfp8", "rowwise", *NVFP4)
-IN_EVERY_LAYER = [name for name in FP8 if name != "nvfp4_last_bf16"]
 EMULATED = ("mxfp8", *NVFP4)  # where a GPU with bf16 does not serve them
 PLAIN = ("bf16", "fp16", "fp32", "tf32")
 RECIPES = ("auto", *FP8, *PLAIN)
@@ -447,7 +447,7 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...],
         ("block", (10, 3), (12, 9)),
         ("mxfp8", (10, 0), (12, 8)),
         ("nvfp4", (10, 3), (12, 8)),
-        ("nvfp4_nearest", (10, 0), (12, 8)),
+        ("nvfp4", (10, 0), (12, 8)),
         ("nvfp4", (12, 1), (12, 8)),
         ("delayed", (9, 0), (0, 0)),
         ("current", (9, 0), (0, 0)),
@@ -505,7 +505,7 @@ SOFTWARE_CASES = [
     ("mxfp8", "torch", B200, "broken te, old torch", "emulate!", (BROKEN, f"{OLD}: emulated")),
     ("mxfp8", "te", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
     ("nvfp4", "te", B200, "te", "te", ()),
-    ("nvfp4_last_bf16", "auto", B200, "te, old torch", "te", ()),
+    ("nvfp4", "auto", B200, "te, old torch", "te", ()),
     ("nvfp4", "torch", B200, "te", "torch", ()),
     ("nvfp4", "auto", B200, "no te", "torch", ()),
     ("nvfp4", "te", B200, "old te", "torch!", (f"{TOO_OLD}; torch runs instead",)),
@@ -732,7 +732,7 @@ def left_out(made: Plan) -> set[str]:
     return {layer.name for layer in made.layers if not layer.fp8}
 
 
-@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
+@pytest.mark.parametrize("asked", FP8)
 def test_every_layer_but_the_head_is_in_fp8_by_default(asked):
     for machine in (CPU, H100, B200):
         made = layered(machine, asked)
@@ -920,7 +920,7 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(asked, machine
     assert said in message
 
 
-@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
+@pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
 def test_an_emulated_layer_is_padded_so_any_shape_is_in_fp8(asked, machine):
     recipe = changed(asked, head=True)
@@ -1036,36 +1036,9 @@ def test_a_gpu_that_is_not_known_is_never_judged_by_another_ones_rates():
     assert decided(TINY, "delayed", unknown, tokens=8).notes == []
 
 
-@pytest.mark.parametrize(
-    ("ratio", "said"),
-    [
-        (0.93, "8192 x 768 -> 768 measured at 0.93 of bf16's speed"),
-        (0.99999, "8192 x 768 -> 768 measured at 0.999 of bf16's speed"),
-        (1.0, ""),
-        (1.3, ""),
-    ],
-)
-def test_what_was_measured_decides(ratio, said):
-    given = {"tokens": 8192, "measured": {(8192, 768, 768): ratio}}
-    layers = SQUARE | {"wide": (4096, 4096)}
-    made = decided(layers, **given)
-    assert made.layers[0].reason == (said and f"FP8 does not pay for {said}")
-    assert made.layers[0].fp8 == (not said)
-    named = decided(layers, "delayed", **given)
-    assert left_out(named) == set()
-    assert named.layers[0].doubt == said
-
-
-def test_what_was_measured_overrules_the_estimate_for_that_shape_alone():
-    layers = {"a": (400, 512), "b": (400, 400), "wide": (4096, 4096)}
-    measured = {(8192, 400, 512): 1.2, (8192, 512, 400): 0.5, (4096, 400, 400): 1.2}
-    assert left_out(decided(layers, tokens=8192)) == {"a", "b"}
-    assert left_out(decided(layers, tokens=8192, measured=measured)) == {"b"}
-
-
 @pytest.mark.parametrize("asked", ["auto", "delayed"])
 def test_shapes_alone_say_nothing_of_what_pays(asked):
-    made = decided(TINY, asked, measured={(8192, 480, 512): 0.5})
+    made = decided(TINY, asked)
     assert (left_out(made), made.notes) == (set(), [])
 
 
@@ -1087,7 +1060,7 @@ def test_strict_changes_nothing_where_nothing_is_substituted():
     ids=["CPU", "scaled_mm on a CPU", "emulated", "auto emulated", "mxfp8 on Hopper"],
 )
 def test_what_is_not_native_is_for_its_numerics_and_has_no_doubts(asked, machine, backend):
-    made = decided(TINY, asked, machine, backend, tokens=8, measured={(8, 480, 512): 0.5})
+    made = decided(TINY, asked, machine, backend, tokens=8)
     assert (left_out(made), made.notes) == (set(), [])
 
 
@@ -1218,7 +1191,7 @@ def test_the_summary_counts_fp8_work_and_says_why_the_head_is_not(machine):
 @pytest.mark.parametrize(
     ("recipe", "gemms"),
     [("delayed", 3), ("rowwise", 3), ("rowwise_wgrad_hp", 2), ("nvfp4_forward_high", 2),
-     ("nvfp4_backward_high", 1)],
+     (BACKWARD_HIGH, 1)],
 )  # fmt: skip
 def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms):
     made = resolve(recipe, CPU).for_layers({"a": (64, 32), "b": (64, 64)}, heads=())
@@ -1339,16 +1312,3 @@ def test_recipes_are_in_the_order_of_what_runs_them():
     assert found[-4:] == ["bf16", "fp16", "tf32", "fp32"]
     assert found.index("rowwise_wgrad_hp") < found.index("mxfp6_e2m3") < found.index("mxfp4")
     assert sorted(found) == presets.names("recipes")
-
-
-def test_what_was_measured_counts_for_the_plans_own_kernel_alone():
-    rules = [{"match": "blocks.1.*", "recipe": "current"}]
-    layers = {"blocks.0.up": (768, 768), "blocks.1.up": (768, 768)}
-    measured = {(2**16, 768, 768): 0.9}
-    made = resolve(changed("delayed", layers=rules), H200, "torch").for_layers(
-        layers, heads=(), tokens=2**16, measured=measured
-    )
-    own, other = made.layers
-    assert own.doubt == "65536 x 768 -> 768 measured at 0.9 of bf16's speed"
-    assert other.precision == "current"
-    assert other.doubt == ""  # by its GPU's rates: 384 is above the 370 of current scaling

@@ -18,6 +18,7 @@ from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import Block, Recipe, plain
 from tests import conftest
+from tests.support.study_recipes import BACKWARD_HIGH, LAST_BF16, NEAREST, NO_HADAMARD
 
 
 def all_of(input: Quantizer, weight: Quantizer | None = None, grad: Quantizer | None = None):
@@ -61,11 +62,7 @@ SHIPPED: dict[str, Quantizers | None] = {
     "mxfp6_e3m2": all_of(replace(MX, format="e3m2")),
     "mxfp4": all_of(replace(MX, format="e2m1")),
     "nvfp4": NVFP4,
-    "nvfp4_last_bf16": NVFP4,
-    "nvfp4_nearest": replace(NVFP4, grad_output=FP4, grad_output_wgrad=replace(FP4, hadamard=16)),
-    "nvfp4_no_hadamard": all_of(FP4, SQUARES, DRAWN),
     "nvfp4_forward_high": replace(NVFP4, input=None, weight=None),
-    "nvfp4_backward_high": Quantizers(input=FP4, weight=SQUARES),
     **dict.fromkeys(("bf16", "fp16", "tf32", "fp32")),
 }
 LOW = [name for name, table in SHIPPED.items() if table is not None]
@@ -142,9 +139,21 @@ def test_attention_has_the_delayed_scaling_of_the_recipes_linears(name, options,
         assert recipe.delayed == (name == "delayed")
 
 
-def test_the_last_block_of_nvfp4_last_bf16_is_not_quantized():
-    (rule,) = load_recipe("nvfp4_last_bf16").layers
-    assert (rule.match, rule.quantizers) == ("last 1 block", None)
+@pytest.mark.parametrize(
+    ("path", "quantizers"),
+    [
+        (NEAREST, replace(NVFP4, grad_output=FP4, grad_output_wgrad=replace(FP4, hadamard=16))),
+        (NO_HADAMARD, all_of(FP4, SQUARES, DRAWN)),
+        (BACKWARD_HIGH, Quantizers(input=FP4, weight=SQUARES)),
+        (LAST_BF16, NVFP4),
+    ],
+    ids=lambda value: Path(value).stem if isinstance(value, str) else "",
+)
+def test_the_studys_variations_of_nvfp4_change_one_thing(path, quantizers):
+    recipe = load_recipe(path)
+    assert recipe.quantizers == quantizers
+    rules = [(rule.match, rule.quantizers) for rule in recipe.layers]
+    assert rules == ([("last 1 block", None)] if path == LAST_BF16 else [])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -449,20 +458,23 @@ def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(own, like):
     ("text", "said"),
     [
         ("# nothing but a comment\n", "it has no quantizer. Begin with a key"),
-        ('scaling = "none"\n', "it has no quantizer"),
         ('like = "bf16"\nhead = true\n', "head, router, exclude and layers need quantizers"),
         ('like = "bf16"\nrouter = true\n', "head, router, exclude and layers need quantizers"),
         ('like = "delayed"\ncompute_dtype = "bf16"\n', "is for recipes without quantizers"),
-        ('like = "delayed"\nscaling = "delayed"\n', "'like' and 'scaling' are the same key"),
+        ('scaling = "delayed"\n', "No key 'scaling'. Did you mean 'like'?"),
         ('like = "delayd"\n', "No recipe 'delayd'. Did you mean 'delayed'?"),
-        ('scaling = "mxpf8"\n', "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),
+        ('like = "mxpf8"\n', "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),
         ('like = "./other.toml"\n', "is a file. Name a recipe that ships"),
-        ("scaling = 3\n", "scaling = 3: "),
+        ("like = 3\n", "like = 3: "),
         ('like = "tf32"\nattention = "fp32"\n', "not possible in tf32"),
         ('like = "delayed"\nbackward = "dequantized"\n', "is not for delayed scaling"),
         (
             'like = "mxfp8"\nbackward = "dequantized"\ngrad_output = "none"\n',
             "stands for keys of the backward operands",
+        ),
+        (
+            'like = "mxfp4"\nbackward = "dequantized"\n[quantizer]\nhadamard = 32\n',
+            "input: hadamard = 32 mixes the forward values that its backward GEMM is to take",
         ),
         ('like = "mxfp8"\n[input]\nblock = [1, 17]\n', "input: no block [1, 17]. Known: "),
         ('like = "mxfp8"\n[input]\nblock = "tensor"\n', "input: scale = 'e8m0' needs a block"),
@@ -517,10 +529,9 @@ def test_a_pattern_that_is_no_string_is_refused_with_its_place(own, value):
     assert message.startswith("recipe 'mine': exclude.")
 
 
-@pytest.mark.parametrize("key", ["like", "scaling"])
-def test_another_recipe_cannot_be_an_override(key):
-    with pytest.raises(UserError, match=f"{key} cannot be overridden"):
-        load_recipe("delayed", {key: "current"})
+def test_another_recipe_cannot_be_an_override():
+    with pytest.raises(UserError, match="like cannot be overridden"):
+        load_recipe("delayed", {"like": "current"})
 
 
 # Files that are refused
@@ -654,3 +665,10 @@ def test_a_recipe_that_was_written_before_there_was_a_choice_has_its_residual_st
     told = load_recipe("delayed").to_json()
     del told["residual"]
     assert recipe_from_json(told, "here") == load_recipe("delayed")
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_shipped_recipe_quantizes_all_layers_but_the_head_alike(name):
+    recipe = load_recipe(name)
+    assert (recipe.layers, recipe.exclude, recipe.head) == ((), (), False)
+    assert recipe.exclude_first_blocks == recipe.exclude_last_blocks == 0

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,24 @@ from typing import Any
 import pytest
 
 from bench.cost.prepare import prepare
+from fp8stack.data import load_corpora
 from fp8stack.errors import RankLost, StorageError
-from fp8stack.prepare import encode, run, shards
+from fp8stack.prepare import run
+from fp8stack.prepare.encode import Encoder
 from fp8stack.prepare.folder import Folder
+from fp8stack.prepare.shards import SplitWriter
 from tests.conftest import contents
-from tests.prepare.dying import dies
-from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
+from tests.conftest import refusal as refused_by
+from tests.prepare.test_run import (
+    documents,
+    lines,
+    pack,
+    parquet,
+    prepared,
+    refusal,
+    require,
+    written,
+)
 from tests.support.made_tokenizers import trained
 
 
@@ -30,9 +43,9 @@ class Cut(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def _small_items(monkeypatch):
-    monkeypatch.setattr(run, "ITEM_BYTES", 2000)
-    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+def _small_groups(monkeypatch):
+    monkeypatch.setattr(run, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(run, "GROUP_BYTES", 5000)
 
 
 @pytest.fixture
@@ -44,7 +57,10 @@ def mixed(tmp_path) -> list[str]:
     parquet(folder / "c.parquet", documents(40, seed=3), 17)
     for number, text in enumerate(documents(20, seed=4)):
         written(folder / f"d{number:02}.md", text.encode())
-    written(tmp_path / "set" / "a.jsonl", lines(documents(30, seed=5)))
+    rows = [{"text": text} for text in documents(200, seed=7)]
+    written(folder / "e.json", json.dumps(rows).encode())
+    written(folder / "f.csv", b"text\n" + b"some words\n" * 900)
+    written(tmp_path / "set" / "a.jsonl", lines(documents(300, seed=5)))
     written(tmp_path / "set" / "b.jsonl", lines(documents(30, seed=6)))
     return [str(folder), f"hf:{tmp_path / 'set'}", str(folder / "a.jsonl")]
 
@@ -62,37 +78,39 @@ def test_the_number_of_processes_changes_nothing(mixed, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monkeypatch):
     prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
-    rng = random.Random(seed)
-    names = ["_append", "_close_shard", "sync", "add"]
-    cuts = 0
-    for _ in range(12):
+    rng, cuts = random.Random(seed), 0
+    steps: list[tuple[Any, str]] = [
+        (SplitWriter, "_append"),
+        (SplitWriter, "finish"),
+        (Encoder, "__call__"),
+    ]
+    steps += [(run, "encode"), (run, "save_tokenizer"), (Folder, "begin"), (Folder, "sweep")]
+    for _ in range(15):
         with monkeypatch.context() as patched:
-            left = rng.randrange(1, 10)
-            doing = rng.choice(names)
-            real = getattr(shards.SplitWriter, doing)
+            owner, name = rng.choice(steps)
+            left, after = rng.randrange(1, 6 if owner is Encoder else 2), rng.random() < 0.5
+            real = getattr(owner, name)
 
-            def dies(self: Any, *a: Any, real: Any = real, doing: str = doing) -> Any:
+            def cut(*given: Any, real: Any = real, after: bool = after) -> Any:
                 nonlocal left
                 left -= 1
-                if left == 0 and rng.random() < 0.5 and doing == "_append":
-                    real(self, a[0][: len(a[0]) // 2], a[1][:0])  # half of it was written
-                elif left == 0 and rng.random() < 0.5:
-                    real(self, *a)
-                if left <= 0:
+                if left == 0 and after:
+                    real(*given)
+                if left == 0:
                     raise Cut
-                return real(self, *a)
+                return real(*given)
 
-            patched.setattr(shards.SplitWriter, doing, dies)
-            # Some of the journals do not come to be.
-            patched.setattr(run, "SAVE_EVERY_S", rng.choice([0.0, 0.0, 0.02]))
+            patched.setattr(owner, name, cut)
+            patched.setattr(run, "GROUP_BYTES", rng.choice([3000, 5000, 9000]))
             try:
                 prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
                 break
             except Cut:
                 cuts += 1
-    assert cuts > 2
+    assert cuts > 1
     prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert not any(path.name.startswith(".") for path in (tmp_path / "cut").iterdir())
 
 
 def test_a_command_that_is_stopped_while_a_tokenizer_is_trained_saves_none(
@@ -143,15 +161,15 @@ def test_a_tokenizer_that_is_trained_does_not_make_ctrl_c_wait(tmp_path):
 
 COMMAND = (
     "import sys; from fp8stack.cli import main; from fp8stack.prepare import run;"
-    "run.ITEM_BYTES = 20000; run.SAVE_EVERY_S = 0.05; main(sys.argv[1:])"
+    "run.BLOCK_BYTES = 2000; run.GROUP_BYTES = 20000; main(sys.argv[1:])"
 )
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
     """JSON lines, and what becomes of them by a tokenizer of their own."""
     folder = tmp_path_factory.mktemp("large")
-    path = written(folder / "a.jsonl", lines(documents(2000)) * 2)
+    path = written(folder / "a.jsonl", lines(documents(2000)) * 6)
     prepared(path, out=folder / "whole", train_bpe=300, held_out=0.01)
     return path, contents(folder / "whole")
 
@@ -164,37 +182,61 @@ def alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    ("asked", "code", "told"),
-    [
-        (signal.SIGKILL, -signal.SIGKILL, ""),
-        (signal.SIGTERM, 75, "Stopped. Progress is saved; the same command continues.\n"),
-    ],
-)
-def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
-    asked, code, told, large, tmp_path, monkeypatch
-):
-    words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
-    command = [sys.executable, "-c", COMMAND, *map(str, words)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    shard = tmp_path / "out" / "train-00000.bin"
-    deadline = time.monotonic() + 180
-    while not (shard.exists() and shard.stat().st_size > 20_000):
-        assert running.poll() is None, running.communicate()
+def wait_until(condition: Any, limit_s: float = 180) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    assert len(children) >= 2
-    running.send_signal(asked)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("asked", "group", "code", "told"),
+    [
+        (signal.SIGKILL, False, -signal.SIGKILL, ""),
+        (signal.SIGTERM, False, 75, "Stopped. Progress is saved; the same command continues.\n"),
+        (signal.SIGINT, True, 75, "Stopped. Progress is saved; the same command continues.\n"),
+    ],
+)
+def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
+    asked, group, code, told, large, tmp_path
+):
+    sockets = Path(tempfile.mkdtemp())
+    words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
+    running = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(sockets)},
+        start_new_session=True,
+    )
+    listed = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    children: list[str] = []
+
+    def is_mapping() -> bool:
+        assert running.poll() is None, running.communicate()
+        children[:] = listed.read_text().split()
+        return (tmp_path / "out/.tmp-prepare/00000000").exists() and len(children) >= 3
+
+    wait_until(is_mapping)
+    (os.killpg if group else os.kill)(running.pid, asked)
     _, said = running.communicate(timeout=60)
     assert running.returncode == code
-    assert not told or said == f"fp8stack: {told}"
-    while any(alive(int(child)) for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    monkeypatch.setattr(run, "ITEM_BYTES", 100_000)
+    assert said == (f"fp8stack: {told}" if told else "")
+    wait_until(lambda: not any(alive(int(child)) for child in children))
+    sockets.rmdir()  # which is empty
     prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01)
+    assert contents(tmp_path / "out") == large[1]
+
+
+def test_processes_find_each_other_where_temporary_files_have_long_paths(
+    large, tmp_path, monkeypatch
+):
+    far = tmp_path / ("x" * 100)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01, workers=2)
     assert contents(tmp_path / "out") == large[1]
 
 
@@ -202,83 +244,87 @@ def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
 
 
 def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
-    """A preparation that died after so many items."""
-    left = count
-    real = encode.encode
+    """A preparation that died after so many blocks."""
+    left, real = count, Encoder.__call__
 
-    def call(*arguments: Any) -> Any:
+    def call(*given: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
             raise Cut
-        return real(*arguments)
+        return real(*given)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encode, "encode", call)
+        patched.setattr(Encoder, "__call__", call)
         with pytest.raises(Cut):
             prepared(*paths, out=out, **changes)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_changed_where_it_was_read_is_refused(name, tmp_path):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.csv"])
+def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, capsys):
+    def write(texts: list[str]) -> None:
+        if path.suffix == ".parquet":
+            parquet(path, texts)
+        elif path.suffix == ".csv":
+            written(path, "".join(f"{line}\n" for line in ["text", *texts]).encode())
+        else:
+            written(path, pack(lines(texts), path.suffix))
+
+    first = written(tmp_path / "0.jsonl", lines(documents(200)))
     path = tmp_path / name
-    written(path, pack(lines(documents(100)), path.suffix))
-    cut_after(3, path, out=tmp_path / "out")
-    for content in (lines(documents(100, seed=9)), b"{}\n"):
-        written(path, pack(content, path.suffix))
-        assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
+    write(["before " * 9] * 900)
+    cut_after(15, first, path, out=tmp_path / "out")
+    assert "did not finish it" in refused_by(load_corpora, str(tmp_path / "out"), 256)
+    write(["after " * 9] * 900)
+    capsys.readouterr()
+    prepared(first, path, out=tmp_path / "out")
+    require(tmp_path / "out", documents(200) + ["after " * 9] * 900)
+    assert "going on after" in capsys.readouterr().out
+    cut_after(15, first, path, out=tmp_path / "other")
+    first.write_bytes(lines(documents(201)))
+    capsys.readouterr()
+    prepared(first, path, out=tmp_path / "other")
+    require(tmp_path / "other", documents(201) + ["after " * 9] * 900)
+    assert "going on after" not in capsys.readouterr().out
 
 
-def test_inputs_read_already_must_be_as_they_were(tmp_path):
-    folder, out = tmp_path / "in", tmp_path / "out"
-    for name in "abc":
-        written(folder / f"{name}.jsonl", lines(documents(60)))
-    cut_after(9, folder, out=out)
-    assert json.loads((out / "progress.json").read_text())["position"]["source"] >= 1
-    (folder / "0.jsonl").write_bytes(lines(["new"]))
-    assert "read already have changed" in refusal(folder, out=out)
-    (folder / "0.jsonl").unlink()
-    (folder / "d.jsonl").write_bytes(lines(["new"]))  # was not yet to be read
-    assert prepared(folder, out=out)["documents"]["documents"] == 181
-
-
-def test_shards_that_are_shorter_and_another_tokenizer_of_that_name_are_refused(tmp_path):
+def test_another_tokenizer_of_that_name_begins_anew(tmp_path):
     path = written(tmp_path / "a.jsonl", lines(documents(100)))
     given = tmp_path / "tokenizer.json"
     trained(300).save(str(given))
-    asked = {"out": tmp_path / "out", "tokenizer": str(given)}
+    asked: dict[str, Any] = {"out": tmp_path / "out", "tokenizer": str(given)}
     cut_after(5, path, **asked)
     trained(310).save(str(given))
-    assert "begun with another tokenizer" in refusal(path, **asked)
-    trained(300).save(str(given))
-    os.truncate(tmp_path / "out" / "train-00000.bin", 10)
-    assert "train-00000.bin is missing or shorter than it was" in refusal(path, **asked)
+    prepared(path, **asked)
+    prepared(path, **asked | {"out": tmp_path / "whole"})
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 # The machine fails
 
 
-def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ITEM_BYTES", 20_000)
+def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
     try:
-        with pytest.raises(StorageError, match=r"the disk is full\. Make room there\.") as caught:
-            prepared(large[0], **asked)
+        for size, workers in ((3000, 1), (3000, 2), (100_000, 1)):  # of a group, and of a shard
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            with pytest.raises(StorageError, match=r"the disk is full\. Make room there") as caught:
+                prepared(large[0], workers=workers, **asked)
+            assert caught.value.exit_code == 4
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, heard)
-    assert caught.value.exit_code == 4
     prepared(large[0], **asked)
     assert contents(tmp_path / "out") == large[1]
 
 
-def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path):
-    asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fp8stack.prepare.encode.encode_in_worker", dies)
+def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path, monkeypatch):
+    asked: dict[str, Any] = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+    monkeypatch.setattr(run, "GROUP_BYTES", 100_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(Encoder, "__call__", lambda *given: os._exit(9))
         with pytest.raises(RankLost, match="fewer --workers") as caught:
             prepared(large[0], workers=2, **asked)
         assert caught.value.exit_code == 4
@@ -297,19 +343,17 @@ def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tm
 
 def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)))
+    path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)) + b"no\n")
     said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
     assert said[0] == said[1]
-    one, two = (json.loads((tmp_path / str(n) / "progress.json").read_text()) for n in (1, 2))
-    assert one == two
-    assert one["counts"]["documents"] > 80
+    assert "line 101 is not JSON" in said[0]
 
 
 # Memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz", "csv"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
     peaks: dict[str, float] = {}  # of the command's process, or one that it started
     texts = documents(20000)  # 2 to 3 MB
@@ -318,6 +362,9 @@ def test_memory_does_not_grow_with_the_input(kind, tmp_path):
         content = " ".join(texts).encode() if kind == "txt" else lines(texts)
         if kind == "parquet":
             parquet(path, texts * times, len(texts))
+        elif kind == "csv":
+            words = "".join(f"{text.split(',')[0].split('(')[0]}\n" for text in texts)
+            written(path, b"text\n" + words.encode() * times * 6)
         else:
             written(path, pack(content, path.suffix) * times)
         prepare(peaks, f"{times}", path, "--out", tmp_path / f"out-{times}", "--workers", 2)

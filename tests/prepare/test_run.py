@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
+import random
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,12 +25,13 @@ import pytest
 import tokenizers
 import zstandard
 
-from fp8stack.prepare import inputs, read, run, tables, train
+from fp8stack.data import tokenizer_of
+from fp8stack.prepare import blocks, inputs, run, tables, train
 from fp8stack.prepare.inputs import Settings
 from fp8stack.prepare.progress import Display
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
-from tests.support.made_tokenizers import metaspace
+from tests.support.made_tokenizers import metaspace, trained
 
 WORDS = (
     "alpha beta Gamma delta's (epsilon) 12345 zeta,\n\teta  theta Grüße мир 世界 😀 <|endoftext|>"
@@ -127,7 +135,8 @@ def corpus(tmp_path) -> Path:
 @pytest.fixture(params=[97, 1500, 2**20])
 def item_bytes(request, monkeypatch):
     """How large the items are that inputs are cut into."""
-    monkeypatch.setattr(run, "ITEM_BYTES", request.param)
+    monkeypatch.setattr(run, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(run, "GROUP_BYTES", 3 * request.param)
 
 
 # What is written
@@ -156,7 +165,7 @@ def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(tmp
     prepared(*paths, out=tmp_path / "out", train_bpe=300)
     assert seen == sorted(seen)
     assert (seen[-1], len(set(seen))) == (total, 3)
-    line = Display("read", total, 0, clock=iter([0.0, 9.0]).__next__).describe(total, "")
+    line = Display("read", total, clock=iter([0.0, 9.0]).__next__).describe(total, "")
     assert line.startswith("read | 100.0 % of")
     assert line.endswith("ETA 0:00:00")
 
@@ -270,8 +279,8 @@ def test_a_text_is_one_document_however_it_is_cut(packed, tmp_path, out):
 def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
     tmp_path, out, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run, "ITEM_BYTES", 64)
-    monkeypatch.setattr(read, "LONGEST_WORD", 256)
+    monkeypatch.setattr(run, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "LONGEST_WORD", 256)
     text = "世界" * 500
     manifest = prepared(written(tmp_path / "a.txt", text.encode()), out=out)
     require(out, [text])  # no character is torn
@@ -339,7 +348,7 @@ def test_an_input_that_fails_at_its_beginning_leaves_a_folder_that_takes_another
     monkeypatch.setattr(datasets, "load_dataset", offline)
     written(Path("a.png"), b"PNG\0")
     refusal(bad, out=out)
-    assert list(out.iterdir()) == []
+    assert not out.exists() or list(out.iterdir()) == []
     prepared(corpus, out=out)
     require(out, documents(300))
 
@@ -412,12 +421,83 @@ def test_files_of_a_folder_are_chosen_by_patterns(changes, texts, mixed_folder, 
     assert "was prepared with other settings: --" in message
 
 
-def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path, out):
+def test_csv_json_and_arrow_are_read_packed_or_not(tmp_path, out):
+    texts = ["one, with a comma", 'two "quoted"\nin lines', "NA", "007", ""]
+    table = pa.table({"n": range(5), "body": texts})
+    buffer = io.StringIO()
+    csv.writer(buffer).writerows([["n", "body"], *enumerate(texts)])
+    rows = json.dumps([{"n": [1] if n else "x", "body": text} for n, text in enumerate(texts)])
+    path = str(tmp_path / "a.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    arrow = (tmp_path / "a.arrow").read_bytes()
+    contents = {"a.csv": buffer.getvalue().encode(), "b.tsv": b"n\tbody\n1\ttab\n"}
+    contents |= {"c.json": rows.encode(), "d[1].arrow": arrow}
+    for name, content in contents.items():
+        (tmp_path / "in").mkdir(exist_ok=True)
+        written(tmp_path / "in" / name, content)
+        written(tmp_path / "in" / f"{name}.gz", gzip.compress(content))
+        written(tmp_path / "in" / f"{name}.xz", lzma.compress(content))
+    prepared(tmp_path / "in", out=out, held_out=0.0, text_key="body")
+    require(out, [*texts * 3, *["tab"] * 3, *texts * 6], share=0.0)
+
+
+def test_a_saved_dataset_in_a_folder_is_one_of_its_sources(tmp_path, out):
     written(tmp_path / "in" / "a.txt", b"text")
-    written(tmp_path / "in" / "b.tsv.gz", gzip.compress(b"1\ttwo\n"))
-    assert "by --exclude '*.tsv.gz'" in refusal(tmp_path / "in", out=out)
-    prepared(tmp_path / "in", out=out, held_out=0.0, exclude=("*.tsv.gz",))
-    require(out, ["text"], share=0.0)
+    saved = datasets.Dataset.from_dict({"text": ["x", "y"]})
+    saved.save_to_disk(tmp_path / "in" / "b")
+    datasets.DatasetDict(train=saved, val=saved).save_to_disk(tmp_path / "in" / "c")
+    written(tmp_path / "in" / "d.txt", b"end")
+    prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, ["text", "x", "y", "x", "y", "end"], share=0.0)
+    prepared(tmp_path / "in" / "b", out=tmp_path / "other", held_out=0.0)
+    require(tmp_path / "other", ["x", "y"], share=0.0)
+
+
+def test_local_files_are_read_without_the_network(tmp_path, out, monkeypatch):
+    def refused(*address: object):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    for name, content in (("a.csv", b"text\none\n"), ("b.json", b'[{"text": "two"}]')):
+        written(tmp_path / "in" / name, content)
+    datasets.Dataset.from_dict({"text": ["three"]}).save_to_disk(tmp_path / "in" / "c")
+    prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, ["one", "two", "three"], share=0.0)
+
+
+def test_all_bad_files_of_a_folder_are_named_at_once(tmp_path, out):
+    bad = {
+        "a.png": (b"PNG\0", "1 of 8 files looks binary: "),
+        "b.jsonl": (lines(["x"]) + b"oops\n", "line 2 is not JSON"),
+        "c.jsonl.gz": (gzip.compress(lines(documents(99)))[:-9], "cut short or damaged"),
+        "d.parquet": (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        "e.csv": (b"n,texts\n1,one\n", "No column 'text'. Did you mean 'texts'?"),
+        "f.txt": ("no mark".encode("utf-16-le"), "looks like UTF-16LE without a byte order mark"),
+        "g.txt": (b"text " * 99 + b"\0", "is text with a NUL at byte 495"),
+    }
+    for name, (content, _) in bad.items():
+        written(tmp_path / "in" / name, content)
+    written(tmp_path / "in" / "h.txt", b"good")
+    first = refusal(tmp_path / "in", out=out)
+    assert all(bad[name][1] in first for name in ("a.png", "d.parquet", "f.txt", "g.txt"))
+    for name in ("a.png", "d.parquet", "f.txt", "g.txt"):  # by their beginnings
+        (tmp_path / "in" / name).unlink()
+    second = refusal(tmp_path / "in", out=out)
+    assert second.startswith("3 inputs cannot be read. ")
+    assert all(bad[name][1] in second for name in ("b.jsonl", "c.jsonl.gz", "e.csv"))
+    assert "--skip-binary" not in second
+
+
+@pytest.mark.parametrize("train_bpe", [None, 300])
+def test_many_bad_files_are_counted(train_bpe, tmp_path, out):
+    for number in range(13):
+        written(tmp_path / "in" / f"{number:02}.jsonl", b"no")
+    message = refusal(tmp_path / "in", out=out, train_bpe=train_bpe)
+    assert message.startswith("13 inputs cannot be read. ")
+    assert "09.jsonl line 1" in message
+    assert message.endswith(" And 3 more.")
 
 
 # What is not Unicode
@@ -434,7 +514,7 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
 
 @pytest.mark.parametrize("item_bytes", [8, 1000])
 def test_a_byte_order_mark_is_no_part_of_a_text(item_bytes, tmp_path, out, monkeypatch):
-    monkeypatch.setattr(run, "ITEM_BYTES", item_bytes)
+    monkeypatch.setattr(run, "BLOCK_BYTES", item_bytes)
     texts = ["one two three four", " spaced out", "\ufeff two", "x \ufeff y", "\ufeff"]
     marks = ["\ufeff", "\ufeff", "\ufeff", "", ""]  # a file of nothing else is empty
     for number, (mark, text) in enumerate(zip(marks, texts, strict=True)):
@@ -478,25 +558,25 @@ def test_a_bad_line_is_named(name, tmp_path, out):
 
 
 def test_after_a_bad_line_is_mended_the_same_command_goes_on(tmp_path, out, monkeypatch, capsys):
-    monkeypatch.setattr(run, "ITEM_BYTES", 500)
+    monkeypatch.setattr(run, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(run, "GROUP_BYTES", 2000)
     texts = documents(100)
     content = lines(texts)
     broken = content.replace(b"\n", b"\noops\n", 61).replace(b"oops\n", b"", 60)
-    path = written(tmp_path / "a.jsonl", broken)
-    assert "line 62 is not JSON" in refusal(path, out=out)
-    before = json.loads((out / "progress.json").read_text())
-    assert before["position"]["line"] > 40
-    prepared(written(path, content), out=out)
-    require(out, texts)
-    assert f"going on after {before['counts']['documents']} documents" in capsys.readouterr().out
-    assert not (out / "progress.json").exists()
+    good = written(tmp_path / "a.jsonl", content)
+    path = written(tmp_path / "b.jsonl", broken)
+    assert "line 62 is not JSON" in refusal(good, path, out=out)
+    prepared(good, written(path, content), out=out)
+    require(out, texts * 2)
+    assert "going on after " in capsys.readouterr().out
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".ends", ".json"}
 
 
 def test_bad_rows_and_columns_are_named(tmp_path, out):
     data = tmp_path / "data"
     for rows, said in (
         ([{"text": "a"}, {"text": None}], "row 2 has a null where text"),
-        ([{"text": 3}], "row 1 has a number where text"),
+        ([{"text": 3}], "holds int64, not text"),
         ([{"body": "x"}], "No column 'text'"),
     ):
         written(data / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -521,8 +601,11 @@ BAD_FILES = {
     "cut.jsonl.zst": (zstandard.ZstdCompressor().compress(JSON_LINES)[:-5], "cut short or damaged"),
     "no.txt.zst": (b"plain text", "damaged after 0 bytes"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
-    "table.csv": (b"n,text\n1,one\n", "is a CSV table"),
-    "array.json.gz": (gzip.compress(b'[\n {"text": "one"}\n]'), "is an array of JSON objects"),
+    "short.csv": (b"n,text\n1,one\n2\n", "up to line 3 (a row has 1 fields"),
+    "quote.csv": (b'n,text\n1,"one\n', "unexpected end of data"),
+    "torn.json.gz": (gzip.compress(b'[\n {"text": "one"}\n'), "Cannot read"),
+    "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "not text"),
+    "no.arrow": (b"ARROW1" + bytes(99), "Cannot read"),
     "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary: byte 8"),
     "empty.txt": (b"", "is empty"),
     "blank.jsonl": (b"\n\n", "There is no text in the inputs"),
@@ -577,28 +660,112 @@ def test_bad_settings_are_refused(changes, said, corpus, out):
     assert said in refusal(corpus, out=out, **changes)
 
 
-def test_a_tokenizer_that_cannot_end_a_text_and_a_line_without_an_end_are_refused(
-    corpus, tmp_path, out, monkeypatch
+def test_a_tokenizer_that_cannot_end_a_text_is_told_and_a_line_without_an_end_refused(
+    corpus, tmp_path, out, monkeypatch, capsys
 ):
     content = json.loads(load_tokenizer("bytes").to_json()) | {"added_tokens": []}
     endless = written(tmp_path / "endless.json", json.dumps(content).encode())
-    message = refusal(corpus, out=out, tokenizer=str(endless))
-    assert "endless.json has no special token that ends a text" in message
-    monkeypatch.setattr(run, "ITEM_BYTES", 100)
-    monkeypatch.setattr(read, "LONGEST_LINE", 1000)
+    prepared(corpus, out=out, tokenizer=str(endless), held_out=0.0)
+    assert "note: endless.json names no token that ends a text" in capsys.readouterr().out
+    ends = np.fromfile(out / "train-00000.ends", dtype="<u8")
+    assert ends.tolist() == np.cumsum([len(text.encode()) for text in documents(300)]).tolist()
+    out = tmp_path / "b"
+    monkeypatch.setattr(run, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(blocks, "LONGEST_LINE", 1000)
     path = written(tmp_path / "a.jsonl", lines(["x" * 2000]))
     assert "has a line of more than 1,000 bytes" in refusal(path, out=out)
 
 
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [("pyarrow", "{}/a.parquet"), ("zstandard", "{}/a.jsonl.zst"), ("datasets", "hf:{}")],
-)
-def test_a_package_that_is_missing_is_named(package, name, tmp_path, out, monkeypatch):
-    for file in ("a.parquet", "a.jsonl.zst"):
-        written(tmp_path / file, b"x")
-    monkeypatch.setitem(sys.modules, package, None)
-    assert f"pip install {package}" in refusal(name.format(tmp_path), out=out)
+def test_a_package_that_is_missing_is_named(corpus, tmp_path, out, monkeypatch):
+    packed = written(tmp_path / "a.jsonl.zst", b"x")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "zstandard", None)
+        assert "pip install zstandard" in refusal(packed, out=out)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs the extra 'data'" in refusal(corpus, out=out)
+
+
+def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus, tmp_path, out):
+    given = tmp_path / "given"
+    given.mkdir()
+    library = trained(special_tokens=["<seed:eos>", "<seed:bos>", "</s>"])
+    library.save(str(given / "tokenizer.json"))
+    asked: dict[str, Any] = {"tokenizer": str(given), "held_out": 0.0}
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("by name", "</s>", {}),
+        ("by option", "<seed:bos>", {"end_of_text": "<seed:bos>"}),
+        ("beside", "<seed:eos>", {}),
+    ]
+    for name, token, more in cases:
+        if name == "beside":
+            written(given / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
+        manifest = prepared(corpus, out=tmp_path / name, **asked, **more)
+        assert manifest["tokenizer"]["end_of_text"] == library.token_to_id(token)
+        assert len(shards(tmp_path / name, "train")[1]) == 300
+        assert tokenizer_of(str(tmp_path / name)).end_token == token
+    message = refusal(corpus, out=tmp_path / "beside", **asked, end_of_text="</s>")
+    assert "--end-of-text was none, now </s>" in message
+    assert "Known: <|endoftext|>" in refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
+
+
+def test_a_tokenizer_of_the_hub_is_fetched(corpus, tmp_path, out, monkeypatch):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    trained().save(str(saved / "tokenizer.json"))
+    fetched: list[str] = []
+
+    def fetch(repository: str, **wanted: Any) -> str:
+        fetched.append(repository)
+        assert "*.safetensors" not in wanted["allow_patterns"]
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    prepared(corpus, out=out, tokenizer="hf:owner/name")
+    prepared(corpus, out=tmp_path / "local", tokenizer=f"hf:{saved}")
+    assert fetched == ["owner/name"]
+    assert shards(out, "train") == shards(tmp_path / "local", "train")
+
+    def offline(*name: object, **wanted: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    other = tmp_path / "other"
+    assert "hf:owner/name cannot be fetched" in refusal(
+        corpus, out=other, tokenizer="hf:owner/name"
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
+    def marked(text: str) -> bytes:
+        mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+        return mark + text.encode(encoding)
+
+    texts = ["Grüße, 世界 😀\n", *documents(20)]
+    written(tmp_path / "in" / "a.txt", marked(texts[0]))
+    written(tmp_path / "in" / "b.jsonl", marked(lines(texts).decode()))
+    written(tmp_path / "in" / "c.csv.gz", gzip.compress(marked("n,text\n1,世界\n")))
+    written(tmp_path / "in" / "d.json", marked(json.dumps([{"text": "世界"}])))
+    prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, [texts[0], *texts, "世界", "世界"], share=0.0)
+
+
+def test_codes_that_are_not_utf16_are_counted(tmp_path, out):
+    content = codecs.BOM_UTF16_LE + b"a\0\x00\xd8b\0\1"
+    manifest = prepared(written(tmp_path / "a.txt", content), out=out, held_out=0.0)
+    require(out, ["a\ufffdb\ufffd"], share=0.0)
+    assert manifest["documents"]["replaced"] == 2
+
+
+def test_a_zst_file_of_a_long_window_is_read(tmp_path, out):
+    block = random.Random(0).randbytes(2**20).hex()
+    text = block + "0123456789" * 13 * 2**20 + block  # the end refers far back
+    how = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True, compression_level=1)
+    packed = zstandard.ZstdCompressor(compression_params=how).compress(text.encode())
+    assert zstandard.get_frame_parameters(packed).window_size > 2**27
+    prepared(written(tmp_path / "a.txt.zst", packed), out=out, held_out=0.0)
+    content = np.fromfile(out / "train-00000.bin", dtype="<u2").astype("u1").tobytes()
+    assert content == text.encode() + b"\xff"
 
 
 # Texts that must not be cut
@@ -610,24 +777,24 @@ def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
     given = str(tmp_path / "prefix.json")
     metaspace().save(given)  # it puts a space before every text
     prefix = load_tokenizer(given)
-    assert not read.may_be_cut(prefix)
-    monkeypatch.setattr(run, "ITEM_BYTES", 64)
+    assert not blocks.may_be_cut(prefix)
+    monkeypatch.setattr(run, "BLOCK_BYTES", 64)
     text = "some words " * 60
     path = written(tmp_path / "a.txt", text.encode())
     prepared(path, out=out, tokenizer=given)
     require(out, [text], prefix.encode)
-    monkeypatch.setattr(read, "LONGEST_WHOLE", 256)
+    monkeypatch.setattr(blocks, "LONGEST_UNCUT", 256)
     message = refusal(path, out=tmp_path / "b", tokenizer=given)
     assert "is longer than 256 bytes" in message
 
 
 def test_a_cut_comes_before_a_space_after_a_word():
-    assert read.may_be_cut(load_tokenizer("bytes"))
-    assert read.cut_of(b"one two  three") == len("one two")
-    assert read.cut_of("один два".encode()) == len("один".encode())
-    assert read.cut_of("a\u00a0 \u3000 b".encode()) == 0
-    assert read.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
-    assert read.cut_of(b" word") == 0
+    assert blocks.may_be_cut(load_tokenizer("bytes"))
+    assert blocks.cut_of(b"one two  three") == len("one two")
+    assert blocks.cut_of("один два".encode()) == len("один".encode())
+    assert blocks.cut_of("a\u00a0 \u3000 b".encode()) == 0
+    assert blocks.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
+    assert blocks.cut_of(b" word") == 0
 
 
 # The folder
@@ -679,27 +846,28 @@ def test_a_folder_with_something_else_is_refused(corpus, out):
     assert (out / "manifest.json").read_text() == '{"name": "my web app"}'
 
 
-@pytest.mark.parametrize("name", ["progress.json", "manifest.json"])
-def test_a_damaged_account_of_the_folder_is_refused(name, corpus, out):
+def test_a_damaged_manifest_is_refused(corpus, out):
     for content in (b"", b"{}", b"[1]", b'{"format": 1}', b'{"format": 9}', b"\xff"):
-        path = written(out / name, content)
-        assert f"{path} cannot be read" in refusal(corpus, out=out)
+        path = written(out / "manifest.json", content)
+        message = refusal(corpus, out=out)
+        assert f"{path} is not a manifest of prepared data" in message
+        assert "Start over with --overwrite" in message
 
 
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "said"),
     [
-        ({"splits": []}, "splits"),
-        ({"splits": {"train": {"shards": []}}}, "splits.train.tokens"),
-        ({"dtype": "x"}, "dtype"),
-        ({"settings": 5}, "settings"),
-        ({"tokenizer": None}, "tokenizer"),
+        ({"splits": []}, "prepared data: splits: "),
+        ({"splits": {"train": {"shards": []}}}, "holds no training data"),
+        ({"dtype": "x"}, "prepared data: dtype: "),
+        ({"settings": 5}, "has no valid settings"),
+        ({"tokenizer": None}, "prepared data: tokenizer: "),
     ],
 )
-def test_a_manifest_with_a_wrong_value_is_refused_by_its_key(change, where, corpus, out):
+def test_a_manifest_with_a_wrong_value_is_refused_by_its_key(change, said, corpus, out):
     manifest = prepared(corpus, out=out)
-    path = written(out / "manifest.json", json.dumps(manifest | change).encode())
-    assert f"{path} cannot be read ({where}: " in refusal(corpus, out=out)
+    written(out / "manifest.json", json.dumps(manifest | change).encode())
+    assert said in refusal(corpus, out=out)
 
 
 def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out):
@@ -709,7 +877,7 @@ def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out)
         (out / name).unlink()
         if cut:
             (out / name).write_bytes(content[:-8])
-        assert "is missing or has another size" in refusal(corpus, out=out)
+        assert "Start over with --overwrite" in refusal(corpus, out=out)
         prepared(corpus, out=out, overwrite=True)
         require(out, documents(300))
 
@@ -728,21 +896,7 @@ def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(corpus
             patch.setattr(Path, "unlink", killed)
             with pytest.raises(KeyboardInterrupt):
                 prepared(corpus, out=out, overwrite=True)
-        message = refusal(corpus, out=out)
-        assert "--overwrite" in message
-
-
-def test_a_parquet_file_that_changed_where_it_was_read_is_refused(out, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ITEM_BYTES", 2000)
-    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
-    texts = [f"first {n} " * 9 for n in range(300)]
-    path = parquet(tmp_path / "a.parquet", [*texts, None])
-    refusal(path, out=out)
-    parquet(path, [text.replace("first", "other") for text in texts])
-    assert "has changed where it was read already" in refusal(path, out=out)
-    parquet(path, texts, 17)  # mended, in other row groups
-    prepared(path, out=out)
-    require(out, texts)
+        assert not (out / "manifest.json").exists() or left == 0
 
 
 def test_what_was_prepared_is_json_on_request_and_progress_is_elsewhere(corpus, command, capsys):

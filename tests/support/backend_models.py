@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ QUIET: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def machine(recipe: str) -> Hardware:
     """A GPU that runs `recipe` by Transformer Engine."""
-    return B200 if recipe.startswith(("mxfp8", "nvfp4")) else H100
+    return B200 if Path(recipe).stem.startswith(("mxfp8", "nvfp4")) else H100
 
 
 def planned(recipe: str, backend: str, hardware: Hardware | None = None, **options: Any) -> Plan:

@@ -14,6 +14,7 @@ from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend, fp8_state
 from fp8stack.conform.checks import mark_weights_changed, same_bits, sqnr_db
 from fp8stack.conform.golden import CHECKS, compared, fields_of, load
+from fp8stack.conform.inputs import MXFP8
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 __all__ = ["check", "load"]
@@ -134,9 +135,10 @@ def _module_weight(case: Case, fields: Tensors, given: Tensors, before: Tensors)
         return
     weight, scaling = given["weight"], case["scaling"]
     if scaling == "mxfp8":
-        data = numerics.quantize_mxfp8(weight, 1)[0]
+        data = numerics.quantize(weight, MXFP8).data
     elif scaling == "block":
-        data = numerics.quantize_blocks(weight, (128, 128))[0]
+        squares = numerics.Quantizer(block=(128, 128), scale="power_of_two")
+        data = numerics.quantize(weight, squares).data
     else:
         scale = before.get("gemm1.weight.scale", numerics.tensor_scale(numerics.amax(weight)))
         data = numerics.cast_to_fp8(weight, scale)

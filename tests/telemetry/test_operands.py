@@ -22,7 +22,7 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import observing
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Plan
+from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.telemetry.operands import Sample, Telemetry
 from fp8stack.training.metrics import trackers
 from tests.conftest import TINY, Command, refusal
@@ -208,11 +208,10 @@ def test_blocked_recipes_have_no_single_scale() -> None:
         assert all(row["scale"] is None and row["headroom_bits"] >= 0 for row in rows)
         assert all(20 < row["sqnr_db"] < 45 for row in rows)
         weight = up.detach()
-        if recipe == "block":
-            block = (128, 128)
-            decoded = numerics.dequantize_blocks(*numerics.quantize_blocks(weight, block), block)
-        else:
-            decoded = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(weight))
+        quantizers = load_recipe(recipe).quantizers
+        assert quantizers is not None
+        assert quantizers.weight is not None
+        decoded = numerics.dequantize(numerics.quantize(weight, quantizers.weight))
         noise = (weight - decoded).double().square().sum()
         ratio = float(10 * (weight.double().square().sum() / noise).log10())
         found = by_operand(rows)["blocks.0.mlp.up", "weight"]
@@ -300,7 +299,7 @@ def test_a_run_without_fp8_tells_what_fp8_would_cost(recipe: str) -> None:
 
 def test_what_if_takes_the_path_of_a_recipe(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
-    mine.write_text('scaling = "current"\nbackward_format = "e4m3"\n')
+    mine.write_text('like = "current"\nbackward_format = "e4m3"\n')
     plan = plan_of("current")
     rows = sampled(Telemetry(plan, 1, (str(mine),)), gpt(plan), 1).rows[1:]
     assert {row["recipe"] for row in rows if row["what_if"]} == {"mine"}

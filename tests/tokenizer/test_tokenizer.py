@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import (
+    Tokenizer,
+    file,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_from_json,
+)
 from fp8stack.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
 from tests.support.made_tokenizers import (
@@ -210,6 +217,51 @@ def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
 # What is refused
 
 
+EOS = {  # as these models' tokenizer_config.json has it
+    "DeepSeek-V3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "Command R": "<|END_OF_TURN_TOKEN|>",
+    "Seed-OSS": "<seed:eos>",
+    "MiniMax-M2": "[e~[",
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("model", EOS)
+def test_the_end_of_text_is_the_eos_token_beside_the_file_and_is_saved_along(model, file, tmp_path):
+    token = EOS[model]
+    eos = {"__type": "AddedToken", "content": token} if model == "DeepSeek-V3" else token
+    library = trained(special_tokens=["</s>", "<bos>", token])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).end_token == "</s>"
+    (tmp_path / file).write_text(json.dumps({"bos_token": "<bos>", "eos_token": eos}))
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        found = load_tokenizer(str(name))
+        assert found.end_token == token
+        assert found.end_of_text == library.token_to_id(token)
+    again = pickle.loads(pickle.dumps(found))
+    save_tokenizer(again, tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).end_of_text == found.end_of_text
+    assert load_tokenizer(str(tmp_path / "copy")).sha256 == found.sha256
+    save_tokenizer(tokenizer_from_json(library.to_str()), tmp_path / "copy")  # without its files
+    assert load_tokenizer(str(tmp_path / "copy")).end_token == "</s>"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"eos_token": 5}', '{"eos_token": "<no>"}'])
+def test_an_eos_token_that_is_not_there_changes_nothing(content, tmp_path):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert load_tokenizer(str(tmp_path)).end_token == "<|endoftext|>"
+
+
+def test_the_end_of_text_may_be_asked_for(tmp_path):
+    trained(special_tokens=["</s>", "<end>"]).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path), "<end>").end_token == "<end>"
+    assert load_tokenizer("bytes", "<|endoftext|>").end_of_text == 255
+    message = refusal(load_tokenizer, str(tmp_path), "<endd>")
+    assert f"No token in tokenizer {tmp_path} is '<endd>'. Did you mean '<end>'?" in message
+    assert "'</s>'" in refusal(load_tokenizer, "bytes", "</s>")
+
+
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
 def test_an_unknown_name_is_refused_with_what_there_is(name):
     assert "Give bytes, gpt2, or the path" in refusal(load_tokenizer, name)
@@ -227,6 +279,67 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     message = refusal(load_tokenizer, str(tmp_path / "tokenizer.json"))
     assert "is not a tokenizer.json" in message
     assert "saved." in message
+
+
+def changed(**changes: object) -> str:
+    """A tokenizer.json with other values for some keys."""
+    return json.dumps(json.loads(trained().to_str()) | changes)
+
+
+CATASTROPHIC = {"Regex": "(a+)+$"}
+PANICS = {
+    "pre-tokenizer": changed(
+        pre_tokenizer={
+            "type": "Split", "pattern": CATASTROPHIC, "behavior": "Isolated", "invert": False,
+        }
+    ),
+    "normalizer": changed(
+        normalizer={"type": "Replace", "pattern": CATASTROPHIC, "content": "b"}
+    ),
+    "without an unknown token": changed(
+        model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "x"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PANICS)
+def test_a_text_that_the_library_panics_at_is_one_line(case, capfd):
+    mine = tokenizer_from_json(PANICS[case])
+    message = refusal(mine.encode, "a" * 100 + "b")
+    assert message.startswith("Tokenizer tokenizer.json cannot encode a text: ")
+    assert capfd.readouterr().err == ""
+
+
+def test_tokens_that_the_library_panics_at_are_one_line(capfd):
+    replace = {"type": "Replace", "pattern": CATASTROPHIC, "content": "b"}
+    words = {"type": "WordLevel", "vocab": {"a" * 100 + "b": 0}, "unk_token": "x"}
+    mine = tokenizer_from_json(changed(decoder=replace, model=words))
+    message = refusal(mine.decode, [0])
+    assert message.startswith("Tokenizer tokenizer.json cannot decode tokens: ")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_the_library_panics_at_is_one_line(capfd):
+    content = changed(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]})
+    assert "is not a tokenizer.json that can be read" in refusal(tokenizer_from_json, content)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
+    def interrupted() -> None:
+        with file._library_errors("x"):
+            os.write(2, b"a line")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capfd.readouterr().err == "a line"
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as stream:
+        stream.truncate(2**40)  # a hole, which takes no room
+    assert "is too large" in refusal(load_tokenizer, str(tmp_path))
 
 
 def test_ids_beyond_reason_and_a_folder_without_a_tokenizer_are_refused(tmp_path):

@@ -50,6 +50,7 @@ RUNS = {
         name: ["--recipe", name]
         for name in ("rowwise", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
     },
+    "nvfp4_last_bf16": ["--recipe", "nvfp4_last_bf16"],  # shipped before the first release
     "current-torch": ["--recipe", "current", "--backend", "torch"],
     "phases": ["--recipe", "delayed", "--phases", "default"],
     "sgd": ["--recipe", "fp32", "--optimizer", "sgd"],

@@ -72,7 +72,7 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     as_on_a_gpu, tmp_path, monkeypatch
 ) -> None:
     """Of torch's norm and AdamW it has as few as this small model, 4; at 1.5B parameters they
-    launch 21 more."""
+    launch 21 more. One launch keeps the scales of the pass, for blocks that run again."""
     sets = [one for one in small_loop.SETS if "layers" not in one]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
     # Else every optimizer's step tells the models of other tests, too; and below, until Python
@@ -91,7 +91,7 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     assert found["graph"] == 4  # begin, scales of weights, update of the history, verdict
     assert found["weights"] == 1
     assert found["_foreach_norm"] + found["_fused_adamw_"] == 4
-    assert found.total() <= 27, found
+    assert found.total() <= 28, found
 
 
 def test_torchs_norm_and_adamw_launch_25_kernels_at_1_5b_parameters() -> None:

@@ -329,7 +329,7 @@ def test_a_phase_that_returns_is_not_compiled_again(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_is_refused_at_the_start(recipe, keys, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("other.toml").write_text('scaling = "delayed"\nmargin = 1\n')
+    Path("other.toml").write_text('like = "delayed"\nmargin = 1\n')
     with pytest.raises(UserError, match=said):
         SmallLoop(tmp_path / "r", recipe, **({"phases": three("bf16")} | keys))
     assert not Path("r/run.toml").exists()
@@ -392,8 +392,8 @@ def test_keys_that_change_nothing_are_told(tmp_path):
 
 def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path):
     copy, third = tmp_path / "copy.toml", tmp_path / "third.toml"
-    copy.write_text('scaling = "current"\n')
-    third.write_text('scaling = "delayed"\nexclude = ["*qkv"]\n')
+    copy.write_text('like = "current"\n')
+    third.write_text('like = "delayed"\nexclude = ["*qkv"]\n')
     phases = (
         {"name": "a", "until": 2},
         {"name": "b", "recipe": str(copy), "until": 4},

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8stack.backends.delayed import DelayedScaling, several_ranks
+from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.operands import Draws
+from fp8stack.backends.shared_amaxes import several_ranks
 from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
 from fp8stack.ops.replay import Replayed

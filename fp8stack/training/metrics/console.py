@@ -6,11 +6,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
+from rich.text import Text
 
 from fp8stack import data
 from fp8stack.model.config import load_config
 from fp8stack.precision.phases import EVALUATION
-from fp8stack.terminal import Bar, say
+from fp8stack.progress import Bar
+from fp8stack.screen import Screen
+from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
 
@@ -18,8 +21,8 @@ from fp8stack.training.run import Run
 class Display:
     """Base class of displays, which prints nothing."""
 
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
+    def note(self, *lines: str, keep: str = "") -> None:
+        """Print lines that stay, without escaping the control characters in `keep`."""
 
     def step(self, step: int, line: str, seconds_left: float | None) -> None:
         """Show the line of a step, see `describe`; `seconds_left` is None if unknown."""
@@ -133,9 +136,9 @@ def _phases(run: Run) -> list[str]:
 class PlainDisplay(Display):
     """One line per logged step, for logs and pipes."""
 
-    def note(self, text: str) -> None:
+    def note(self, *lines: str, keep: str = "") -> None:
         """See `Display.note`."""
-        say(text)
+        say(*lines, keep=keep)
 
     def step(self, step: int, line: str, seconds_left: float | None) -> None:
         """See `Display.step`."""
@@ -153,10 +156,10 @@ class RichDisplay(Display):
         self.progress.line = ""
         self.progress.start()
 
-    def note(self, text: str) -> None:
+    def note(self, *lines: str, keep: str = "") -> None:
         """See `Display.note`."""
         self._print_urgent()
-        self._print(text)
+        self._print(*(printable(line, keep) for line in lines))
 
     def tell(self, text: str) -> None:
         """Show a line below the bar, printed for good with the next note. For signal handlers,
@@ -180,10 +183,12 @@ class RichDisplay(Display):
         if text is not None:
             self._print(text)
 
-    def _print(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, *lines: str) -> None:
+        self.progress.console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def open_display(steps: int, start: int) -> Display:
     """A progress bar if stdout is a terminal, else plain lines."""
-    return RichDisplay(steps, start, Console()) if sys.stdout.isatty() else PlainDisplay()
+    if is_terminal(sys.stdout):
+        return RichDisplay(steps, start, Screen(lasting=True))
+    return PlainDisplay()

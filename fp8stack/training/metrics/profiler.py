@@ -1,7 +1,7 @@
 """Profiles of training steps by torch.profiler."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ TRACE, TABLE = "trace.json.gz", "profile.md"
 
 
 class Recording(profile):
-    """A torch profile, with allocations and duration, None until it ends. `lists_memory`: whether
-    its table has a column of the memory that operators allocate."""
+    """A torch profile, with allocations and duration, None until it ends."""
 
     allocations: Allocations | None = None
     wall_s: float | None = None
-    lists_memory: bool = False
 
 
 class StepProfiler:
@@ -99,7 +97,6 @@ def recording(
         before = torch.cuda.memory_stats(device)
     options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory or not on_cuda}
     recorded = Recording(activities=activities, **options)
-    recorded.lists_memory = memory
     with recorded:
         began = time.perf_counter()
         yield recorded
@@ -148,54 +145,12 @@ def busy(recorded: Recording) -> float | None:
 
 
 def table(recorded: Recording, *steps: int) -> str:
-    """A Markdown table of the operators with the most time, without that of the operators they
-    call, in these steps. With shapes, there is a row for each operator and shape. Times are GPU
-    times if any kernel ran, else CPU times; shares are of the total."""
-    shapes = recorded.record_shapes
-    averages = recorded.key_averages(group_by_input_shape=shapes)
-    events = [event for event in averages if not event.is_user_annotation]
-    on_cpu = [event for event in events if event.device_type.name == "CPU"]
-    operators = [event for event in on_cpu if event.key != "[memory]"]
-    kernels = (event for event in events if event.device_type.name == "CUDA")
-    kernels_us = sum(event.self_device_time_total for event in kernels)
-    side = "device" if kernels_us else "cpu"
-    total_us = kernels_us or sum(event.self_cpu_time_total for event in operators)
-
-    def own(event: Any, what: str) -> float:
-        return float(getattr(event, f"self_{side}_{what}"))
-
-    found = sorted(operators, key=lambda event: (-own(event, "time_total"), event.key))[:TOP]
-    columns: list[tuple[str, list[str]]] = [
-        ("operator", [event.key for event in found]),
-        ("calls", [str(event.count) for event in found]),
-        ("ms", [f"{own(event, 'time_total') / 1000:.3f}" for event in found]),
-        ("share", [f"{100 * own(event, 'time_total') / total_us:.0f} %" for event in found]),
-    ]
-    if recorded.lists_memory:
-        held = [f"{round(own(event, 'memory_usage') / 2**20, 1) + 0.0:.1f}" for event in found]
-        columns.append(("MiB", held))
-    if shapes:
-        columns.append(("shapes", [_shapes(event.input_shapes) for event in found]))
-    where = "the GPU" if kernels_us else "the CPU"
-    named, each = f"Step {steps[0]}", ""
-    if len(steps) > 1:
-        named = f"Steps {steps[0]} to {steps[-1]}"
-        each = f", {total_us / 1000 / len(steps):.2f} ms per step"
-    heading = f"{named}: {total_us / 1000:.2f} ms on {where}{each}. The operators that took the "
-    return f"{heading}longest, without what they call:\n\n{_markdown(columns)}"
-
-
-def _shapes(shapes: Sequence[Any]) -> str:
-    """The shapes of an operator's tensors: `8x64 64x64`."""
-    return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
-
-
-def _markdown(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A Markdown table; text is left-aligned, figures are right-aligned."""
-    rendered = []
-    for name, cells in columns:
-        width = max(map(len, (name, *cells)))
-        side, end = ("<", "-") if name in ("operator", "shapes") else (">", ":")
-        head, *rest = (f" {cell:{side}{width}} " for cell in (name, *cells))
-        rendered.append([head, "-" * (width + 1) + end, *rest])
-    return "".join(f"|{'|'.join(row)}|\n" for row in zip(*rendered, strict=True))
+    """torch.profiler's table of the operators that took the most time in these steps, without the
+    time of the operators that they call: GPU time if a kernel ran, else CPU time. With shapes,
+    there is a row for each operator and shape."""
+    averages = recorded.key_averages(group_by_input_shape=recorded.record_shapes)
+    on_gpu = any(event.device_type.name == "CUDA" for event in averages)
+    key = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+    rows = averages.table(sort_by=key, row_limit=TOP, max_name_column_width=40)
+    named = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
+    return f"{named}: the operators that took the longest.\n\n```\n{rows.strip()}\n```\n"

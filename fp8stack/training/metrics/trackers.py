@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from fp8stack.config import RunConfig, to_toml
 from fp8stack.errors import UserError
-from fp8stack.io import write_atomically
+from fp8stack.io import read_json, write_atomically
 
 PROJECT = "fp8stack"
 IDS = "trackers.json"  # in the run folder: the trackers' ids of the run
@@ -152,7 +152,7 @@ def _import_trackio(folder: Path) -> None:
 def _known(folder: Path) -> dict[str, str]:
     """The trackers' ids of the run in `folder`; empty if they cannot be read."""
     try:
-        known = json.loads((folder / IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = read_json(folder / IDS)
+    except UserError:
         return {}
     return known if isinstance(known, dict) else {}

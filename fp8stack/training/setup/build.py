@@ -108,6 +108,9 @@ def build(
             restore_weights(model, source.weights)
             told = "optimizer, scales and schedule are new"
             notes += ("; ".join([f"weights of {source.name}", told, *source.notes]),)
+            if source.tokenizer is None and found.tokenizer is not None:
+                theirs = "the tokenizer of the weights is unknown"
+                notes += (f"{theirs}: the data are tokens of {found.tokenizer.name}",)
             if source.tokenizer is not None and found.tokenizer is None:
                 whose = "they do not say whose they are"
                 notes += (f"the data must be tokens of {source.tokenizer}; {whose}",)
@@ -165,6 +168,7 @@ def without_effect(
         "clip_mode is not adaptive": () if adaptive else ("clip_percentile", "clip_window"),
         "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
+        "there are no workers": () if config.workers else ("worker_timeout",),
         "the run is not compiled": () if compiled else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
         "there is one rank": () if ranks > 1 else ("parallel", "grad_compression"),

@@ -10,7 +10,9 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, preset_for
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.load import Trained, find_checkpoint, trained_run
+from fp8stack.training.setup.datasets import own_tokenizer
 
 # Keys that may differ from the source's: initialization and dropout.
 FREE = {"dropout", "init_std"}
@@ -41,6 +43,15 @@ def _of_folder(path: Path, name: str) -> Trained:
         notes=found.notes,
         tokenizer=folder.tokenizer,
     )
+
+
+def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
+    """The `tokenizer.json` of initial weights, if they have one. Raises a UserError if it is not
+    the one that their checkpoint records, and `config` names no tokenizer."""
+    recorded = source.recorded_tokenizer
+    if recorded is not None and config.tokenizer is None:
+        own_tokenizer(source.tokenizer or source.path.parent.parent / TOKENIZER_FILE, recorded)
+    return source.tokenizer
 
 
 def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:

@@ -9,15 +9,27 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.checkpoint.state import differences, restore
 from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
-from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config, with_files
+from fp8stack.config import (
+    FREE_ON_RESUME,
+    TRACKERS,
+    RunConfig,
+    at_home,
+    parse_config,
+    with_files,
+)
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.hf import repository_in
+from fp8stack.precision import recipe_from_json
+from fp8stack.terminal import shell_quoted
+from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.setup.datasets import own_tokenizer
 from fp8stack.training.setup.init_from import same_source
 from fp8stack.training.setup.variants import ANY, Decided
 
@@ -36,9 +48,12 @@ class Resumption:
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     """Find the run to resume; None for a new run. Without `resume`, it is an unfinished run in
-    `--out`. Raises a UserError if there is no run at the path, or `--out` names another folder, and
-    a NoUsableCheckpoint if all its checkpoints, or the one named, are damaged."""
+    `--out`. Raises a UserError if there is no run at the path, if a process trains it, or if
+    `--out` names another folder, and a NoUsableCheckpoint if all its checkpoints, or the one named,
+    are damaged."""
     if resume is None:
+        if config.out is not None:
+            RunFolder(Path(config.out)).require_idle()
         if config.out is None or RunFolder(Path(config.out)).cut_at is None:
             return None
         found = find_resumption(config, "auto")
@@ -54,6 +69,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
             raise UserError(
                 f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
             )
+    folder.require_idle()
     if named is not None:
         try:
             return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
@@ -118,11 +134,16 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
 def decided_in(info: Mapping[str, Any]) -> Decided:
     """The decisions that a run resumed from this checkpoint.json keeps."""
     phases, plans = info["phases"], info["plans"]
+    recipes = {
+        plan["recipe"]["name"]: recipe_from_json(plan["recipe"], "plan in checkpoint.json")
+        for plan in (info["plan"], *plans)
+    }
     if phases is None or len(plans) < 2:
-        return Decided(left_out={ANY: layers_left_out(info["plan"])})
+        return Decided(left_out={ANY: layers_left_out(info["plan"])}, recipes=recipes)
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
-    return Decided(left_out=left_out, needs_reference=phases["ended_at"] is not None)
+    needs_reference = phases["ended_at"] is not None
+    return Decided(left_out=left_out, needs_reference=needs_reference, recipes=recipes)
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:
@@ -136,18 +157,35 @@ def put_back(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags given now. Raises a UserError if a flag changes
-    something that the run's losses depend on."""
+    """The saved configuration with the flags given now; it starts no tracker of its own. Raises a
+    UserError if a flag changes something that the run's losses depend on, or if only the saved
+    configuration asks for weights of the Hub."""
+    source = found.saved.init_from
+    if found.checkpoint is None and source and asked.init_from is None and repository_in(source):
+        raise UserError(
+            f"{found.folder.path} has no checkpoint yet and begins with {source}, which is fetched "
+            f"only if you ask for it: add --init-from {shell_quoted(source)}"
+        )
     if asked.init_from and same_source(asked.init_from, found.saved.init_from):
         asked = asked.model_copy(update={"init_from": found.saved.init_from})
     asked = _with_saved_files(asked, found.saved)
-    saved, given = found.saved.model_dump(), asked.given
+    saved, given = found.saved.model_dump() | dict.fromkeys(TRACKERS, False), asked.given
     given |= {"guard": saved["guard"] | given.get("guard", {})}
     merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
     refuse_differences(found, list(differences(saved, now)))
     return merged
+
+
+def left_out_trackers(found: Resumption, asked: RunConfig) -> str | None:
+    """A note on the trackers that the saved configuration names and the flags given now do not:
+    the run may be a stranger's. None if there are none."""
+    names = [key for key in TRACKERS if getattr(found.saved, key) and key not in asked.given]
+    if not names:
+        return None
+    flags = " ".join(f"--{name}" for name in names)
+    return f"not started: {', '.join(names)}, which only the saved run names; to go on: {flags}"
 
 
 def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
@@ -161,6 +199,33 @@ def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
     copies: dict[bytes, str] = {}
     with_files(saved, lambda path: copies.setdefault(read(path), path))
     return with_files(asked, lambda path: copies.get(read(path), path))
+
+
+def tokenizer_to_resume(found: Resumption, config: RunConfig) -> Path | None:
+    """The run's `tokenizer.json`, if it has one. Raises a UserError if it is not the tokenizer that
+    the checkpoint records, and `config`, as resumed, names no other file."""
+    file = found.folder.tokenizer
+    names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
+    recorded = None if found.checkpoint is None else recorded_tokenizer(found.checkpoint.info)
+    if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
+        own_tokenizer(file, recorded)
+    return file if file.is_file() else None
+
+
+def require_same_tokenizer(found: Resumption, tokenizer: Tokenizer | None) -> str | None:
+    """Raise a UserError if `tokenizer`, of the data, is not the one that the checkpoint records.
+    Returns a note if the file of the run is missing."""
+    assert found.checkpoint is not None
+    recorded = recorded_tokenizer(found.checkpoint.info)
+    if recorded is None:
+        return None
+    if tokenizer is None or not recorded.is_alike(tokenizer.identity):
+        ours = "unknown" if tokenizer is None else f"{tokenizer.name} ({tokenizer.sha256[:8]})"
+        theirs = f"{recorded.name} ({recorded.sha256[:8]})"
+        difference = f"the tokenizer is {ours} here and {theirs} in the checkpoint"
+        refuse_differences(found, [difference])
+    file = found.folder.tokenizer
+    return None if file.is_file() else f"{file} was missing: it is written again"
 
 
 def refuse_differences(
@@ -178,5 +243,5 @@ def refuse_differences(
             )
         new = "start a new run in another --out"
         if weights_go_on:
-            new += f", with its weights by --init-from {found.folder.path}"
+            new += f", with its weights by --init-from {shell_quoted(str(found.folder.path))}"
         raise UserError(f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or {new}.")

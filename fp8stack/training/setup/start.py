@@ -15,15 +15,22 @@ from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.hf import path_in, repository_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
+from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
-from fp8stack.tokenizer import NAMED
+from fp8stack.tokenizer import NAMED, save_tokenizer
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup import resume as resuming
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build, with_quantizers
-from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
+from fp8stack.training.setup.datasets import with_vocabulary
+from fp8stack.training.setup.init_from import (
+    absolute_source,
+    find_source,
+    tokenizer_to_begin_with,
+    with_source,
+)
 from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
 
@@ -55,7 +62,7 @@ def set_up(
         resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
     again = resume is None and restarted
     overwrite = overwrite and not again
-    source = None
+    source, left_out = None, None
     with ranks.together():
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
@@ -68,6 +75,12 @@ def set_up(
                 chosen = choose_folder(config, resume=False)
                 if overwrite:
                     chosen.require_folder()
+                    chosen.require_own_files()
+                    if chosen.path.is_symlink():
+                        raise UserError(
+                            f"{chosen.path} is a symbolic link, and --overwrite removes nothing "
+                            f"through one. Give --out {shell_quoted(os.path.realpath(chosen.path))}"
+                        )
                 else:
                     chosen.require_free()
                 return str(chosen.path)
@@ -75,13 +88,20 @@ def set_up(
             folder = RunFolder(Path(ranks.from_main(choose)))
         else:
             folder = found.folder
+            left_out = resuming.left_out_trackers(found, config)
             config = resuming.config_to_resume(found, config)
         use_threads(config.threads)
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
             config = with_source(config, source)
+        if found is None:
+            config = with_vocabulary(config)
     checkpoint = found.checkpoint if found else None
-    tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
+    with ranks.together():
+        if source is not None:
+            tokenizer = tokenizer_to_begin_with(source, config)
+        else:
+            tokenizer = None if found is None else resuming.tokenizer_to_resume(found, config)
     try:
         run = build(
             config,
@@ -90,7 +110,7 @@ def set_up(
             hardware=hardware,
             ranks=ranks,
             source=source,
-            tokenizer=source.tokenizer if source else tokenizer,
+            tokenizer=tokenizer,
         )
     except UnservedAttention as error:
         if found is not None and checkpoint is not None:
@@ -104,6 +124,7 @@ def set_up(
             notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
         else:
             notes = found.notes + notes + _resume(run, found)
+            notes += (left_out,) if left_out else ()
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
         removed = folder.remove() if overwrite and ranks.is_main else None
@@ -118,7 +139,7 @@ def set_up(
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
             if run.data.tokenizer is not None:
-                write_atomically(folder.tokenizer, run.data.tokenizer.to_json().encode())
+                save_tokenizer(run.data.tokenizer, folder.path)
     return run
 
 
@@ -158,7 +179,7 @@ def _cut_note(config: RunConfig) -> str | None:
         return None
     return (
         f"{cut.path} was cut after step {at[0]} of {at[1]}, and this is a new run; to go on with "
-        f"that one: --resume {cut.path}"
+        f"that one: --resume {shell_quoted(str(cut.path))}"
     )
 
 
@@ -188,6 +209,8 @@ def _resume(run: Run, found: resuming.Resumption) -> tuple[str, ...]:
         differing = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
         resuming.refuse_differences(found, [differing + by_machine], weights_go_on=True)
     resuming.refuse_differences(found, list(differences(theirs, ours)))
+    if missing := resuming.require_same_tokenizer(found, run.data.tokenizer):
+        notes.append(missing)
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "

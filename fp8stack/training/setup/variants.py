@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fp8stack import presets
 from fp8stack.backends import Draws, build_backend
 from fp8stack.backends.compiler import TE_COMPILED, is_compiled
 from fp8stack.backends.linear import CastLinear
@@ -14,7 +16,7 @@ from fp8stack.distributed.parallelize import TE_SHARDED
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT, Attention, Block
-from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.precision.recipe import plain
@@ -30,6 +32,14 @@ class Decided:
     # By requested recipe, the layers that are not in FP8, with the reasons; `ANY`: other recipes.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs_reference: bool = False  # whether the quality guard ended the phases: float32 trains
+    # The recipes of the checkpoint by name; those that do not ship any more are read from here.
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+
+    def recipe(self, name: str, overrides: Mapping[str, Override] | None = None) -> Recipe:
+        """`load_recipe`; a recipe that no longer ships is the checkpoint's, overrides included."""
+        if name in self.recipes and name not in presets.names("recipes"):
+            return self.recipes[name]
+        return load_recipe(name, overrides)
 
 
 def plan_phases(
@@ -43,7 +53,7 @@ def plan_phases(
     """
     for name in {config.recipe, *(one.recipe for one in config.phases if one.recipe)}:
         if name != "auto":  # whether or not a phase has steps
-            load_recipe(name)
+            decided.recipe(name)
     phases = phases_in(config)
     evaluation = evaluation_in(config.phases, config.recipe, config.steps)
     guarded = bool(config.phases and config.guard.enabled and config.guard.quality)
@@ -55,8 +65,8 @@ def plan_phases(
         plans: list[Plan] = []
         places: dict[str, int] = {}
         for name, phase in {phase.asked: phase for phase in wanted}.items():
-            known = decided.left_out.get(name, decided.left_out.get(ANY))
-            how = (known, multiple, phase.overrides)
+            left_out = decided.left_out.get(name, decided.left_out.get(ANY))
+            how = (left_out, multiple, phase.overrides, decided)
             plan = plan_recipe(phase.recipe, config, model, hardware, tokens, *how)
             alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
             places[name] = next(alike, len(plans))
@@ -104,6 +114,7 @@ def build_variants(
     draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiles in zip(plans, compiled, strict=True):
         backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
+        backend.weights.only_told = True  # the run's optimizers change them, and nobody else
         backend.vocabulary_multiple = multiple
         made = GPT(model, backend, seed=config.seed)
         made.recompute = config.activation_checkpointing
@@ -161,6 +172,7 @@ def plan_recipe(
     left_out: Mapping[str, str] | None = None,
     vocabulary_multiple: int = 1,
     overrides: Mapping[str, Override] | None = None,
+    decided: Decided | None = None,
 ) -> Plan:
     """The plan of a recipe, given by name or path. `overrides` are a phase's; the run's own recipe
     has the run's overrides too. A micro-batch has `tokens` tokens on each rank; `left_out` are the
@@ -169,7 +181,7 @@ def plan_recipe(
     changed = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
     if changed and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
-    asked = recipe if recipe == "auto" else load_recipe(recipe, changed)
+    asked = recipe if recipe == "auto" else (decided or Decided()).recipe(recipe, changed)
     # --backend is for FP8: a phase without FP8 must not count as a substitution.
     backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
     plan = plan_for(
@@ -251,9 +263,7 @@ def _require_possible(
 
 def plan_of(run: Run) -> dict[str, Any]:
     """The main variant's plan as JSON data, with the requested recipe, and the phases if any."""
-    recipe = run.config.recipe
-    asked = recipe if recipe == "auto" else load_recipe(recipe).name
-    made = run.main.plan.to_json() | {"asked": asked}
+    made = run.main.plan.to_json() | {"asked": Path(run.config.recipe).stem}
     # Of the saved configuration, which names the run's copies of recipe files.
     if why := never_asked_for(run.config, phases_in(run.config)):
         made["reasons"] = [why, *made["reasons"]]

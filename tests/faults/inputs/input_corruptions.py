@@ -168,6 +168,10 @@ def _info(**changes: Any) -> Damage:
     return lambda folder: rewrite(folder, lambda body: body["info"].update(changes))
 
 
+def _plan(**changes: Any) -> Damage:
+    return lambda folder: rewrite(folder, lambda body: body["info"]["plan"].update(changes))
+
+
 def _line_added(text: str) -> Damage:
     return _edited("metrics.jsonl", lambda content: content + text.encode() + b"\n")
 
@@ -215,8 +219,23 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
         lambda folder: rewrite(
             folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30)
         ),
+        "layers = 1073741824",
+    ),
+    "more layers than tensors": (
+        lambda folder: rewrite(
+            folder, lambda body: body["info"]["identity"]["model"].update(layers=2000)
+        ),
         "layers, the weights fewer",
     ),
+    "a recipe that is a list": (_plan(recipe=[]), "recipe = []"),
+    "a recipe without a name": (_plan(recipe={}), "'recipe.name' is missing"),
+    "a recipe without quantizers": (
+        _plan(recipe={"name": "delayed", "quantizers": {}}), "no quantizer",
+    ),
+    "a layer of another model": (
+        _plan(layers=[{"name": "x", "reason": "", "fp8": True}]), "the model has no layer 'x'",
+    ),
+    "a tokenizer that is a list": (_info(tokenizer=[]), "info.tokenizer = []"),
     "no plan": (_info(plan={}), "plan in checkpoint.json: key 'layers' is missing"),
     "another configuration": (_info(config={"steps": "many"}), "steps = 'many'"),
     "no loss scale": (_info(scaler={}), "key 'scale' is missing"),

@@ -87,7 +87,7 @@ BEFORE: dict[str, tuple[Change, tuple[str, ...]]] = {
     "an empty file": (lambda path: os.truncate(path, 0), ("a.bin is empty",)),
     "an unreadable file": (_forbidden, ("Cannot read ", "a.bin", "Permission denied")),
     "a folder in its place": (_folder, ("a.bin holds no data",)),
-    "text of two bytes a letter": (_text("utf-16"), ("a.txt looks binary: byte ",)),
+    "text of two bytes a letter": (_text("utf-16-le"), ("a.txt looks binary: byte ",)),
 }
 """Done to the file before it is opened, and what must be said."""
 MEANWHILE: dict[str, tuple[Change, tuple[str, ...]]] = {

@@ -96,7 +96,7 @@ OTHERS = {
     "compare --from none": "none", "compare --set lr=x": "lr = 'x'", "compare --out good.txt":
     "good.txt is a file", "bench none": "none", "bench roofline --gpu Z80": "Z80",
     "bench roofline --batch 0": "--batch", "bench roofline --capability 9.0 --results none": "none",
-    "bench shapes --model none": "none", "bench step --recipe none": "No FP8 recipe 'none'",
+    "bench step --recipe none": "No FP8 recipe 'none'",
     "bench step --model none": "none", "bench step --rounds 1": "--rounds",
 }  # fmt: skip
 

@@ -20,11 +20,12 @@ from fp8stack.config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.data import StepBatches, load_corpora, validation_windows
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
-from fp8stack.precision import load_recipe
+from fp8stack.precision import Hardware, load_recipe
 from fp8stack.report.analysis import analyze
 from fp8stack.report.events import folded
 from fp8stack.report.read import read_run
 from fp8stack.report.text import show
+from fp8stack.training.load import trained_run
 from fp8stack.training.run_folder import RunFolder
 from tests.faults.inputs.input_corruptions import NEWEST, rewrite
 
@@ -112,7 +113,7 @@ def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
     guards = st.dictionaries(st.sampled_from([*GuardConfig.model_fields, "x"]), values, max_size=4)
     keys = st.sampled_from([*RunConfig.model_fields, "guard.window", "recipe_overrides.margin"])
     model = b'vocabulary = 256\ncontext = 64\nlayers = 1\nwidth = 32\nheads = 2\nnorm = "rmsnorm"\n'
-    recipe = b'scaling = "delayed"\nmargin = 0\nexclude = ["a.*"]\nhistory_length = 16\n'
+    recipe = b'like = "delayed"\nmargin = 0\nexclude = ["a.*"]\nhistory_length = 16\n'
     config = _in_file("run.toml", lambda name: parse_config(name, {}))
     return {
         "run files": (mutated(run_file), config),
@@ -197,7 +198,12 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
 
         rewrite(folder, change)
         for check in (can_go_on, has_weights):
-            load_sound(folder, check)
+            checkpoint = load_sound(folder, check)
+        model = trained_run(checkpoint, folder)
+        assert model.config is not None
+        assert model.recorded_tokenizer is None or model.recorded_tokenizer.name
+        for recipe in ("fp32", model.recipe):
+            model.plan(recipe, Hardware("cpu"), "auto")
 
     names = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml")
     found: dict[str, tuple[st.SearchStrategy[Any], Example]] = {name: lines(name) for name in names}

@@ -248,10 +248,9 @@ class Quantizer:
 
     def _blocks(self, x: Tensor) -> Tensor:
         if self.recipe.mxfp8():
-            return numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(x, -1, self.format))
-        power = self.options.power_2_scale
-        quantized = numerics.quantize_blocks(x, self.block, self.format, power)
-        return numerics.dequantize_blocks(*quantized, self.block)
+            return _in_blocks(x, format=self.format, block=(1, 32), scale="e8m0")
+        scale = "power_of_two" if self.options.power_2_scale else "float32"
+        return _in_blocks(x, format=self.format, block=self.block, scale=scale)
 
     def _fp4(self, x: Tensor) -> Operand:
         """By TE's reference, with stochastic rounding, which that has not, by torch's generator. A
@@ -636,11 +635,16 @@ class _Attend(torch.autograd.Function):
         return (*(part.to(dtype) for part in found), None)
 
 
+def _in_blocks(x: Tensor, **fields: Any) -> Tensor:
+    """The values of a cast to blocks along the last dimension."""
+    return numerics.dequantize(numerics.quantize(x, numerics.Quantizer(**fields)))
+
+
 def _in_mxfp8(x: Tensor, dim: int) -> Tensor:
     """The values of a cast to MXFP8 along `dim`; the gradient is handed through."""
     turned = x.detach().transpose(dim, -1).contiguous()
     rows = turned.view(-1, turned.shape[-1])
-    values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
+    values = _in_blocks(rows, block=(1, 32), scale="e8m0")
     return x + (values.view(turned.shape).transpose(dim, -1) - x.detach().float()).to(x.dtype)
 
 

@@ -95,7 +95,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"attention": "fp32"},
     ],
     "rowwise": [{"power_of_two": False}, {"backward": "high_precision"}],
-    "rowwise_wgrad_hp": [{"head": True}],
+    "rowwise_wgrad_hp": [{"head": True}, {"router": True}],
     "mxfp6_e2m3": [{"weight": {"format": "e3m2"}}],
     "mxfp6_e3m2": [{"backward": "dequantized"}],
     "mxfp4": [
@@ -103,12 +103,12 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"quantizer": {"block": [1, 16]}}, {"input": {"wgrad": "forward"}},
         {"layers": [{"match": "blocks.0.*", "recipe": "delayed"}]},
     ],
-    "nvfp4": [{"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}],
-    "nvfp4_nearest": [{"exclude_last_blocks": 1}],
-    "nvfp4_no_hadamard": [{"attention": "fp32"}],
-    "nvfp4_last_bf16": [{"rounding": "nearest"}],
+    "nvfp4": [
+        {"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}, {"rounding": "nearest"},
+        {"hadamard": 0}, {"layers": [{"match": "last 1 block", "recipe": "bf16"}]},
+        {"backward": "high_precision"},
+    ],
     "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
-    "nvfp4_backward_high": [{"exclude_first_blocks": 1}],
     "bf16": [{"attention": "fp32"}, {"compute_dtype": "fp32"}],
     "fp16": [{"attention": "fp32"}, {"compute_dtype": "bf16"}],
     "tf32": [{"compute_dtype": "fp32"}],
@@ -119,7 +119,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 def test_every_recipe_and_every_key_are_tried_with_the_guard():
     assert sorted(KEYS) == presets.names("recipes")
     tried = {key for ones in KEYS.values() for one in ones for key in one}
-    assert tried == RecipeFile.model_fields.keys() - {"name", "description", "scaling", "like"}
+    assert tried == RecipeFile.model_fields.keys() - {"name", "description", "like"}
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,6 @@ def test_the_profiler_sees_each_tensor():
     assert (found.count, found.bytes) == (4, 4 * a.nbytes)
     assert found.peak_bytes == 2 * a.nbytes
     assert kept.nbytes == a.nbytes
-    assert "[memory]" not in profiler.table(recorded, 1)
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
@@ -102,7 +101,7 @@ def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_pat
         text = (tmp_path / str(extra) / "profile" / "profile.md").read_text()
         (line,) = [one for one in text.splitlines() if one.startswith("Memory in this step")]
         counts.append(re.findall(r"([\d,.]+) allocations of ([\d,.]+) MiB", line)[0])
-        assert len(re.findall(r"^\| (?!operator )", text, re.M)) == profiler.TOP
+        assert len(re.findall(r"^.*\d% .*$", text, re.M)) == profiler.TOP
         assert (tmp_path / str(extra) / "profile" / "trace.json.gz").stat().st_size > 1000
     assert counts[0] == counts[1]
     assert int(counts[0][0].replace(",", "")) > 100

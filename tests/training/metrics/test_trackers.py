@@ -13,6 +13,7 @@ import pytest
 from accelerate import Accelerator
 
 import fp8stack
+from fp8stack.checkpoint.reader import canonical, sha256_of
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.training.metrics import trackers
@@ -80,7 +81,7 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     (text,) = _events(run).Tensors("run.toml/text_summary")
     assert 'recipe = "delayed"' in text.tensor_proto.string_val[0].decode()
     earlier = ["pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "14"]
-    assert command(*earlier, "--no-wandb", "--no-trackio", "--save-every", "4") == 0
+    assert command(*earlier, "--tensorboard", "--save-every", "4") == 0
     assert tensorboard(run, "loss") == wanted(run, "loss")
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
 
@@ -238,3 +239,61 @@ def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp
         message = refusal(fp8stack.pretrain, out=tmp_path / out, trackio=True, steps=1)
         assert message.startswith("--trackio: Self-hosted logging requires a write token")
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+# A run of somebody else
+
+
+def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
+    command, capsys, tmp_path, monkeypatch
+):
+    started: list[str] = []
+
+    def found(name: str) -> bool:
+        started.append(name)
+        return True
+
+    monkeypatch.setattr(trackers, "find_spec", found)
+    assert command("pretrain", *TINY, "--recipe", "fp32", "--out", "r") == 0
+    for file in (tmp_path / "r/run.toml", *tmp_path.glob("r/checkpoints/*/checkpoint.json")):
+        _name_all_trackers(file)
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "r", "--steps", "13") == 0
+    told = "not started: tensorboard, wandb, trackio, which only the saved run names; to go on: "
+    assert f"{told}--tensorboard --wandb --trackio" in capsys.readouterr().out
+    assert started == []
+    assert not (tmp_path / "r/wandb").exists()
+    again = ["pretrain", "--resume", "r/checkpoints/step-000012", "--steps", "14", "--tensorboard"]
+    assert command(*again) == 0
+    assert started == ["tensorboard"]
+    # Looking at it starts nothing.
+    for words in (["eval", "r"], ["report", "r"], ["show", "r"], ["list", "runs", "."]):
+        assert command(*words) == 0
+    assert started == ["tensorboard"]
+
+
+def _name_all_trackers(file: Path) -> None:
+    """Have a run's saved configuration name all trackers."""
+    if file.suffix == ".toml":
+        text = file.read_text()
+        for name in ("tensorboard", "wandb", "trackio"):
+            text = text.replace(f"{name} = false", f"{name} = true")
+        file.write_text(text)
+        return
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    manifest["info"]["config"] |= {"tensorboard": True, "wandb": True, "trackio": True}
+    file.write_text(json.dumps({"sha256": sha256_of(canonical(manifest)), **manifest}))
+
+
+def test_a_run_file_given_to_the_command_is_a_flag_of_it(command, tmp_path, monkeypatch):
+    started: list[str] = []
+
+    def found(name: str) -> bool:
+        started.append(name)
+        return True
+
+    monkeypatch.setattr(trackers, "find_spec", found)
+    (tmp_path / "run.toml").write_text("tensorboard = true\n")
+    assert command("pretrain", *TINY, "--config", "run.toml", "--recipe", "fp32", "--out", "r") == 0
+    assert started == ["tensorboard"]

@@ -1,18 +1,23 @@
 """Runs on prepared data: their tokenizer, documents, order and mixtures, also when resumed."""
 
 import json
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.config import parse_config
 from fp8stack.data import load_corpora, texts
 from fp8stack.distributed.parallelize import part_of
 from fp8stack.errors import UserError
+from fp8stack.model.config import load_config
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -64,7 +69,49 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
 def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
     words = ["pretrain", "--data", tokens, *TINY]
     refused(*words, "--tokenizer", "bytes", *VOCABULARY, said="is not that of the data")
-    refused(*words, said="--set model.vocabulary=300")
+    small = ("--set", "model_overrides.vocabulary=299")
+    refused(*words, *small, said="--set model.vocabulary=300")
+
+
+def vocabulary_of(run: Path) -> int:
+    config = parse_config(str(run / "run.toml"), {})
+    return load_config(config.model, config.model_overrides).vocabulary
+
+
+def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path):
+    """And a run that was resumed keeps its own."""
+    assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
+    assert vocabulary_of(tmp_path / "run") == 300
+    cut = cut_short(tmp_path / "run")
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(cut) == losses(tmp_path / "run")
+    more = ["--set", "model_overrides.vocabulary=512"]
+    assert command("pretrain", "--data", tokens, "--out", "more", *SHORT, *more) == 0
+    assert vocabulary_of(tmp_path / "more") == 512
+    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    asked = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
+    assert command("pretrain", *asked, *SHORT) == 0
+    assert vocabulary_of(tmp_path / "bin") == 300
+    asked = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
+    small = ["--steps", "2", "--batch", "4", "--context", "32"]
+    assert command("compare", *asked, *small, "--set", "model_overrides.layers=1") == 0
+    assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
+
+
+def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
+    characters = "\n abcdeé"
+    ids = {character: number for number, character in enumerate(characters)}
+    meta = {"vocab_size": len(ids), "stoi": ids, "itos": dict(enumerate(characters))}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/meta.pkl").write_bytes(pickle.dumps(meta))
+    for name in ("train", "val"):
+        tokens = np.array([ids[c] for c in "abc de é\n" * 200], dtype="<u2")
+        tokens.tofile(tmp_path / f"text/{name}.bin")
+    assert command("pretrain", "--data", "text", "--out", "run", *SHORT) == 0
+    assert vocabulary_of(tmp_path / "run") == len(characters)
+    capsys.readouterr()
+    assert command("generate", "run", "--prompt", "abc", "--tokens", "20", "--seed", "0") == 0
+    assert set(capsys.readouterr().out.rstrip("\n")) <= set(characters)
 
 
 def test_a_folder_of_tokens_is_no_place_for_a_run(refused, tokens, tmp_path):
@@ -181,14 +228,114 @@ def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tm
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
     asked = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
     assert command("pretrain", *asked) == 0
-    assert tokenizer_of_run("runs/mine") is None
+    assert tokenizer_of_run("runs/mine", None, None) is None
     assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
     for path in ("runs/mine", "runs/mine/checkpoints/step-000002"):
-        found = tokenizer_of_run(path)
+        found = tokenizer_of_run(path, None, None)
         assert found is not None
         assert found.vocabulary == 300
     with pytest.raises(UserError, match="was trained on tokens of"):
-        tokenizer_of_run("runs/mine", "bytes")
+        tokenizer_of_run("runs/mine", "bytes", None)
+
+
+def another(file: Path) -> None:
+    """Two tokens of a tokenizer.json change places."""
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(content))
+
+
+def other_spacing(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=4))
+
+
+REPLACED: dict[str, Callable[[Path], object]] = {
+    "another vocabulary": another,
+    "bytes": lambda file: file.write_text(fp8stack.load_tokenizer("bytes").to_json()),
+    "other spacing": other_spacing,
+    "nothing": Path.unlink,
+    "no tokenizer": lambda file: file.write_text("{}"),
+}
+USES = {
+    "resume": ["pretrain", "--steps", "13", "--resume", "cut"],
+    "begin": ["pretrain", "--init-from", "cut", "--data", "text.txt", "--out", "new"],
+    "generate": ["generate", "cut", "--tokens", "2"],
+    "generate of a checkpoint": ["generate", "cut/checkpoints/step-000008", "--tokens", "2"],
+    "eval": ["eval", "cut", "--windows", "2", "--recipes", "fp32"],
+    "export": ["export", "cut", "--format", "hf", "--out", "exported"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs in 300 tokens: on `.bin` and a named tokenizer, on prepared data, and on
+    text, all with a `tokenizer.json`."""
+    home = tmp_path_factory.mktemp("runs")
+    shutil.copytree(prepared, home / "tokens")
+    (home / "train.bin").write_bytes((home / "tokens/train-00000.bin").read_bytes())
+    (home / "text.txt").write_text(TEXT)
+    named = ["--tokenizer", str(home / "tokens")]
+    for name, data in (("bin", ["train.bin", *named]), ("prepared", ["tokens"]),
+                       ("text", ["text.txt", *named])):  # fmt: skip
+        asked = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
+        assert exit_code("pretrain", *asked, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
+        (home / name / "checkpoints/step-000012/checkpoint.json").unlink()
+    return home
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "replaced"),
+    [
+        *(("bin", use, replaced) for use in USES for replaced in REPLACED),
+        *(
+            (name, use, replaced)
+            for name in ("prepared", "text")
+            for use in ("resume", "begin")
+            for replaced in ("another vocabulary", "nothing")
+        ),
+    ],
+)
+def test_a_run_whose_tokenizer_was_replaced_says_so(
+    name, use, replaced, runs, command, tmp_path, capsys
+):
+    shutil.copytree(runs / name, tmp_path / "cut")
+    (tmp_path / "text.txt").write_text(TEXT)
+    file = tmp_path / "cut/tokenizer.json"
+    before = file.read_text()
+    REPLACED[replaced](file)
+    code = command(*USES[use])
+    printed = capsys.readouterr()
+    if replaced == "nothing" and (use, name) == ("resume", "prepared"):  # the data have another
+        assert code == 0
+        assert "tokenizer.json was missing: it is written again" in printed.out
+        assert file.read_text() == before
+        return
+    assert code == 2, printed
+    assert printed.err.count("\n") == 1 + printed.err.count("passed over"), printed
+    assert "tokenizer.json" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [*(("bin", use) for use in USES if use != "begin"), ("prepared", "resume"), ("text", "resume")],
+)
+def test_a_run_with_another_file_goes_on_with_its_tokenizer_by_name(
+    name, use, runs, command, tmp_path
+):
+    shutil.copytree(runs / name, tmp_path / "cut")
+    (tmp_path / "text.txt").write_text(TEXT)
+    file = tmp_path / "cut/tokenizer.json"
+    before = file.read_text()
+    another(file)
+    flags = [*USES[use], "--tokenizer", str(runs / "tokens")]
+    assert command(*flags) == 0
+    if use == "resume":
+        assert file.read_text() == before
+    other = tmp_path / "other.json"
+    other.write_text(before)
+    another(other)
+    assert command(*USES[use], "--tokenizer", str(other)) == 2
 
 
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
@@ -246,9 +393,9 @@ def test_a_runs_files_may_move_and_so_may_the_run(command, tmp_path):
     shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
     (tmp_path / "mine.toml").write_text(shape)
     for name, scaling in (("one", "current"), ("two", "block")):
-        (tmp_path / f"{name}.toml").write_text(f'scaling = "{scaling}"\n')
+        (tmp_path / f"{name}.toml").write_text(f'like = "{scaling}"\n')
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/one.toml").write_text('scaling = "none"\ncompute_dtype = "fp32"\n')
+    (tmp_path / "other/one.toml").write_text('compute_dtype = "fp32"\n')
     (tmp_path / "run.toml").write_text(
         'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
     )

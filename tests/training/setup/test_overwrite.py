@@ -1,9 +1,12 @@
 """`--overwrite` removes what a run wrote, nothing else, and only for what can be built."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fp8stack.io import write_atomically
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import contents, metrics
 from tests.training.conftest import saved
@@ -81,3 +84,96 @@ def test_overwriting_that_is_cut_short_leaves_no_old_checkpoint_to_a_new_run(
     assert RunFolder(run).holds_run
     assert command(*flags) == 2
     assert command(*flags, "--overwrite") == 0
+
+
+LINKED = ("presets", "checkpoints", "report_files", "profile", "tensorboard", "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("flags", [["--overwrite"], ["--resume", "auto", "--steps", "14"]])
+def test_nothing_is_written_or_removed_through_a_link_in_a_run(
+    name, flags, run, new, command, refused, tmp_path
+):
+    mine = tmp_path / "mine"
+    target = mine / "metrics.jsonl" if "." in name else mine
+    for file in ("a.toml", "loss.png", "step-000001/x", "step-000012/x", ".tmp-x", "metrics.jsonl"):
+        (mine / file).parent.mkdir(parents=True, exist_ok=True)
+        (mine / file).write_text(file)
+    before = contents(mine)
+    if (run / name).is_dir():
+        (run / name).rename(run / f"{name}-before")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(target)
+    # To go on, there must be a checkpoint.
+    if name == "checkpoints":
+        shutil.copytree(
+            run / "checkpoints-before/step-000012", mine / "step-000012", dirs_exist_ok=True
+        )
+        before = contents(mine)
+    refused(*new, "--out", "r", *flags, said=f"r/{name} is a symbolic link, and a run writes and")
+    assert contents(mine) == before
+
+
+def test_a_run_that_is_a_link_is_gone_on_with_and_not_overwritten(
+    run, new, command, refused, tmp_path
+):
+    (tmp_path / "link").symlink_to("r")
+    before = contents(run)
+    told = refused(*new, "--out", "link", "--overwrite", "--steps", "1")
+    assert (
+        f"link is a symbolic link, and --overwrite removes nothing through one. Give --out {run}"
+        in told
+    )
+    assert contents(run) == before
+    assert command(*new, "--out", "link", "--resume", "auto", "--steps", "14") == 0
+    assert saved(run) == ["step-000014", "step-000012"]
+
+
+def test_links_among_checkpoints_are_removed_and_not_what_they_lead_to(run, new, command, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "x").write_text("x")
+    (run / "checkpoints/step-000001").symlink_to(mine)
+    (run / "checkpoints/.tmp-step-000003").symlink_to(mine)
+    (run / "presets").mkdir(exist_ok=True)
+    (run / "presets/a.toml").symlink_to(mine / "x")
+    assert command(*new, "--out", "r", "--overwrite", "--steps", "2") == 0
+    assert contents(mine) == {"x": b"x"}
+    assert not [path for path in run.rglob("*") if path.is_symlink()]
+
+
+# Modes
+
+
+def _modes(folder: Path) -> dict[str, str]:
+    found = {str(p.relative_to(folder)): oct(p.stat().st_mode & 0o777) for p in folder.rglob("*")}
+    return found | {".": oct(folder.stat().st_mode & 0o777)}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_a_run_that_is_gone_on_with_stays_private(run, new, command):
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    assert command(*new, "--out", "r", "--resume", "auto", "--steps", "14") == 0
+    assert saved(run) == ["step-000014", "step-000012"]
+    assert set(_modes(run).values()) == {"0o700", "0o600"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_what_replaces_a_file_has_its_mode_and_a_new_file_the_users(tmp_path):
+    file = tmp_path / "folder/file"
+    file.parent.mkdir(mode=0o755)
+    file.parent.chmod(0o755)
+    mask = os.umask(0o027)
+    try:
+        write_atomically(file, b"1")
+        assert file.stat().st_mode & 0o777 == 0o640
+        for mode in (0o600, 0o666, 0o440):
+            file.chmod(mode)
+            write_atomically(file, b"2")
+            assert file.stat().st_mode & 0o777 == mode
+        file.parent.chmod(0o700)
+        write_atomically(file.with_name("new"), b"3")
+        assert file.with_name("new").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(mask)

@@ -1,0 +1,130 @@
+"""The scaled GEMMs of the code that inductor generates, checked by torch's meta functions.
+
+A program runs on tensors without values, of the shapes, strides and dtypes that it has on the GPU.
+Its Triton kernels do nothing; torch looks at the operands and scales of each scaled GEMM as it
+does before it calls cuBLAS or CUTLASS. Operators of fp8stack that multiply are entered.
+
+Import it where `pretend` was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8stack.numerics.operators import EAGER
+from fp8stack.ops import fused_casts, kernels
+
+if TYPE_CHECKING:
+    from bench.gpu_code.blocks import Program
+
+_NO_KERNEL = SimpleNamespace(run=lambda *args, **options: None)
+META = torch.device("meta")
+SCALED = ("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+
+
+class RefusedGemmError(RuntimeError):
+    """A scaled GEMM that torch does not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledGemm:
+    """One call of a scaled GEMM.
+
+    Attributes:
+        part: of the model, see `blocks.Kernel`.
+        operator: of torch, without its namespace and overload.
+        operands: the dtype, shape and strides of each tensor: the matrices, the scales, the bias.
+    """
+
+    part: str
+    operator: str
+    operands: list[str]
+
+
+def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
+    """The scaled GEMMs of programs, in the order in which they are called.
+
+    Raises:
+        RefusedGemmError: torch's meta function refuses one of them.
+    """
+    found: list[ScaledGemm] = []
+    for program in programs:
+        with patch.object(AsyncCompile, "triton", lambda *source, **options: _NO_KERNEL):
+            module: Any = PyCodeCache.load(program.code)
+        module.empty_strided_cuda = _empty
+        inputs = tree_map_only(
+            Tensor, lambda x: _empty(x.shape, x.stride(), x.dtype), program.inputs
+        )
+        with (
+            # Fake implementations of ours give what the operator gives on the inputs' device.
+            patch.object(fused_casts, "has_kernel", lambda device: True),
+            patch.object(kernels, "has_kernel", lambda device: True),
+            ScaledGemms(program.part) as seen,
+        ):
+            module.call(inputs)
+        found += seen.gemms
+    return found
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+
+class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes scaled GEMMs, after torch's meta function has taken them."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.part = part
+        self.gemms: list[ScaledGemm] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        space, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        if space == "fp8stack" and name.endswith("_gemm"):
+            with self:  # its fake implementation knows shapes alone
+                return EAGER[name](*args, **options)
+        if space != "aten" or name not in SCALED:
+            return func(*args, **options)
+        out = options.pop("out", None)
+        tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        operands = [f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors]
+        call = f"{name} of {'; '.join(operands)}"
+        try:
+            y = getattr(torch.ops.aten, name).default(*args, **options)
+        except (RuntimeError, ValueError) as error:
+            raise RefusedGemmError(f"{call}: {str(error).splitlines()[0]}") from error
+        if reason := _overlooked(name, tensors):
+            raise RefusedGemmError(f"{call}: {reason}")
+        if out is not None and (out.shape, out.dtype) != (y.shape, y.dtype):
+            raise RefusedGemmError(f"{call} gives {y.dtype} {tuple(y.shape)}, not {out.dtype}")
+        self.gemms.append(ScaledGemm(part=self.part, operator=name, operands=operands))
+        return y if out is None else out
+
+
+def _overlooked(operator: str, tensors: Sequence[Tensor]) -> str:
+    """A reason to refuse a GEMM that torch's meta function takes: it does not look at the strides
+    of scales by block, where cuBLAS reads them as they lie in memory. Else ""."""
+    a, b, *others = tensors
+    scales = [x for x in others if x.ndim == 2 and x.dtype == torch.float32]
+    rows = {(a.shape[0], 1), (1, b.shape[1])}
+    if operator == "_scaled_mm" and any(
+        tuple(x.shape) not in rows for x in scales if x.numel() > 1
+    ):
+        return "float32 scales by block in a GEMM that is not told how they are laid out"
+    small = [x for x in others if x.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn)]
+    if not all(x.is_contiguous() for x in small):
+        return "swizzled scales that are not contiguous"
+    return ""

@@ -1,0 +1,187 @@
+"""Commands that are killed before each operation on files: the same command then ends as if that
+had not been. What it writes is whole, old or new, and nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+from fp8stack import io
+from fp8stack.compare import comparison
+from fp8stack.compare.runs import Ended
+from fp8stack.compare.settings import Comparison, Job
+from fp8stack.forecast import forecast as forecasts
+from fp8stack.report import page
+from tests.faults.processes import Change, run_ranks, unchanged
+from tests.support.made_runs import make_run
+
+PAGE = f'<!doctype html>{page.MARK}">\n'
+
+
+def kill_at_each(
+    words: Sequence[str],
+    begin: Callable[[Path], object],
+    is_whole: Callable[[Path], bool],
+    tmp_path: Path,
+    change: Change = unchanged,
+    every: int = 1,
+) -> int:
+    """Run a command in a folder that `begin` fills and kill it, before each operation on files in
+    turn, or `every` so many. See that `is_whole` holds then, and that the same command leaves what
+    it leaves where it was never killed. Returns how many operations there are."""
+    begin(expected := tmp_path / "expected")
+    assert run_ranks(words, expected, 1, change=change)[0].code == 0
+    for number in itertools.count(1, every):
+        begin(folder := tmp_path / str(number))
+        ended = run_ranks(words, folder, 1, f"kill@file:{number}", change)[0]
+        if ended.code == 0:
+            return number - every
+        assert ended.code == -signal.SIGKILL
+        assert is_whole(folder), number
+        again = run_ranks(words, folder, 1, change=change)[0]
+        assert again.code == 0, (number, again.stderr)
+        assert entries(folder) == entries(expected), number
+        shutil.rmtree(folder)
+    raise AssertionError
+
+
+def entries(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below `folder`, by its path there; None for a folder."""
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in folder.rglob("*")
+    }
+
+
+@contextmanager
+def drawing_nothing(rank: int) -> Iterator[None]:
+    """A change: a report is a page of a line, and two plots of a word."""
+    plots = [SimpleNamespace(name=f"run1-{n}", png=lambda: b"new plot") for n in ("loss", "rates")]
+    with patch.object(page, "render", lambda runs, folder: (f"{PAGE}new page", plots)):
+        yield
+
+
+def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(tmp_path):
+    def begin(folder: Path) -> None:
+        run = make_run(folder / "run", steps=2, every=0)
+        (run / "report.html").write_text(f"{PAGE}old page")
+        plots = run / "report_files"
+        plots.mkdir()
+        (plots / "run1-loss.png").write_text("old plot")
+        (plots / "run1-older.png").write_text("old plot")  # which the new page does not have
+        (plots / ".DS_Store").write_text("somebody's")
+        # Left by another killed report. Process 1 lives, and is not the one that wrote it.
+        (plots / ".tmp-run1-older.png-1").write_text("old p")
+
+    def is_whole(folder: Path) -> bool:
+        run = folder / "run"
+        plots = {path.read_text() for path in run.glob("report_files/run1-*")}
+        whole = {f"{PAGE}old page", f"{PAGE}new page"}
+        return (run / "report.html").read_text() in whole and plots <= {"old plot", "new plot"}
+
+    words = ["report", "run"]
+    assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing) >= 15
+    plots = tmp_path / "expected" / "run" / "report_files"
+    assert {path.name for path in plots.iterdir()} == {
+        *("run1-loss.png", "run1-rates.png", ".DS_Store"),
+    }
+
+
+@contextmanager
+def without_exchange(rank: int) -> Iterator[None]:
+    """A change: a file system that cannot exchange two folders."""
+    with patch.object(io, "_exchange", lambda path, with_path: False):
+        yield
+
+
+@pytest.mark.parametrize("change", [unchanged, without_exchange])
+def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweeps(
+    change, pristine, tmp_path
+):
+    old = tmp_path / "old"
+    assert run_ranks(["export", str(pristine), "--out", str(old)], tmp_path, 1)[0].code == 0
+    (old / ".gitattributes").write_text("somebody's")
+    new = {"model.safetensors", "model.toml", ".gitattributes"}
+    names = [{path.name for path in old.iterdir()}, new]
+
+    def begin(folder: Path) -> None:
+        shutil.copytree(old, folder / "x")
+
+    def is_whole(folder: Path) -> bool:
+        if not (folder / "x").exists():
+            return change is without_exchange  # the next command brings it back
+        return {path.name for path in (folder / "x").iterdir()} in names
+
+    words = ["export", str(pristine), "--out", "x", "--format", "safetensors", "--overwrite"]
+    assert kill_at_each(words, begin, is_whole, tmp_path, change) >= 15
+
+
+def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_look(
+    pristine, tmp_path
+):
+    old = tmp_path / ".tmp-x-123-old"
+    assert run_ranks(["export", str(pristine), "--out", str(old)], tmp_path, 1)[0].code == 0
+    before = entries(old)
+    ended = run_ranks(["export", str(pristine), "--out", "x"], tmp_path, 1)[0]
+    assert ended.code == 2
+    assert "x is not empty" in ended.stderr
+    assert entries(tmp_path / "x") == before
+    assert not old.exists()
+
+
+@contextmanager
+def forecasting_nothing(rank: int) -> Iterator[None]:
+    """A change: a forecast is a word."""
+    result = SimpleNamespace(model_dump_json=lambda **_: "new", model_dump=lambda **_: {})
+    found = SimpleNamespace(result=lambda: result)
+    with patch.object(forecasts, "forecast", lambda request, tell: found):
+        yield
+
+
+def test_a_killed_forecast_leaves_the_old_or_the_new_one_and_the_next_one_sweeps(tmp_path):
+    def begin(folder: Path) -> None:
+        (make_run(folder / "run", steps=2, every=0) / "forecast.json").write_text("old")
+        (folder / "run" / ".tmp-forecast.json-1").write_text("o")
+
+    def is_whole(folder: Path) -> bool:
+        return (folder / "run" / "forecast.json").read_text().strip() in ("old", "new")
+
+    words = ["forecast", "run", "--json"]
+    assert kill_at_each(words, begin, is_whole, tmp_path, forecasting_nothing) >= 4
+
+
+@contextmanager
+def training_nothing(rank: int) -> Iterator[None]:
+    """A change: a run of a comparison is over at once, and the table is not drawn."""
+
+    def trained(asked: Comparison, job: Job, *others: object) -> Ended:
+        run = asked.folder(job).path
+        shutil.rmtree(run, ignore_errors=True)
+        row = {"step": 2, "loss": 3.0, "val_loss": 3.0, "precision": "fp32"}
+        make_run(run, steps=2, every=0, metrics=[row])
+        return Ended(exit=0, error="")
+
+    with (
+        patch.object(comparison, "train", trained),
+        patch.object(comparison, "comparison_plot", lambda rows, baseline, title: b"plot"),
+    ):
+        yield
+
+
+def test_a_killed_comparison_goes_on_and_sweeps(tmp_path):
+    def is_whole(folder: Path) -> bool:
+        report = folder / "c" / "compare.json"
+        return not report.exists() or json.loads(report.read_text())["runs"] != []
+
+    words = ["compare", "--recipes", "fp32", "--seeds", "1", "--steps", "2", "--out", "c"]
+    count = kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every=4)
+    assert count >= 40

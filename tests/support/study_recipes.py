@@ -1,0 +1,10 @@
+"""Paths of recipes in `bench/recipes/`: variations of nvfp4, each with one thing changed."""
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parents[2] / "bench" / "recipes"
+
+NEAREST = str(_FOLDER / "nvfp4_nearest.toml")
+NO_HADAMARD = str(_FOLDER / "nvfp4_no_hadamard.toml")
+LAST_BF16 = str(_FOLDER / "nvfp4_last_bf16.toml")
+BACKWARD_HIGH = str(_FOLDER / "nvfp4_backward_high.toml")

@@ -1,0 +1,78 @@
+"""What each of two ranks does that train a model in delayed scaling and do not make the same number
+of passes; a module that is quick to import."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8stack import Hardware, convert, fp8_state, resolve
+
+Result = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+BACKENDS = ["emulate", "torch"]
+COUNTS = {
+    "even": [(2, 2), (1, 1), (3, 3)],
+    "one more": [(2, 3), (2, 3), (2, 2)],
+    "many more": [(1, 5), (4, 1), (2, 2), (1, 3)],
+}
+"""How many micro-batches rank 0 and rank 1 have in each step."""
+
+
+def batch(rank: int, step: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    return torch.randn(8, 32, generator=generator) * (1 + part + 2 * rank)
+
+
+def wrapped(backend: str) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    plan = resolve("delayed", Hardware("cpu"), backend)
+    model = convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, DistributedDataParallel(model), optimizer
+
+
+def result(model: nn.Module) -> Result:
+    """FP8 state and weights, as arrays, which outlive their process."""
+    return {name: x.numpy().copy() for name, x in (fp8_state(model) | model.state_dict()).items()}
+
+
+def steps(rank: int, backend: str, counts: list[tuple[int, int]]) -> Result:
+    model, ddp, optimizer = wrapped(backend)
+    for step, count in enumerate(counts):
+        for part in range(count[rank]):
+            last = part == count[rank] - 1
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                ddp(batch(rank, step, part)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model)
+
+
+def joined(rank: int, backend: str, more: int) -> Result:
+    """Rank 1 has `more` batches than rank 0."""
+    model, ddp, optimizer = wrapped(backend)
+    with ddp.join():
+        for step in range(3 + more * rank):
+            ddp(batch(rank, step, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return result(model)
+
+
+def all_of(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    found: dict[str, Any] = {
+        f"{name} {backend}": steps(rank, backend, counts)
+        for name, counts in COUNTS.items()
+        for backend in BACKENDS
+    }
+    for more in (0, 2):
+        found[f"join {more}"] = joined(rank, "emulate", more)
+    return found

@@ -1,0 +1,259 @@
+"""A data worker that is killed, stopped or without memory: the run is saved, says why it ends, and
+goes on to the bit when it is started again."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pkgutil
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.data import StepBatches
+from fp8stack.errors import DataWorkerLost
+from fp8stack.training import data_workers
+from fp8stack.training.data_workers import DataWorkers, in_shared_memory
+from tests.conftest import TINY
+from tests.faults.processes import Child, Ended, difference, last_step, run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+WORDS = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY, "--set", "workers=2"]
+WORDS += ["--set", "worker_timeout=2"]
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux")
+
+
+def kill(number: int) -> None:
+    """Have another process send a signal to the last data worker of this one. (A worker takes
+    SIGTERM from its parent for a request to end.)"""
+    worker = max(worker.pid or 0 for worker in multiprocessing.active_children())
+    subprocess.run(["kill", f"-{number:d}", str(worker)], check=True)
+
+
+def fill_shared_memory(number: int) -> None:
+    """Let no file of this process grow, as where /dev/shm is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def lose_memory(number: int) -> None:
+    raise MemoryError
+
+
+def end(number: int) -> None:
+    os._exit(3)
+
+
+@contextmanager
+def forking(rank: int) -> Iterator[None]:
+    """A change: processes are forked, as in a command; those of the tests' server are not."""
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+
+
+@contextmanager
+def reading(step: int, act: Callable[[int], None], number: int, rank: int) -> Iterator[None]:
+    """A change: the data worker that reads `step` does something before, on the last rank."""
+    get, main = StepBatches.__getitem__, os.getpid()
+
+    def item(batches: StepBatches, at: int) -> Tensor:
+        if at == step and os.getpid() != main:
+            act(number)
+        return get(batches, at)
+
+    is_last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    with forking(rank), patch.object(StepBatches, "__getitem__", item if is_last else get):
+        yield
+
+
+@contextmanager
+def calling(name: str, count: int, number: int, rank: int) -> Iterator[None]:
+    """A change: a data worker gets a signal before the `count`-th call of a function."""
+    function, calls = pkgutil.resolve_name(name), list[str]()
+
+    def called(*arguments: Any, **keys: Any) -> Any:
+        calls.append(name)
+        if len(calls) == count:
+            kill(number)
+        return function(*arguments, **keys)
+
+    with forking(rank), patch(name, called):
+        yield
+
+
+def signal_itself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory) -> Path:
+    """The run that nothing befell."""
+    folder = tmp_path_factory.mktemp("twin")
+    assert run_ranks(WORDS, folder, 1, change=forking)[0].code == 0
+    return folder / "r"
+
+
+MOMENTS = {
+    "at the start": partial(reading, 1, signal_itself),
+    "in the middle": partial(reading, 7, signal_itself),
+    "in a step": partial(calling, "fp8stack.training.step.Step.__call__", 3),
+    "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
+    "in a save": partial(calling, "fp8stack.checkpoint.writer.sha256_of_file", 2),
+}
+SIGNALS = [(moment, signal.SIGKILL) for moment in MOMENTS]
+SIGNALS += [("in the middle", signal.SIGTERM), ("in a save", signal.SIGTERM)]
+SIGNALS += [("at the start", signal.SIGSTOP), ("in an evaluation", signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(("moment", "number"), SIGNALS)
+def test_a_lost_worker_ends_the_run_saved_and_the_same_command_goes_on_to_the_bit(
+    moment, number, twin, tmp_path
+):
+    change = partial(MOMENTS[moment], number)
+    said = {
+        signal.SIGKILL: r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
+        r"is out of memory\.",
+        signal.SIGTERM: r"Data worker \d+ was killed by signal 15 \(SIGTERM\)\.",
+        signal.SIGSTOP: r"Data workers gave no batch for 2 s \(worker_timeout\): a signal stopped "
+        r"process \d+\.",
+    }
+    goes_on(change, said[number], twin, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (fill_shared_memory, r"A data worker cannot hand over a batch: /dev/shm, the shared "
+         r"memory, is full\. Make room there, or make it larger \(docker run --shm-size=8g\)\."),
+        (lose_memory, r"A data worker found no memory left\."),
+        (end, r"Data worker \d+ ended with exit code 3\."),
+    ],
+)  # fmt: skip
+def test_a_worker_without_memory_ends_the_run_likewise(act, said, twin, tmp_path):
+    goes_on(partial(reading, 7, act, 0), said, twin, tmp_path)
+
+
+def goes_on(change: Callable[[int], Any], said: str, twin: Path, tmp_path: Path) -> None:
+    """See that a run ends saved, saying this, and that the same command completes it."""
+    ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
+    step = last_step(tmp_path / "r")
+    saved = f"The run is saved after step {step}" if step else "No step was done yet"
+    saved += ": go on with fp8stack pretrain --resume r, and with --set workers=0 if it happens"
+    assert ended.code == 75, ended
+    assert ended.is_one_line, ended.stderr
+    assert re.fullmatch(f"fp8stack: {said} {re.escape(saved)} again\\.\n", ended.stderr)
+    assert step < 12
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert run_ranks(WORDS, tmp_path, 1, change=forking)[0].code == 0
+    assert difference(tmp_path / "r", twin) == ""
+
+
+def test_shared_memory_that_a_worker_died_of_is_named(tmp_path):
+    change = partial(reading, 7, signal_itself, signal.SIGBUS)
+    ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
+    assert ended.code == 75
+    assert "(SIGBUS). Perhaps /dev/shm, the shared memory, is full." in ended.stderr
+
+
+def test_all_ranks_end_alike_if_one_of_them_loses_a_worker(tmp_path):
+    change = partial(reading, 7, signal_itself, signal.SIGKILL)
+    ended: list[Ended] = run_ranks(WORDS, tmp_path, 2, change=change)
+    assert [rank.code for rank in ended] == [75, 75]
+    assert "rank 1: Data worker" in ended[0].stderr
+    assert last_step(tmp_path / "r") in range(1, 7)
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stopped_worker(tmp_path):
+    words = [*WORDS, "--steps", "100000", "--set", "worker_timeout=3000"]
+    child = Child(words, tmp_path, change=partial(reading, 7, signal_itself, signal.SIGSTOP))
+    while not any(map(is_stopped, children(child.pid))):
+        assert child.is_alive
+        time.sleep(0.05)
+    child.signal(signal.SIGTERM)
+    ended = child.wait(120)
+    assert ended.code == 75
+    assert last_step(tmp_path / "r")
+    assert children(child.pid) == []
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process started (Linux)."""
+    try:
+        return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+    except OSError:
+        return []
+
+
+def is_stopped(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+# Its parts
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_torchs_errors_about_shared_memory_name_it(code, monkeypatch):
+    def full(tensor: Tensor) -> Tensor:
+        file = "shared memory(shm) for file </torch_1_2_3>"
+        raise RuntimeError(f"unable to allocate {file}: {os.strerror(code)} ({code})")
+
+    monkeypatch.setattr(Tensor, "share_memory_", full)
+    tokens = torch.zeros(3)
+    assert in_shared_memory(tokens) is tokens  # in the main process nothing is shared
+    monkeypatch.setattr(data_workers, "get_worker_info", lambda: object())
+    with pytest.raises(DataWorkerLost, match="/dev/shm, the shared memory, is full"):
+        in_shared_memory(tokens)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm, the shared memory, is full"),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "temporarily unavailable"),
+    ],
+)
+def test_workers_that_cannot_start_are_lost(error, said):
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            raise error
+
+    with pytest.raises(DataWorkerLost, match=f"^Cannot start data workers: .*{said}"):
+        DataWorkers(Loader(), 60.0, bool)  # type: ignore[arg-type]
+
+
+def test_a_lost_worker_keeps_its_message_on_its_way_to_the_main_process():
+    told = "Caught DataWorkerLost in DataLoader worker process 0.\nOriginal Traceback (most recent"
+    told += ' call last):\n  File "x"\nfp8stack.errors.DataWorkerLost: It is: full.\n'
+    assert str(DataWorkerLost(told)) == str(DataWorkerLost("It is: full.")) == "It is: full."
+
+
+def test_the_loop_of_the_docs_starts_again_on_the_exit_code_of_a_lost_worker(tmp_path):
+    page = (DOCS / "long_runs.md").read_text()
+    script = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.S) if "seq" in block)
+    (tmp_path / "fp8stack").write_text(
+        f'#!/bin/sh\necho "$@" >> tries\n[ $(wc -l < tries) -ge 3 ] || exit '
+        f"{DataWorkerLost.exit_code}\n"
+    )
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for name in ("fp8stack", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert (
+        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=path, check=False).returncode == 0
+    )
+    tries = (tmp_path / "tries").read_text().splitlines()
+    assert len(tries) == 3
+    assert all(line.startswith("pretrain --resume auto --out runs/long") for line in tries)

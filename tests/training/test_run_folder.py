@@ -1,0 +1,169 @@
+"""A run that another process trains, which its lock shows: nobody calls it cut, and nobody else
+trains in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8stack.config import parse_config
+from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from tests.conftest import TINY, contents, refusal
+from tests.support.made_runs import make_run, write_lines
+from tests.test_io import held_by_another_process
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+
+IN_USE = "Another process trains in runs/gpt-nano-fp32. Wait for it or give another --out."
+
+
+def sessions(run: Path, *ended: bool) -> None:
+    rows = []
+    for step, end in enumerate(ended):
+        times = {"step": step, "time": f"2026-01-0{step + 1}T10:00:00+00:00"}
+        rows.append({"event": "begin", **times, "versions": {}})
+        rows += [{"event": "end", **times, "seconds": 1.0, "how": "done"}] if end else []
+    write_lines(run / "sessions.jsonl", rows)
+
+
+@pytest.fixture
+def unfinished(tmp_path, monkeypatch) -> Path:
+    """A run whose first 20 of 200 steps are done, in `runs` of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs" / "gpt-nano-fp32", steps=200, recipe="fp32", every=0)
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:20]
+    (run / "metrics.jsonl").write_text("".join(rows))
+    sessions(run, False, False)
+    (run / "checkpoints" / "step-000016").mkdir(parents=True)
+    (run / ".lock").touch()
+    return run
+
+
+@pytest.fixture
+def live(unfinished) -> Iterator[Path]:
+    """The same while another process trains it."""
+    with held_by_another_process(unfinished / ".lock"):
+        yield unfinished
+
+
+def test_a_run_is_running_as_long_as_another_process_holds_its_lock(unfinished):
+    folder = RunFolder(unfinished)
+    assert not folder.is_running
+    assert folder.cut_at == (16, 200)
+    assert [run.path.name for run in cut_runs()] == [unfinished.name]
+    with held_by_another_process(unfinished / ".lock") as process:
+        assert folder.is_running
+        assert folder.cut_at is None
+        assert list(cut_runs()) == []
+        process.kill()
+        process.wait()
+        assert not folder.is_running
+
+
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    folder.claim()
+    (reader, writer), (heard, begun) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(begun, b"x")
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        assert folder.is_running
+        folder.release()
+        assert not folder.is_running
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        for end in (reader, writer, heard, begun):
+            os.close(end)
+
+
+def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
+    asks = "from fp8stack.io import is_held; from pathlib import Path\nprint(flush=True)\n"
+    asks += f"while True: is_held(Path({str(tmp_path / 'r' / '.lock')!r}))\n"
+    folder = RunFolder(tmp_path / "r")
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(200):
+            folder.claim()
+            folder.release()
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("held", "state", "how"), [(True, "running", "still running"), (False, "unfinished", "killed")]
+)
+def test_list_show_and_report_say_that_a_run_is_running(
+    held, state, how, unfinished, command, capsys
+):
+    os.chdir(unfinished.parents[1])
+    with held_by_another_process(unfinished / ".lock") if held else os.scandir():
+        assert command("list", "runs", "--json") == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["state"].split(",")[0] == state
+        assert command("show", str(unfinished)) == 0
+        shown = capsys.readouterr().out
+        assert state in shown
+        assert ("pretrain --resume" in shown) is not held
+        assert command("report", str(unfinished)) == 0
+        page = (unfinished / "report.html").read_text()
+        assert f'badge {state}"' in page
+        assert ("killed" in page, "still running" in page) == (True, held)
+        assert how in page
+
+
+def test_a_run_of_the_last_steps_is_running_until_its_process_ends(unfinished, command, capsys):
+    os.chdir(unfinished.parents[1])
+    text = (unfinished / "run.toml").read_text()
+    (unfinished / "run.toml").write_text(text.replace("steps = 200", "steps = 20"))
+    for held, state in ((True, "running"), (False, "done")):
+        with held_by_another_process(unfinished / ".lock") if held else os.scandir():
+            assert command("list", "runs", "--json") == 0
+            assert json.loads(capsys.readouterr().out)[0]["state"] == state
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--out", "runs/gpt-nano-fp32"],
+        ["--out", "runs/gpt-nano-fp32", "--resume", "auto"],
+        ["--resume", "runs/gpt-nano-fp32"],
+        ["--resume", "runs/gpt-nano-fp32/checkpoints/step-000016"],
+        ["--resume", "auto", "--recipe", "fp32"],
+        ["--out", "runs/gpt-nano-fp32", "--overwrite"],
+    ],
+)
+def test_a_run_that_another_process_trains_is_left_alone(flags, live, refused):
+    os.chdir(live.parents[1])
+    before = contents(live)
+    recipe = [] if "--resume" in flags else ["--recipe", "fp32"]
+    refused("pretrain", *flags, *recipe, said=IN_USE)
+    assert contents(live) == before
+
+
+def test_a_new_run_takes_another_folder_and_does_not_call_a_live_one_cut(live, command, capsys):
+    os.chdir(live.parents[1])
+    assert command("pretrain", "--recipe", "fp32", *TINY, "--steps", "1") == 0
+    assert Path("runs/gpt-nano-fp32-2/metrics.jsonl").exists()
+    assert "was cut" not in capsys.readouterr().out
+
+
+def test_a_folder_that_another_process_has_just_claimed_is_not_vacant(live):
+    for path in live.iterdir():
+        if path.name != ".lock":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    os.chdir(live.parents[1])
+    config = parse_config(None, {"recipe": "fp32"})
+    assert choose_folder(config, resume=False).path.name == "gpt-nano-fp32-2"
+    assert refusal(RunFolder(live).require_free).startswith("Another process trains in")
