@@ -189,13 +189,18 @@ def test_micro_batches_share_a_cast_where_values_are_known_or_nobody_else_change
     assert casts(model) <= 2 + 6 + 1 + 2
 
 
-@pytest.mark.parametrize(("recipe", "backend"), [way for way in SOME if way[1] != "emulate"])
-def test_a_pass_for_evaluation_sees_values_that_nothing_told_of(recipe, backend):
-    model = gpt(recipe, backend)
+def changed_and_fresh(recipe: str, backend: str) -> tuple[GPT, GPT]:
+    """A model whose weights changed by `.data` after a step, and a new one with these weights."""
+    model, fresh = gpt(recipe, backend), gpt(recipe, backend)
     loss_of(model, 0).backward()
     by_data(model)
-    fresh = gpt(recipe, backend)
     fresh.load_state_dict(model.state_dict())
+    return model, fresh
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [way for way in SOME if way[1] != "emulate"])
+def test_a_pass_for_evaluation_sees_values_that_nothing_told_of(recipe, backend):
+    model, fresh = changed_and_fresh(recipe, backend)
     load_fp8_state(fresh, fp8_state(model))
     model.backend.weights.mark()  # in delayed scaling, an evaluation takes no new scale by itself
     with torch.no_grad():
@@ -204,11 +209,7 @@ def test_a_pass_for_evaluation_sees_values_that_nothing_told_of(recipe, backend)
 
 @pytest.mark.parametrize(("recipe", "backend"), [("current", "torch"), ("current", "te")])
 def test_a_part_that_is_called_by_itself_sees_them_too(recipe, backend):
-    model = gpt(recipe, backend)
-    loss_of(model, 0).backward()
-    by_data(model)
-    fresh = gpt(recipe, backend)
-    fresh.load_state_dict(model.state_dict())
+    model, fresh = changed_and_fresh(recipe, backend)
     x = normal(16, 32)
     up, other = (each.get_submodule("blocks.0.mlp.up") for each in (model, fresh))
     assert torch.equal(up(x), other(x))
