@@ -58,7 +58,7 @@ def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
     Raises:
         RefusedGemmError: torch's meta function refuses one of them.
     """
-    found: list[ScaledGemm] = []
+    gemms: list[ScaledGemm] = []
     for program in programs:
         with patch.object(AsyncCompile, "triton", lambda *source, **options: _NO_KERNEL):
             module: Any = PyCodeCache.load(program.code)
@@ -70,11 +70,11 @@ def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
             # Fake implementations of ours give what the operator gives on the inputs' device.
             patch.object(fused_casts, "has_kernel", lambda device: True),
             patch.object(kernels, "has_kernel", lambda device: True),
-            ScaledGemms(program.part) as seen,
+            ScaledGemms(program.part) as recorder,
         ):
             module.call(inputs)
-        found += seen.gemms
-    return found
+        gemms += recorder.gemms
+    return gemms
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -117,14 +117,14 @@ class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _overlooked(operator: str, tensors: Sequence[Tensor]) -> str:
     """A reason to refuse a GEMM that torch's meta function takes: it does not look at the strides
     of scales by block, where cuBLAS reads them as they lie in memory. Else ""."""
-    a, b, *others = tensors
-    scales = [x for x in others if x.ndim == 2 and x.dtype == torch.float32]
+    a, b, *scales_and_bias = tensors
+    scales = [x for x in scales_and_bias if x.ndim == 2 and x.dtype == torch.float32]
     rows = {(a.shape[0], 1), (1, b.shape[1])}
     if operator == "_scaled_mm" and any(
         tuple(x.shape) not in rows for x in scales if x.numel() > 1
     ):
         return "float32 scales by block in a GEMM that is not told how they are laid out"
-    small = [x for x in others if x.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn)]
+    small = [x for x in scales_and_bias if x.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn)]
     if not all(x.is_contiguous() for x in small):
         return "swizzled scales that are not contiguous"
     return ""

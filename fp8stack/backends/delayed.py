@@ -89,8 +89,8 @@ class Slot:
 
     @property
     def recorded(self) -> Tensor:
-        """Where an amax is recorded, float32 and 0-dim: in the history but for one that an update
-        moved, of a pass that is run again."""
+        """The tensor that an amax is recorded in, float32 and 0-dim: the history's, unless a pass
+        runs again whose amaxes an update has moved."""
         if torch.compiler.is_compiling() or self.operand == "grad_output":
             return self._recorded
         return self._recorded if self._delayed.forward_counts else self._delayed.discarded
@@ -225,7 +225,7 @@ class DelayedScaling:
 
     @property
     def again(self) -> Pass | None:
-        """The pass of which a part runs again, in a backward pass."""
+        """The forward pass that a backward pass runs again, at least in part; None if none."""
         return self._passes.again()
 
     @property
@@ -382,14 +382,14 @@ class DelayedScaling:
                     if isinstance(y, Tensor) and y.requires_grad:
                         hook = partial(self._enter, begun)
                         y.register_hook(hook)  # type: ignore[no-untyped-call]
-        # Without an output it failed.
+        # A pass that gave no output has failed.
         self._forward_due = begun is not None and begun.records and output is not None
         if self._under_way:  # the outer pass goes on
             self._records = self._under_way[-1].records
 
     def _enter(self, begun: Pass, gradient: Tensor) -> None:
-        """Have compiled layers, which ask for no pass, read the scales of the one whose backward
-        pass begins: they may run again in it."""
+        """Set the scales to those of the pass whose backward pass begins. Compiled layers, which
+        may run again in it, do not ask for a pass."""
         if not begun.moved:
             return
         if self._aside is None:
@@ -408,7 +408,7 @@ class DelayedScaling:
             self._aside = None
 
     def _read(self, scales: Tensor, first_scales: Tensor) -> None:
-        """Have casts of inputs and weights read these scales, float32 [slots]."""
+        """Set the scales that casts of inputs and weights use, float32 [slots]."""
         now = self.history.scales
         now.copy_(torch.where(self._of_gradients(), now, scales))
         self.first_scales.copy_(first_scales)

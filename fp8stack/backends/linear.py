@@ -94,7 +94,7 @@ class LowPrecisionLinear(nn.Linear):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """As `nn.Module.load_state_dict` calls it: note that the weight is another."""
+        """Note that the weight was replaced; `nn.Module.load_state_dict` calls this."""
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if self.reminder is not None:
             names = (name for name, _ in self.named_parameters() if name != "bias")

@@ -19,9 +19,15 @@ LIMIT = 256
 
 @dataclass(eq=False)
 class Pass:
-    """A forward pass of the model: the scales that it casts inputs and weights with, float32
-    [slots]; whether it records amaxes; and whether an update moved those of its inputs and weights.
-    `end` is the number that autograd gives the first node after it; None while it runs."""
+    """A forward pass of the model.
+
+    Attributes:
+        scales: the scales of inputs, float32 [slots].
+        weight_scales: the scales of weights, float32 [slots].
+        records: whether the pass records amaxes.
+        moved: whether an update moved the amaxes of its inputs and weights into the history.
+        end: the number that autograd gives the first node after the pass; None while it runs.
+    """
 
     scales: Tensor
     weight_scales: Tensor
@@ -48,7 +54,7 @@ class Passes:
         return vars(Passes())  # no graph of a copy has been made
 
     def reserve(self, like: Tensor) -> Tensor:
-        """Have memory for the scales of all slots, beside `like`, float32 [slots]."""
+        """Allocate memory for the scales of all passes on the device of `like`, float32 [slots]."""
         memory = self._memory
         if memory is None or memory.device != like.device or memory.shape[0] != LIMIT:
             with torch.inference_mode(False):
@@ -86,7 +92,7 @@ class Passes:
         task = torch._C._current_graph_task_id()
         if task == -1 or not self._begun:
             return None
-        # In a backward pass within another one (reentrant checkpointing) nodes have other numbers.
+        # Reentrant checkpointing: nodes of a backward pass within another one have other numbers.
         if self._outer is None:
             Variable._execution_engine.queue_callback(self._backward_ended)
         if self._outer is None or self._outer[0] == task:

@@ -13,7 +13,7 @@ from fp8stack.precision import Plan
 from fp8stack.precision.profit import Shape
 
 Measure = Callable[..., Mapping[str, Timing]]
-"""What times arms: `fp8stack.benchmark.timing.interleaved`, or a test's own."""
+"""A function that times arms, such as `fp8stack.benchmark.timing.interleaved`."""
 
 
 def side_by_side(
@@ -60,8 +60,9 @@ def _in_fp8(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Plan:
 
 
 def _copies(shape: Shape) -> int:
-    """How many linears of a shape are measured as one model: what a model does once per pass is
-    shared by its layers, and kernels are launched while others run. Fewer where memory is short."""
+    """The number of linears of a shape that are measured as one model. Its layers share the work
+    that a model does once per pass, and kernels are launched while others run. Large layers are
+    measured fewer at a time, for memory."""
     tokens, inputs, outputs = shape
     elements = inputs * outputs + tokens * (inputs + outputs)
     return max(1, min(8, 2**30 // elements))
