@@ -9,17 +9,18 @@ from fp8stack import terminal
 def report(
     runs: Sequence[Path], out: str | None = None, text: bool = False, json: bool = False
 ) -> Path | None:
-    """Report on `runs`, and return the page that was written, if any.
+    """Report on `runs`. Returns the path of the HTML page, None if no page was written.
 
     Args:
         runs: run folders.
-        out: the page; by default `report.html` in the run's folder, or in the folder that several
-            runs share. Its plots are written as PNG files to the folder `report_files` beside it.
-        text: print a summary; then a page is written only if `out` is given.
-        json: the same, as JSON.
+        out: path of the page; by default `report.html` in the run's folder, or in the folder that
+            several runs share. Its plots are written as PNG files to the folder `report_files` next
+            to the page.
+        text: print a summary. A page is then written only if `out` is given.
+        json: print the summary as JSON. A page is then written only if `out` is given.
 
     Raises:
-        UserError: a path is no run, or `out` is not a file that can be replaced.
+        UserError: a path holds no run, or `out` is not a file that can be replaced.
         StorageError: the disk is full or cannot be written.
     """
     from fp8stack.report.analysis import analyze
@@ -36,7 +37,7 @@ def report(
         from fp8stack.report.text import show
         from fp8stack.screen import Screen
 
-        show(analyses, titles([one.run for one in analyses]), Screen())
+        show(analyses, titles([analysis.run for analysis in analyses]), Screen())
     if json:
         from fp8stack.report.summary import as_json
 

@@ -1,4 +1,4 @@
-"""Analyzes a run: findings that need attention, the worst first."""
+"""Analysis of a run: findings that need attention, the worst first."""
 
 import math
 from collections import Counter
@@ -18,11 +18,11 @@ from fp8stack.report.outliers import Outlier, find_outliers, settled
 from fp8stack.report.read import Operand, Run, of_linears, table
 from fp8stack.tables import counted
 
-MOST = 6  # outliers that have a sentence each
-CLIPPED_BITS = 3.0  # an amax 8 times the largest value in range; less is usual in delayed scaling
+MOST = 6  # the worst outliers get a sentence each, the others only their name
+CLIPPED_BITS = 3.0  # amax / largest value in range = 8; delayed scaling often has less
 CLIPPED_SHARE = 1e-2
-LOW_SQNR_DB = 15.0  # E5M2 at its best has 25 dB, E4M3 31 dB
-LOWER_SQNR_DB = 10.0  # for formats with one mantissa bit: E2M1 at its best has 20 dB
+LOW_SQNR_DB = 15.0  # E5M2 at best has 25 dB, E4M3 31 dB
+LOWER_SQNR_DB = 10.0  # for formats with less than two mantissa bits; E2M1 at best has 20 dB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class Analysis:
     run: Run
     findings: list[Finding]
     outliers: list[Outlier]
-    operands: list[Operand]  # see `outliers.settled`
+    operands: list[Operand]  # only samples with settled scales, see `outliers.settled`
     extremes: list[tuple[str, str, int, str]]
-    total: int | None
-    done: int
+    total: int | None  # steps that the config asks for
+    done: int  # last step in the metrics
     state: str
 
 
@@ -95,12 +95,12 @@ def _is_delayed(recipe: Mapping[str, Any]) -> bool:
 
 
 def verdict(analysis: Analysis) -> str:
-    """The sentence that heads the findings."""
+    """The sentence above the findings."""
     counts = Counter(finding.level for finding in analysis.findings)
     words: tuple[Level, ...] = ("alarm", "warning")
-    parts = [counted(counts[word], word) for word in words if counts[word]]
-    if parts:
-        return f"Needs attention: {' and '.join(parts)}."
+    problems = [counted(counts[word], word) for word in words if counts[word]]
+    if problems:
+        return f"Needs attention: {' and '.join(problems)}."
     if analysis.findings:
         return f"Nothing alarming: {counted(len(analysis.findings), 'note')}."
     if analysis.run.operands and not analysis.operands:
@@ -140,11 +140,11 @@ def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
         )
         yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
     if more := outliers[MOST:]:
-        rest = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
-        others = " and others" if len(more) > 20 else ""
+        names = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
+        suffix = " and others" if len(more) > 20 else ""
         yield Finding(
             _level(more[0]),
-            f"{counted(len(more), 'more stands', 'more stand')} out less: {rest}{others}.",
+            f"{counted(len(more), 'more stands', 'more stand')} out less: {names}{suffix}.",
         )
 
 
@@ -156,7 +156,7 @@ def _level(out: Outlier) -> Level:
 
 
 def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
-    """Amaxes that exceeded the range of their scale: how many, and the worst."""
+    """Count the amaxes that exceeded the range of their scale, and name the worst."""
     count = samples = 0
     worst: tuple[float, Operand, int] | None = None
     most = 0.0
@@ -184,38 +184,42 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
     yield Finding("warning" if bad else "note", text)
 
 
-def _low_sqnr(operands: Sequence[Operand], named: Sequence[Outlier]) -> Iterable[Finding]:
-    known = {id(out.operand) for out in named if "sqnr_db" in out.values}
-    low: dict[float, list[tuple[float, Operand]]] = {}
+def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Iterable[Finding]:
+    reported_ids = {id(out.operand) for out in outliers if "sqnr_db" in out.values}
+    groups: dict[float, list[tuple[float, Operand]]] = {}
     for operand in operands:
         sqnr = operand.figures["sqnr_db"]
         sqnr = sqnr[np.isfinite(sqnr)]
         format = FORMATS.get(operand.format)
-        least = LOWER_SQNR_DB if format and format.mantissa_bits < 2 else LOW_SQNR_DB
-        if len(sqnr) and id(operand) not in known and float(np.median(sqnr)) < least:
-            low.setdefault(least, []).append((float(np.median(sqnr)), operand))
-    for least, found in low.items():
-        value, operand = min(found, key=lambda pair: pair[0])
+        least_db = LOWER_SQNR_DB if format and format.mantissa_bits < 2 else LOW_SQNR_DB
+        if len(sqnr) and id(operand) not in reported_ids and float(np.median(sqnr)) < least_db:
+            groups.setdefault(least_db, []).append((float(np.median(sqnr)), operand))
+    for least_db, group in groups.items():
+        value, operand = min(group, key=lambda pair: pair[0])
         yield Finding(
             "warning",
-            f"{counted(len(found), 'operand keeps', 'operands keep')} less than {least:.0f} dB "
+            f"{counted(len(group), 'operand keeps', 'operands keep')} less than {least_db:.0f} dB "
             f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median).",
         )
 
 
 def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
-    """The worst settled sample of each figure, alarming or not."""
-    found = []
+    """The worst sample of each figure once scales have settled, alarming or not."""
+    extremes = []
     for label, figure, sign in (
         ("lowest SQNR", "sqnr_db", -1.0),
         ("most saturated", "saturated", 1.0),
         ("most underflow", "underflow", 1.0),
         ("least headroom", "headroom_bits", -1.0),
     ):
-        each = ((sign * operand.figures[figure], operand) for operand in operands)
-        tops = [(float(np.nanmax(of)), of, one) for of, one in each if np.isfinite(of).any()]
-        if tops:
-            value, values, operand = max(tops, key=lambda top: top[0])
+        signed = ((sign * operand.figures[figure], operand) for operand in operands)
+        peaks = [
+            (float(np.nanmax(values)), values, operand)
+            for values, operand in signed
+            if np.isfinite(values).any()
+        ]
+        if peaks:
+            value, values, operand = max(peaks, key=lambda peak: peak[0])
             step = int(operand.steps[np.nanargmax(values)])
-            found.append((label, operand.name, step, shown(figure, sign * value)))
-    return found
+            extremes.append((label, operand.name, step, shown(figure, sign * value)))
+    return extremes

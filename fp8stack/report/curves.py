@@ -1,4 +1,4 @@
-"""Curves over the steps: loss, learning rate, gradient norm, throughput, amaxes."""
+"""Plots of loss, learning rate, gradient norm, throughput and amaxes over the steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,31 +22,31 @@ from fp8stack.report.read import Operand, Run, column, of_linears
 from fp8stack.tables import counted
 from fp8stack.training.metrics.plot import smoothed, view_range
 
-FEW = 3  # with more runs, only the running mean is drawn
+FEW = 3  # with more runs than this, only the running mean is drawn
 WORST = 6  # operands whose amaxes are drawn
 
 
 def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
-    """Training loss (each step, and smoothed) and validation loss; None if there is none."""
+    """Training loss (raw and smoothed) and validation loss. None if the runs have no losses."""
     with style():
         figure = new_figure(7.4, 3.6)
         axes = figure.add_subplot()
         values: list[float] = []
-        each: list[float] = []
+        raw_losses: list[float] = []
         captions = []
-        for at, (run, called) in enumerate(zip(runs, names, strict=True)):
-            color = COLORS[at % len(COLORS)]
-            prefix = f"{called}: " if len(runs) > 1 else ""
+        for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
+            color = COLORS[index % len(COLORS)]
+            prefix = f"{run_name}: " if len(runs) > 1 else ""
             steps, losses = column(run, "loss")
             if losses:
                 smooth = smoothed(losses)
                 values += smooth
                 if len(runs) <= FEW:
-                    each += losses
+                    raw_losses += losses
                     axes.plot(*thinned(steps, losses), color=color, alpha=0.28, linewidth=0.8,
                               label=None if prefix else "training, each step")  # fmt: skip
                 axes.plot(*thinned(steps, smooth), color=color, linewidth=1.7,
-                          label=called if prefix else "training, running mean")  # fmt: skip
+                          label=run_name if prefix else "training, running mean")  # fmt: skip
                 captions.append(f"{prefix}training loss from {smooth[0]:.3f} to {smooth[-1]:.3f}")
             steps, losses = column(run, "val_loss")
             if losses:
@@ -60,8 +60,8 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
             return None
         if len(runs) == 1:
             mark_events(axes, runs[0].events)
-        low, high = axes.set_ylim(*view_range(values, each))
-        if beyond := sum(not low <= value <= high for value in each or values):
+        low, high = axes.set_ylim(*view_range(values, raw_losses))
+        if beyond := sum(not low <= value <= high for value in raw_losses or values):
             captions.append(f"{counted(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
@@ -73,7 +73,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
 
 
 def rates(run: Run, name: str) -> Picture | None:
-    """Learning rate, and gradient norm on a logarithmic axis; None if there is neither."""
+    """Learning rate, and gradient norm on a logarithmic axis. None if the run has neither."""
     with style():
         figure = new_figure(7.4, 3.6)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.6))
@@ -104,24 +104,24 @@ def rates(run: Run, name: str) -> Picture | None:
 
 
 def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
-    """Tokens per second; None if there are no timings."""
+    """Tokens per second. None if the runs have no timings."""
     with style():
         figure = new_figure(7.4, 2.9)
         axes = figure.add_subplot()
         tops: list[float] = []
         captions = []
-        for at, (run, called) in enumerate(zip(runs, names, strict=True)):
+        for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
             steps, values = _positive(*column(run, "tokens_per_s"))
             if not values:
                 continue
-            color = COLORS[at % len(COLORS)]
+            color = COLORS[index % len(COLORS)]
             if len(runs) <= FEW:
                 axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.8)
-            axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.7, label=called)
+            axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.7, label=run_name)
             tops.append(float(np.percentile(values, 99)))
             _, times = column(run, "step_ms")
             took = f", {np.median(times):,.0f} ms a step" if times else ""
-            prefix = f"{called}: " if len(runs) > 1 else ""
+            prefix = f"{run_name}: " if len(runs) > 1 else ""
             captions.append(f"{prefix}median {np.median(values):,.0f} tokens/s{took}")
         if not tops:
             return None
@@ -137,68 +137,78 @@ def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture 
 
 
 def amaxes(analysis: Analysis, name: str) -> Picture | None:
-    """Amaxes of the worst operands, and the range of their scales; None without telemetry."""
-    chosen = worst(analysis)
-    if not chosen:
+    """Amaxes of the worst operands, and the range of their scales. None without telemetry."""
+    operands = worst(analysis)
+    if not operands:
         return None
     with style():
-        columns = min(3, len(chosen))
-        rows = -(-len(chosen) // columns)
+        columns = min(3, len(operands))
+        rows = -(-len(operands) // columns)
         figure = new_figure(10, 0.5 + 2.3 * rows)
         panels = figure.subplots(rows, columns, sharex=True, squeeze=False)
-        for axes in panels.flat[len(chosen) :]:
+        for axes in panels.flat[len(operands) :]:
             axes.set_visible(False)
-        limited = [_amax(axes, one) for axes, one in zip(panels.flat, chosen, strict=False)]
+        limited = [
+            _amax(axes, operand) for axes, operand in zip(panels.flat, operands, strict=False)
+        ]
         for axes in panels[-1]:
             whole_steps(axes)
         legend_above(figure, panels.flat[0])
-        held = " Blocks have a scale each, so no line says what they can hold."
+        notes = " Blocks have a scale each, so no line says what they can hold."
         if any(limited):
-            held = ""
-        if any(one.clipped.any() for one in chosen):
-            held += " A triangle marks an amax that was clipped."
-        names = "; ".join(operand.name for operand in chosen)
+            notes = ""
+        if any(operand.clipped.any() for operand in operands):
+            notes += " A triangle marks an amax that was clipped."
+        names = "; ".join(operand.name for operand in operands)
         return Picture(
             figure=figure,
             name=name,
             title="Amax histories",
-            caption=f"The {len(chosen)} operands that look worst, the worst first.{held}",
-            alt=f"Amax over the steps of {names}.{held}",
+            caption=f"The {len(operands)} operands that look worst, the worst first.{notes}",
+            alt=f"Amax over the steps of {names}.{notes}",
             wide=True,
         )
 
 
 def _amax(axes: Any, operand: Operand) -> bool:
-    """Draw one operand; return whether its scale's range is drawn."""
+    """Draw the amaxes of `operand`. Returns whether the range of its scale is drawn as well."""
     amax, scale = operand.figures["amax"], operand.figures["scale"]
-    top = FORMATS[operand.format].max if operand.format in FORMATS else np.nan
+    format_max = FORMATS[operand.format].max if operand.format in FORMATS else np.nan
     with np.errstate(divide="ignore", invalid="ignore"):
-        held = np.where(scale > 0, top / scale, np.nan)
-    shown = np.where(amax > 0, amax, np.nan)
+        largest_held = np.where(scale > 0, format_max / scale, np.nan)
+    positive_amax = np.where(amax > 0, amax, np.nan)
     plot = axes.plot
-    plot(operand.steps, shown, "o-", color=COLORS[0], markersize=2.5, linewidth=1.2, label="amax")
-    limited = bool(np.isfinite(held).any())
+    plot(
+        operand.steps,
+        positive_amax,
+        "o-",
+        color=COLORS[0],
+        markersize=2.5,
+        linewidth=1.2,
+        label="amax",
+    )
+    limited = bool(np.isfinite(largest_held).any())
     if limited:
-        plot(operand.steps, held, color=COLORS[1], linewidth=1.2, linestyle="--",
+        plot(operand.steps, largest_held, color=COLORS[1], linewidth=1.2, linestyle="--",
              label="largest that the scale can hold")  # fmt: skip
     clipped = operand.clipped
     if clipped.any():
-        plot(operand.steps[clipped], shown[clipped], "v", color=COLORS[4], markersize=6)
-    drawn = np.concatenate([shown, held])
-    if len(drawn := drawn[np.isfinite(drawn)]):
-        plain_log(axes, drawn)
+        plot(operand.steps[clipped], positive_amax[clipped], "v", color=COLORS[4], markersize=6)
+    all_values = np.concatenate([positive_amax, largest_held])
+    if len(all_values := all_values[np.isfinite(all_values)]):
+        plain_log(axes, all_values)
     axes.set_title(f"{operand.layer}\n{operand.kind}", fontsize=8)
     return limited
 
 
 def worst(analysis: Analysis, most: int = WORST) -> list[Operand]:
-    """The operands to look at first: those that stand out, then the least headroom and SQNR."""
+    """The `most` operands to look at first: outliers, then the lowest headroom and SQNR."""
     everything = {
         (operand.layer, operand.kind): operand
         for operand in [*analysis.run.operands, *analysis.operands]
     }  # settled samples take precedence
     order = [(out.operand.layer, out.operand.kind) for out in analysis.outliers]
-    usual = of_linears(analysis.operands)  # softmax has no headroom, nor needs any
+    usual = of_linears(analysis.operands)  # softmax needs no headroom
     by_headroom = sorted(usual, key=lambda operand: _least(operand, "headroom_bits"))
     by_sqnr = sorted(usual, key=lambda operand: _least(operand, "sqnr_db"))
     for pair in zip(by_headroom, by_sqnr, strict=True):

@@ -49,7 +49,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot, for the page and as a PNG file."""
+    """A plot for the HTML page, also written as a PNG file."""
 
     figure: Figure
     name: str  # of the file
@@ -70,21 +70,21 @@ class Picture:
     def svg(self) -> str:
         """The plot as an <svg> element whose ids are unique on the page."""
         stream = io.StringIO()
-        none = {"Creator": None, "Date": None, "Format": None, "Type": None}
+        no_metadata = {"Creator": None, "Date": None, "Format": None, "Type": None}
         with style():
-            self.figure.savefig(stream, format="svg", transparent=True, metadata=none)
+            self.figure.savefig(stream, format="svg", transparent=True, metadata=no_metadata)
         text = stream.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
                       text, count=1)  # fmt: skip
-        # Make ids unique on the page; within the plot they are referred to by #id.
-        seen: set[str] = set()
+        # Make ids unique on the page; the plot refers to them by #id.
+        used_ids: set[str] = set()
 
         def once(match: re.Match[str]) -> str:
             # matplotlib names these by content, so equal names mean equal elements.
-            if match[1] in seen:
+            if match[1] in used_ids:
                 return ""
-            seen.add(match[1])
+            used_ids.add(match[1])
             return f' id="{self.name}-{match[1]}"'
 
         text = re.sub(r'\sid="([^"]+)"', once, text)
@@ -94,7 +94,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply the style to plots drawn within."""
+    """Context in which plots are drawn in this style."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         warnings.filterwarnings("ignore", message="overflow", category=RuntimeWarning)
@@ -127,7 +127,7 @@ def whole_steps(axes: Any) -> None:
 
 
 def legend_above(figure: Figure, axes: Any) -> None:
-    """Place the legend above the plot, which keeps its height."""
+    """Place the legend above the plot; the figure grows so that the plot keeps its height."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         labels = [shortened(label) for label in labels]
@@ -138,26 +138,26 @@ def legend_above(figure: Figure, axes: Any) -> None:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any, str]:
-    """Reduce a line to fewer points that look the same: the extremes of each stretch. With them
-    comes how matplotlib is to draw it."""
+    """Reduce a line to its extremes, at most `MOST_POINTS`, which look the same when drawn. Returns
+    x, y and matplotlib's format string for the line."""
     x, y = np.asarray(steps), np.asarray(values)
     if len(x) <= MOST_POINTS:
         return x, y, marker(steps)
-    keep = set()
-    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
-        keep |= {int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])}
-    chosen = sorted(keep)
-    return x[chosen], y[chosen], "-"
+    extremes = set()
+    for stretch in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
+        extremes |= {int(stretch[np.argmin(y[stretch])]), int(stretch[np.argmax(y[stretch])])}
+    indices = sorted(extremes)
+    return x[indices], y[indices], "-"
 
 
 def mark_events(axes: Any, events: Sequence[dict[str, Any]]) -> None:
-    """Draw a vertical line at each event that changed the run; each kind has one legend entry."""
-    seen = set()
+    """Draw a vertical line at each event that changed the run, with a legend entry per kind."""
+    labeled_kinds = set()
     for event in {(event["step"], event.get("event")): event for event in events}.values():
         kind = event.get("event")
         if not isinstance(kind, str) or kind not in EVENT_COLORS:
             continue
-        label = None if kind in seen else kind
-        seen.add(kind)
+        label = None if kind in labeled_kinds else kind
+        labeled_kinds.add(kind)
         axes.axvline(event["step"], color=EVENT_COLORS[kind], linewidth=0.9, linestyle="--",
                      alpha=0.8, label=label, zorder=1)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Findings, and how figures, counts and steps are written in them."""
+"""Findings, and the text of the figures, shares and steps in them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -41,12 +41,12 @@ def percent(share: float) -> str:
 
 def in_steps(steps: Iterable[int]) -> str:
     """Steps as text: "step 4", "steps 4, 5 and 9", "12 steps from 4 to 90"."""
-    found = sorted({int(step) for step in steps})
-    if len(found) == 1:
-        return f"step {found[0]}"
-    if len(found) <= 4:
-        return f"steps {', '.join(map(str, found[:-1]))} and {found[-1]}"
-    return f"{len(found)} steps from {found[0]} to {found[-1]}"
+    unique = sorted({int(step) for step in steps})
+    if len(unique) == 1:
+        return f"step {unique[0]}"
+    if len(unique) <= 4:
+        return f"steps {', '.join(map(str, unique[:-1]))} and {unique[-1]}"
+    return f"{len(unique)} steps from {unique[0]} to {unique[-1]}"
 
 
 def titles(runs: Sequence[Run]) -> list[str]:

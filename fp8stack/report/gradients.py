@@ -1,9 +1,10 @@
-"""Parts of a model whose gradient is dead, vanishes or explodes at `SEVERAL` samples in a row.
+"""Modules whose gradient is dead, vanishes or explodes at `SEVERAL` samples in a row.
 
-A gradient is dead if it is exactly zero. It vanishes or explodes if its norm is `SAME` powers of
-ten from the median of its peers, the same part of other blocks; if fewer than `PEERS` of those have
-a gradient, `ANY` powers of ten from the median of all parts. If the peers form two groups that far
-apart, the reference is the group with the last layers, where backpropagation begins.
+A gradient is dead if it is exactly zero. It vanishes or explodes if its norm differs by more than
+`SAME` powers of ten from the median of its peers, which are the same module in other blocks. If
+fewer than `PEERS` of them have a gradient, it is compared with the median of all modules, and the
+bound is `ANY` powers of ten. If the peers form two groups that differ by more than the bound, the
+reference is the group with the last layers, where backpropagation begins.
 """
 
 import warnings
@@ -23,39 +24,39 @@ from fp8stack.tables import counted
 
 SEVERAL = 3
 SAME, ANY = 3.0, 5.0  # powers of ten
-MOST = 6  # faults that have a sentence each
+MOST = 6  # the worst faults get a sentence each, the others only their name
 
-What = Literal["dead", "vanishing", "exploding"]
+FaultKind = Literal["dead", "vanishing", "exploding"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A part whose gradient is wrong."""
+    """A module whose gradient is wrong."""
 
-    part: str
-    what: What
+    module: str  # path
+    kind: FaultKind
     steps: tuple[int, int]  # first and last of the longest run of faulty samples
-    samples: int  # their number
-    lasts: bool  # they include the run's last sample
-    norm: float  # where it is furthest from its peers'
-    peers: float  # the median of its peers there
+    samples: int  # number of samples in it
+    lasts: bool  # it includes the run's last sample
+    norm: float  # of the sample that is furthest from the peers
+    peers: float  # the median of its peers at that sample
     worst: int  # the step of `norm`
 
 
 def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The parts that contain no other part."""
-    parts = sorted(one.part for one in gradients)
-    blocks = {one for one, after in pairwise(parts) if after.startswith(f"{one}.")}
-    return [one for one in gradients if one.part not in blocks]
+    """The gradients of modules that contain no other module with a gradient."""
+    modules = sorted(gradient.module for gradient in gradients)
+    blocks = {module for module, after in pairwise(modules) if after.startswith(f"{module}.")}
+    return [gradient for gradient in gradients if gradient.module not in blocks]
 
 
 def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
-    """The faults of a run's gradients. With delayed scaling the first step is left out: its scales
-    are still 1."""
-    parts = leaves(gradients)
-    if not parts:
+    """The faults of a run's gradients. The first step of delayed scaling does not count, because
+    its scales are still 1."""
+    candidates = leaves(gradients)
+    if not candidates:
         return []
-    steps, values = grid(parts, "norm")
+    steps, values = grid(candidates, "norm")
     keep = steps > 1 if delayed else steps > 0
     steps, values = steps[keep], values[:, keep]
     if len(steps) < SEVERAL:
@@ -63,107 +64,110 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
     with np.errstate(divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # an all-NaN slice is a NaN
         alive = np.where(values > 0, np.log10(values), np.nan)
-        middle, bound = _peers([one.part for one in parts], alive)
+        middle, bound = _peers([gradient.module for gradient in candidates], alive)
     distance = alive - middle
-    found = []
-    checks: tuple[tuple[What, NDArray[np.bool_]], ...] = (
+    all_faults = []
+    checks: tuple[tuple[FaultKind, NDArray[np.bool_]], ...] = (
         ("dead", values == 0),
         ("vanishing", distance < -bound[:, None]),
         ("exploding", distance > bound[:, None]),
     )
-    for what, flags in checks:
-        for at, one in enumerate(parts):
-            first, last = _longest(flags[at])
+    for kind, flags in checks:
+        for row, gradient in enumerate(candidates):
+            first, last = _longest(flags[row])
             if last - first < SEVERAL:
                 continue
-            far = np.abs(distance[at, first:last])
-            worst = first + (0 if what == "dead" else int(np.argmax(far)))
+            distances = np.abs(distance[row, first:last])
+            worst = first + (0 if kind == "dead" else int(np.argmax(distances)))
             fault = Fault(
-                part=one.part,
-                what=what,
+                module=gradient.module,
+                kind=kind,
                 steps=(int(steps[first]), int(steps[last - 1])),
                 samples=last - first,
                 lasts=last == len(steps),
-                norm=float(values[at, worst]),
-                peers=float(10 ** middle[at, worst]),
+                norm=float(values[row, worst]),
+                peers=float(10 ** middle[row, worst]),
                 worst=int(steps[worst]),
             )
-            found.append(fault)
-    return found
+            all_faults.append(fault)
+    return all_faults
 
 
 def gradient_findings(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
     """Yield the findings about the gradients of a run."""
-    found, parts = faults(gradients, delayed), [one.part for one in leaves(gradients)]
+    all_faults = faults(gradients, delayed)
+    modules = [gradient.module for gradient in leaves(gradients)]
     dead: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for fault in found:
-        if fault.what == "dead":
-            dead[_when(fault), fault.lasts].append(fault.part)
-    for (when, lasts), which in dead.items():
+    for fault in all_faults:
+        if fault.kind == "dead":
+            dead[_when(fault), fault.lasts].append(fault.module)
+    for (when, lasts), faulty in dead.items():
         end = "What has no gradient is not trained." if lasts else "Later it had one."
-        what = f"Dead: no gradient reaches {_list(_merged(which, parts))}"
-        text = f"{what}; it was exactly zero at {when}. {end}"
+        names = _list(_merged(faulty, modules))
+        text = f"Dead: no gradient reaches {names}; it was exactly zero at {when}. {end}"
         yield Finding("alarm" if lasts else "warning", text)
-    for what, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
-        same = [fault for fault in found if fault.what == what]
-        same.sort(key=lambda one: -abs(np.log10(one.norm / one.peers)))
-        for fault in same[:MOST]:
+    for kind, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
+        of_kind = [fault for fault in all_faults if fault.kind == kind]
+        of_kind.sort(key=lambda fault: -abs(np.log10(fault.norm / fault.peers)))
+        for fault in of_kind[:MOST]:
             text = (
-                f"{word}: the gradient of {fault.part} has a norm of {fault.norm:.3g} at step "
+                f"{word}: the gradient of {fault.module} has a norm of {fault.norm:.3g} at step "
                 f"{fault.worst}, its peers {fault.peers:.3g}; so at {_when(fault)}."
             )
             yield Finding("warning", text)
-        if len(same) > MOST:
-            rest = _list(_merged([one.part for one in same[MOST:]], parts))
-            yield Finding("warning", f"{word} as well: the gradient of {rest}.")
+        if len(of_kind) > MOST:
+            names = _list(_merged([fault.module for fault in of_kind[MOST:]], modules))
+            yield Finding("warning", f"{word} as well: the gradient of {names}.")
 
 
-def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
-    """The reference for each part, log10 [parts, samples], and the largest distance from it,
-    [parts]."""
+def _peers(modules: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
+    """The reference of each module, log10 [modules, samples], and the largest distance from it that
+    is no fault, [modules]."""
     roles: dict[str, list[int]] = defaultdict(list)
-    for at, part in enumerate(parts):
-        roles[role(part)].append(at)
-    # The part nearest to the loss that has a gradient at the sample.
-    end = _last(alive)
-    middle, bounds = np.empty_like(alive), np.empty(len(parts))
+    for row, module in enumerate(modules):
+        roles[role(module)].append(row)
+    # The last module with a gradient, which is nearest to the loss, at each sample.
+    nearest_loss = _last(alive)
+    middle, bounds = np.empty_like(alive), np.empty(len(modules))
     for members in roles.values():
-        living = [at for at in members if np.isfinite(alive[at]).any()]
+        living = [row for row in members if np.isfinite(alive[row]).any()]
         bound = SAME if len(living) >= PEERS else ANY
         group = alive[living] if len(living) >= PEERS else alive
         usual, last = np.nanmedian(group, axis=0), _last(group)
-        other = (np.abs(last - usual) > bound) & (np.abs(last - end) < np.abs(usual - end))
-        middle[members], bounds[members] = np.where(other, last, usual), bound
+        prefers_last = (np.abs(last - usual) > bound) & (
+            np.abs(last - nearest_loss) < np.abs(usual - nearest_loss)
+        )
+        middle[members], bounds[members] = np.where(prefers_last, last, usual), bound
     return middle, bounds
 
 
 def _last(values: Figures) -> Figures:
-    """The last finite value of each column, NaN if there is none."""
-    there = np.isfinite(values)
-    at = len(values) - 1 - np.argmax(there[::-1], axis=0)
-    return np.where(there.any(axis=0), values[at, np.arange(values.shape[1])], np.nan)
+    """The last finite value of each column; NaN if it has none."""
+    is_finite = np.isfinite(values)
+    rows = len(values) - 1 - np.argmax(is_finite[::-1], axis=0)
+    return np.where(is_finite.any(axis=0), values[rows, np.arange(values.shape[1])], np.nan)
 
 
 def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """Begin and end of the longest run of true flags, the last one of equal length."""
-    best = end = at = 0
-    for flag, alike in groupby(flags):
-        begin, at = at, at + len(list(alike))
-        if flag and at - begin >= end - best:
-            best, end = begin, at
+    """Begin and end of the longest run of true flags; of runs of equal length, the last one."""
+    best = end = position = 0
+    for flag, stretch in groupby(flags):
+        begin, position = position, position + len(list(stretch))
+        if flag and position - begin >= end - best:
+            best, end = begin, position
     return best, end
 
 
-def _merged(which: Sequence[str], parts: Sequence[str]) -> list[str]:
-    """The names of parts; all parts of a block become the block."""
-    chosen = set(which)
+def _merged(faulty: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Replace the modules of a block by the block if all of them are in `faulty`."""
+    faulty_set = set(faulty)
     names: dict[str, None] = {}
-    for part in which:
-        block = part
-        for size in range(1, part.count(".") + 1):
-            prefix = ".".join(part.split(".")[:size])
-            within = [one for one in parts if one.startswith(f"{prefix}.")]
-            if prefix.split(".")[-1].isdigit() and chosen.issuperset(within):
+    for module in faulty:
+        block = module
+        for size in range(1, module.count(".") + 1):
+            prefix = ".".join(module.split(".")[:size])
+            members = [name for name in modules if name.startswith(f"{prefix}.")]
+            if prefix.split(".")[-1].isdigit() and faulty_set.issuperset(members):
                 block = prefix
                 break
         names[block] = None
@@ -171,9 +175,9 @@ def _merged(which: Sequence[str], parts: Sequence[str]) -> list[str]:
 
 
 def _list(names: Sequence[str]) -> str:
-    """Names as a list in a sentence, at most twenty."""
-    shown = list(names[:20]) + ["others"] * (len(names) > 20)
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    """Up to twenty names, joined for a sentence."""
+    items = list(names[:20]) + ["others"] * (len(names) > 20)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def _when(fault: Fault) -> str:

@@ -1,4 +1,4 @@
-"""Heat maps of telemetry: layers by steps, one panel per operand kind, and one of gradients."""
+"""Heat maps of telemetry: operand figures by layer and step, and gradient norms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from fp8stack.report.gradients import leaves
 from fp8stack.report.outliers import role
 from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps, of_linears
 
-MOST_SAMPLES = 240  # columns; more are merged, keeping the worst
+MOST_SAMPLES = 240  # columns of a map; neighbouring samples are merged into their worst
 DEAD = "#dc2626"
 NONE = (0.55, 0.6, 0.65, 0.22)
 LEAST_SHARE = 1e-4  # less is drawn as none
@@ -29,25 +29,27 @@ MAPS = {
 
 
 def gradient_map(run: Run, prefix: str) -> Picture | None:
-    """Gradient norms by part of the model; None without telemetry."""
-    parts = leaves(run.gradients)
-    if not parts:
+    """Gradient norms by module and step. None without telemetry."""
+    gradients = leaves(run.gradients)
+    if not gradients:
         return None
-    steps, values = grid(parts, "norm")
-    steps, values = joined(steps, values, False, MOST_SAMPLES)  # keep zeros
+    steps, values = grid(gradients, "norm")
+    steps, values = joined(
+        steps, values, False, MOST_SAMPLES
+    )  # keep the lowest: zeros stay visible
     alive = values[values > 0]
     low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
     with style():
-        figure = new_figure(10, _height(len(parts)))
+        figure = new_figure(10, _height(len(gradients)))
         axes = figure.subplots()
         cmap = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=DEAD)
-        shown = np.where(values == 0, low / 10, values)
+        drawn = np.where(values == 0, low / 10, values)
         axes.grid(False)
         image = axes.imshow(
-            np.ma.masked_invalid(shown), cmap=cmap, norm=LogNorm(low, max(high, 1.001 * low)),
+            np.ma.masked_invalid(drawn), cmap=cmap, norm=LogNorm(low, max(high, 1.001 * low)),
             aspect="auto", interpolation="none",
         )  # fmt: skip
-        _label(axes, [one.part for one in parts], steps)
+        _label(axes, [gradient.module for gradient in gradients], steps)
         _mark(axes, run, steps)
         bar = _color_bar(figure, image, axes, label="norm")
         plain_log_ticks(bar.ax.yaxis, [low, max(high, 1.001 * low)])
@@ -56,7 +58,8 @@ def gradient_map(run: Run, prefix: str) -> Picture | None:
             name=f"{prefix}-gradient",
             title="Gradient by part of the model",
             caption="The norm before clipping, without fp16's scale. Red: exactly zero.",
-            alt=f"Heat map of the gradient's norm for {len(parts)} parts over the sampled steps.",
+            alt=f"Heat map of the gradient's norm for {len(gradients)} parts over the sampled "
+            "steps.",
             wide=True,
         )
 
@@ -66,7 +69,7 @@ def _height(rows: int) -> float:
 
 
 def heat_map(run: Run, figure_name: str, name: str) -> Picture:
-    """One figure of `MAPS` by layer and step. The run must have telemetry."""
+    """A figure of `MAPS` by layer and step, one panel per operand kind. Needs telemetry."""
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
     operands = of_linears(run.operands)
     kinds = kinds_of(operands)
@@ -112,12 +115,12 @@ def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> 
         cmap, norm = cmap.with_extremes(under=NONE), LogNorm(LEAST_SHARE, 1)
         values = np.where(values < LEAST_SHARE, LEAST_SHARE / 10, values)
     axes.grid(False)
-    values, how = np.ma.masked_invalid(values), {"aspect": "auto", "interpolation": "none"}
-    return axes.imshow(values, cmap=cmap, norm=norm, **how)
+    values = np.ma.masked_invalid(values)
+    return axes.imshow(values, cmap=cmap, norm=norm, aspect="auto", interpolation="none")
 
 
 def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
-    """Label rows with layers, as many as are legible, and columns with steps."""
+    """Label as many rows as are legible with layers, and columns with steps."""
     every = -(-len(layers) // 40)
     period = len({role(layer) for layer in layers})
     if 1 < every < 4 * period:  # label the same linear in every block, or every other block

@@ -1,4 +1,4 @@
-"""`fp8stack list`: models, recipes and runs, a row with the main facts for each."""
+"""`fp8stack list`: tables of models, recipes and runs with their main facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.precision.rules import shipped
 from fp8stack.report.analysis import analyze
-from fp8stack.report.read import read_run
+from fp8stack.report.read import Run, read_run
 from fp8stack.report.summary import headline
 
 Row = dict[str, str | int | float | None]
@@ -22,7 +22,7 @@ Row = dict[str, str | int | float | None]
 
 def models() -> list[Row]:
     """Rows of the shipped models, the smallest first."""
-    found = [(name, load_config(name)) for name in presets.names("models")]
+    configs = [(name, load_config(name)) for name in presets.names("models")]
     return [
         {
             "model": name,
@@ -35,25 +35,25 @@ def models() -> list[Row]:
             "lr": training_preset(name).get("lr"),
             "shape of": "Llama" if config.positions == "rope" else "GPT-2",
         }
-        for name, config in sorted(found, key=lambda pair: pair[1].parameters())
+        for name, config in sorted(configs, key=lambda pair: pair[1].parameters())
     ]
 
 
 def recipes(hardware: Hardware) -> list[Row]:
-    """Rows of the shipped recipes, and how `hardware` runs them."""
+    """Rows of the shipped recipes, with the plan that `hardware` runs them by."""
     rows: list[Row] = []
     for name in shipped():
         recipe, plan = load_recipe(name), resolve(name, hardware)
-        how = "native" if plan.native else "emulated"
+        execution = "native" if plan.native else "emulated"
         if plan.recipe.name != name:
-            how = f"as {plan.recipe.name}"
+            execution = f"as {plan.recipe.name}"
         elif not plan.is_fp8:
-            how = plan.compute_dtype
+            execution = plan.compute_dtype
         rows.append(
             {
                 "recipe": name,
                 "bits": _bits(recipe),
-                "runs here": how,
+                "runs here": execution,
                 "backend": plan.backend,
                 "what it is": recipe.description,
             }
@@ -76,19 +76,23 @@ def runs(folder: Path) -> list[Row]:
     """
     if not folder.is_dir():
         raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
-    found = [analyze(read_run(path, telemetry=False)) for path in _run_folders(folder)]
-    found.sort(key=lambda one: one.run.written.timestamp() if one.run.written else 0, reverse=True)
-    shown = ("state", "model", "recipe", "steps", "validation loss", "took")
+    analyses = [analyze(read_run(path, telemetry=False)) for path in _run_folders(folder)]
+    analyses.sort(key=lambda analysis: _written(analysis.run), reverse=True)
+    labels = ("state", "model", "recipe", "steps", "validation loss", "took")
     rows: list[Row] = []
-    for analysis in found:
+    for analysis in analyses:
         facts = headline(analysis)
-        rows.append({"run": str(analysis.run.path), **{key: facts[key] for key in shown}})
+        rows.append({"run": str(analysis.run.path), **{key: facts[key] for key in labels}})
     return rows
 
 
+def _written(run: Run) -> float:
+    return run.written.timestamp() if run.written else 0.0
+
+
 def _run_folders(folder: Path) -> Iterator[Path]:
-    for path, inside, files in os.walk(folder):
+    for path, subfolders, files in os.walk(folder):
         if "run.toml" in files:
-            inside.clear()  # checkpoints
+            subfolders.clear()  # skip the run's checkpoints
             yield Path(path)
-        inside.sort()
+        subfolders.sort()

@@ -1,14 +1,15 @@
 """Finds operands that differ from their peers or from their own past.
 
 Two rules are applied to log2 of the amax, the saturated share, the underflow share and the SQNR.
-Both use robust statistics: medians, and 1.4826 x the median absolute deviation as spread.
+Both use robust statistics: the median, and as spread 1.4826 x the median absolute deviation.
 
 1. *Changed*: the operand's distance from the median of its own previous samples, minus the median
-   of that distance over all operands of its kind. Constant differences between layers, and trends
-   that all layers share, cancel. Samples before a switch to another recipe do not count.
-2. *Always different*: the median over samples of the distance from the median of its peers: the
-   same linear in other blocks, or all operands of its kind if there are fewer than four. In recipes
-   with several formats, only operands in the same format are peers in what the cast does to them.
+   of this distance over all operands of its kind. Constant differences between layers and trends
+   that all layers share cancel out. Samples before a switch to another recipe do not count.
+2. *Always different*: the median over samples of its distance from the median of its peers. Peers
+   are the same linear in other blocks, or all operands of its kind if there are fewer than four. In
+   recipes with several formats, peers must have the same format, except for the amax, which does
+   not depend on it.
 
 A distance counts if it exceeds `SPREADS` spreads and the figure's bound.
 """
@@ -24,11 +25,11 @@ import numpy as np
 from fp8stack.report.read import Figures, Operand, grid
 
 SPREADS = 8.0
-PEERS = 4  # the fewest that a median is taken of
-PAST, LONG_PAST = 2, 32  # samples: the fewest and the most that a past has
+PEERS = 4  # a median is taken of at least so many
+PAST, LONG_PAST = 2, 32  # minimum and maximum number of previous samples
 
-# Figure: the bad sign; bounds for a change, for the distance from the same linear in other blocks,
-# and for the distance from all linears. In bits, shares and dB.
+# Per figure: 1 if large values are bad, -1 if small ones are; bounds for a change, for the distance
+# from the same linear in other blocks, and for the distance from all linears. In bits, shares, dB.
 BOUNDS = {
     "amax": (1.0, 3.0, 4.0, 7.0),
     "saturated": (1.0, 0.002, 0.005, 0.02),
@@ -39,42 +40,42 @@ BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outlier:
-    """An operand with unusual figures. `values` maps each such figure to its value, the median of
-    its peers, and the median of its own past (None if it was always different)."""
+    """An operand with unusual figures. `values` maps such a figure to its value, the median of the
+    operand's peers, and the median of its previous samples (None if it was always different)."""
 
     operand: Operand
     score: float  # the largest distance, in units of its bound
-    step: int  # the first unusual one
-    worst_step: int  # with the largest distance
-    changed: bool  # by rule 1, not rule 2
-    lasting: bool  # at more than one sample, or at the last
+    step: int  # the first unusual step
+    worst_step: int  # the step with the largest distance
+    changed: bool  # found by rule 1, not rule 2
+    lasting: bool  # unusual at several samples, or at the last one
     values: dict[str, tuple[float, float, float | None]]
 
 
 def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
-    """The operands without the first samples of delayed scaling, whose scale is still 1."""
+    """`operands` without the first samples of delayed scaling, where scales are still 1."""
     if not delayed:
         return list(operands)
-    kept = []
+    trimmed = []
     for operand in operands:
         scale = operand.figures["scale"]
         keep = ~((scale == 1.0) & (operand.steps <= operand.steps[0])) & (operand.steps > 1)
         figures = {key: values[keep] for key, values in operand.figures.items()}
-        kept.append(replace(operand, steps=operand.steps[keep], figures=figures))
-    return [operand for operand in kept if len(operand.steps)]
+        trimmed.append(replace(operand, steps=operand.steps[keep], figures=figures))
+    return [operand for operand in trimmed if len(operand.steps)]
 
 
 def find_outliers(operands: Sequence[Operand], switches: Sequence[int] = ()) -> list[Outlier]:
-    """The outliers among the settled `operands` of a run, the worst first. `switches` are the steps
-    that began in another recipe."""
+    """The outliers among the settled `operands` of a run, the worst first. `switches` are the first
+    steps in another recipe."""
     kinds = dict.fromkeys(operand.kind for operand in operands)
-    same = ([operand for operand in operands if operand.kind == kind] for kind in kinds)
-    found = [out for one in same for out in _of_one_kind(one, switches)]
-    return sorted(found, key=lambda out: (not out.lasting, -out.score))
+    groups = ([operand for operand in operands if operand.kind == kind] for kind in kinds)
+    outliers = [out for group in groups for out in _of_one_kind(group, switches)]
+    return sorted(outliers, key=lambda out: (not out.lasting, -out.score))
 
 
 def role(layer: str) -> str:
-    """A layer's name without its numbers, which is the same in every block."""
+    """A layer's name with its numbers as `*`: the same for all blocks."""
     return re.sub(r"\d+", "*", layer)
 
 
@@ -85,16 +86,16 @@ def _of_one_kind(operands: list[Operand], switches: Sequence[int]) -> list[Outli
     with warnings.catch_warnings():  # the median of no values is NaN
         warnings.simplefilter("ignore", RuntimeWarning)
         grids = {figure: _Grid(operands, figure, switches) for figure in BOUNDS}
-        for figure, one in grids.items():
-            for at, hit in [*one.changed(), *one.different()]:
+        for figure, figure_grid in grids.items():
+            for at, hit in [*figure_grid.changed(), *figure_grid.different()]:
                 if figure not in hits[at] or hit.score > hits[at][figure].score:
                     hits[at][figure] = hit
-    return [_outlier(operands[at], at, found, grids) for at, found in hits.items()]
+    return [_outlier(operands[at], at, figure_hits, grids) for at, figure_hits in hits.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Hit:
-    """A figure of an operand that counts by one of the rules."""
+    """A figure of an operand that is unusual by one of the rules."""
 
     score: float  # the distance, in units of its bound
     first: int  # sample
@@ -104,8 +105,8 @@ class _Hit:
 
 
 class _Grid:
-    """A figure of operands of one kind, [operands, samples], and what it is compared with. Amaxes
-    are in powers of two."""
+    """A figure of operands of one kind, [operands, samples], and the medians and spreads that it is
+    compared with. Amaxes are log2."""
 
     def __init__(self, operands: list[Operand], figure: str, switches: Sequence[int]) -> None:
         self.steps, self.values = grid(operands, figure)
@@ -114,17 +115,19 @@ class _Grid:
                 self.values = np.where(self.values > 0, np.log2(self.values), np.nan)
         self.sign, self.bound, of_same, of_all = BOUNDS[figure]
         begins = np.searchsorted(self.steps, [0, *switches]).tolist()
-        # By sample the first one of its recipe.
-        self.since = [max(one for one in begins if one <= at) for at in range(len(self.steps))]
+        # For each sample, the first sample of the recipe that was in use.
+        self.since = [
+            max(begin for begin in begins if begin <= sample) for sample in range(len(self.steps))
+        ]
         self.past = _past(self.values, self.since)
-        # The median and the spread of each operand's peers, and its bound among them. The spread is
-        # infinite where they are fewer than `PEERS`.
+        # The median and the spread of each operand's peers, and the bound of its distance from
+        # them. With fewer than `PEERS` peers the spread is infinite.
         self.peers, self.spread = np.empty_like(self.values), np.empty_like(self.values)
         self.peer_bound = np.empty(len(operands))
         formats: dict[str, list[int]] = defaultdict(list)
         roles: dict[tuple[str, str], list[int]] = defaultdict(list)
         for at, operand in enumerate(operands):
-            format = "" if figure == "amax" else operand.format  # which a cast does not change
+            format = "" if figure == "amax" else operand.format  # an amax does not depend on it
             formats[format].append(at)
             roles[format, role(operand.layer)].append(at)
         for (format, _), members in roles.items():
@@ -137,33 +140,34 @@ class _Grid:
             self.peer_bound[members] = of_same if same else of_all
 
     def changed(self) -> Iterator[tuple[int, _Hit]]:
-        """The operands that count by rule 1."""
+        """Yield the row and the hit of operands that are unusual by rule 1."""
         change = self.sign * (self.values - self.past)
         distance = change - np.nanmedian(change, axis=0)
         spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
-        # Compare with the operand's own usual variation as well.
-        own = np.nan_to_num(1.4826 * _past(np.abs(distance), self.since))
-        loud = distance > np.maximum(self.bound, SPREADS * np.maximum(spread, own))
-        for at in np.flatnonzero(loud.any(axis=1)).tolist():
-            worst = int(np.nanargmax(np.where(loud[at], distance[at], np.nan)))
+        usual_variation = np.nan_to_num(1.4826 * _past(np.abs(distance), self.since))
+        is_unusual = distance > np.maximum(
+            self.bound, SPREADS * np.maximum(spread, usual_variation)
+        )
+        for at in np.flatnonzero(is_unusual.any(axis=1)).tolist():
+            worst = int(np.nanargmax(np.where(is_unusual[at], distance[at], np.nan)))
             last = int(np.flatnonzero(np.isfinite(self.values[at]))[-1])
             yield (
                 at,
                 _Hit(
                     score=float(distance[at, worst] / self.bound),
-                    first=int(np.argmax(loud[at])),
+                    first=int(np.argmax(is_unusual[at])),
                     worst=worst,
                     changed=True,
-                    lasting=bool(loud[at].sum() > 1 or loud[at, last]),
+                    lasting=bool(is_unusual[at].sum() > 1 or is_unusual[at, last]),
                 ),
             )
 
     def different(self) -> Iterator[tuple[int, _Hit]]:
-        """The operands that count by rule 2."""
+        """Yield the row and the hit of operands that are unusual by rule 2."""
         distance = self.sign * (self.values - self.peers)
         usual, spread = np.nanmedian(distance, axis=1), np.nanmedian(self.spread, axis=1)
-        loud = usual > np.fmax(self.peer_bound, SPREADS * spread)
-        for at in np.flatnonzero(loud).tolist():
+        is_unusual = usual > np.fmax(self.peer_bound, SPREADS * spread)
+        for at in np.flatnonzero(is_unusual).tolist():
             yield (
                 at,
                 _Hit(
@@ -177,8 +181,8 @@ class _Grid:
 
 
 def _past(values: Figures, since: Sequence[int]) -> Figures:
-    """For each sample the median of those before it, from the sample `since` that its recipe began
-    with; NaN if they are fewer than `PAST`."""
+    """For each sample, the median of at most `LONG_PAST` previous samples in the same recipe, whose
+    first sample is `since`. NaN if there are fewer than `PAST`."""
     past = np.full_like(values, np.nan)
     for at in range(PAST, values.shape[1]):
         before = values[:, max(since[at], at - LONG_PAST) : at]
@@ -187,21 +191,22 @@ def _past(values: Figures, since: Sequence[int]) -> Figures:
     return past
 
 
-def _outlier(operand: Operand, at: int, hits: dict[str, _Hit], grids: dict[str, _Grid]) -> Outlier:
-    """The outlier of one operand, the figure with the largest distance first."""
+def _outlier(operand: Operand, row: int, hits: dict[str, _Hit], grids: dict[str, _Grid]) -> Outlier:
+    """The outlier for a row of the grids; its figure with the largest distance comes first."""
     figures = sorted(hits, key=lambda figure: -hits[figure].score)
     top = hits[figures[0]]
     values = {}
     for figure in figures:
-        of = grids[figure]
-        numbers = (of.values, of.peers, of.past)
-        value, middle, before = (float(each[at, top.worst]) for each in numbers)
-        if figure != figures[0] and not of.sign * (value - middle) > of.bound / 2:
+        figure_grid = grids[figure]
+        arrays = (figure_grid.values, figure_grid.peers, figure_grid.past)
+        value, middle, before = (float(array[row, top.worst]) for array in arrays)
+        distance = figure_grid.sign * (value - middle)
+        if figure != figures[0] and not distance > figure_grid.bound / 2:
             continue  # unusual at another step
         if figure == "amax":
             value, middle, before = (float(np.exp2(bits)) for bits in (value, middle, before))
-        known = hits[figure].changed and np.isfinite(before)
-        values[figure] = (value, middle, before if known else None)
+        has_past = hits[figure].changed and np.isfinite(before)
+        values[figure] = (value, middle, before if has_past else None)
     steps = grids[figures[0]].steps
     return Outlier(
         operand=operand,

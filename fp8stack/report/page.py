@@ -1,4 +1,4 @@
-"""The report as a self-contained HTML page, and its plots as PNG files beside it."""
+"""The report as a self-contained HTML page, and its plots as PNG files in a folder next to it."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from fp8stack.report.formatting import titles
 from fp8stack.report.heatmaps import MAPS, gradient_map, heat_map
 
 MARK = '<meta name="generator" content="fp8stack report'
-"""What a page of ours begins with, and by which it may be written over."""
+"""The beginning of a page that fp8stack wrote, which may be overwritten."""
 _UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
@@ -29,8 +29,9 @@ _OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 
 def destination(out: str | None, runs: Sequence[Path]) -> Path:
-    """The path of the page: `out`, else `report.html` in the run's folder or in the folder that all
-    runs share. Raises a UserError if something else is in its place, or if runs share no folder."""
+    """The path of the page: `out`, by default `report.html` in the run's folder or in the folder
+    that all runs share. Raises a UserError if another file has that path, or if the runs share no
+    folder."""
     if out is None:
         parents = {run.resolve().parent for run in runs}
         if len(runs) > 1 and len(parents) > 1:
@@ -38,14 +39,18 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
         page = (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
     else:
         page = Path(out)
-    shown = quoted(str(page))
+    quoted_page = quoted(str(page))
     if page.is_dir() or not page.name:
-        raise UserError(f"--out {shown} is a folder. Name a file in it, such as report.html.")
+        raise UserError(f"--out {quoted_page} is a folder. Name a file in it, such as report.html.")
     for folder in page.parents:
         if os.path.lexists(folder) and not folder.is_dir():
-            raise UserError(f"--out {shown}: {quoted(str(folder))} is no folder. Give another.")
+            raise UserError(
+                f"--out {quoted_page}: {quoted(str(folder))} is no folder. Give another."
+            )
     if os.path.lexists(page) and not _is_ours(page):
-        raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
+        raise UserError(
+            f"--out {quoted_page} exists and is no report of fp8stack. Give another --out."
+        )
     plots = _plots_of(page)
     if plots.is_symlink():
         raise UserError(f"{quoted(str(plots))} is a symbolic link. Give another --out.")
@@ -79,9 +84,10 @@ def _is_ours(page: Path) -> bool:
 
 
 def write(runs: Sequence[Analysis], page: Path) -> None:
-    """Write the page and its plots. Raises a StorageError if that is not possible.
+    """Write the page and its plots. Raises a StorageError if they cannot be written.
 
-    Plots of an earlier page go last: a page never lacks one, also when this process is killed."""
+    Plots of an earlier page are deleted last, so that no page lacks one if this process is
+    killed."""
     plots = _plots_of(page)
     html, pictures = render(runs, plots.name)
     with storage_errors(page):
@@ -89,17 +95,17 @@ def write(runs: Sequence[Analysis], page: Path) -> None:
     sweep(plots, _OURS.fullmatch)
     for picture in pictures:
         write_atomically(plots / f"{picture.name}.png", picture.png())
-    # Names may hold invalid characters; write the page all the same.
+    # Replace characters of run names that UTF-8 cannot encode.
     write_atomically(page, html.encode("utf-8", "replace"))
     names = {f"{picture.name}.png" for picture in pictures}
     with storage_errors(page):
-        for old in plots.iterdir():
-            if _OURS.fullmatch(old.name) and old.name not in names:
-                old.unlink()
+        for plot in plots.iterdir():
+            if _OURS.fullmatch(plot.name) and plot.name not in names:
+                plot.unlink()
 
 
 def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
-    """The page as HTML, and its pictures. `plots` is their folder, as the page links to it."""
+    """The page as HTML, and its plots. `plots` is the name of their folder, for the page's text."""
     inner = [analysis.run for analysis in runs]
     names = titles(inner)
     compared = []
@@ -127,12 +133,12 @@ def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
         compared=compared,
         plots=plots,
     )
-    return html, [*compared, *(one for section in sections for one in section["pictures"])]
+    return html, [*compared, *(picture for section in sections for picture in section["pictures"])]
 
 
 def visible(text: str) -> str:
     """`text` with invisible characters, such as direction marks, escaped."""
-    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
+    return _UNSEEN.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def _drawn(*pictures: Picture | None) -> list[Picture]:
@@ -140,7 +146,7 @@ def _drawn(*pictures: Picture | None) -> list[Picture]:
 
 
 def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
-    """The template's values for one run."""
+    """The values for the template's section of a run."""
     run = analysis.run
     training = _drawn(
         curves.loss([run], [name], f"{prefix}-loss"),

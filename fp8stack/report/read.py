@@ -1,5 +1,5 @@
-"""Reads the files of a run. They may be of another version, edited by hand, or being written: keys
-may be missing or unknown, and the last line may be incomplete.
+"""Reads the files of a run. Another version may have written them, a user may have edited them, or
+a process may be writing them: keys may be missing or unknown, and the last line incomplete.
 """
 
 import math
@@ -28,7 +28,7 @@ GRADIENT_FIGURES = ("norm", "ratio", "zeros")  # the figures of a gradient
 
 LONGEST_LINE = 2**24  # characters: a longer line of JSON is no row of a run
 LARGEST = FORMATS["fp32"].max
-LARGEST_BYTES = 2**24  # larger files are not read whole
+LARGEST_BYTES = 2**24  # larger files are not read, except for JSON lines
 
 Figures = NDArray[np.float64]
 T = TypeVar("T")
@@ -66,9 +66,9 @@ class Operand(Series):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Series):
-    """The gradient of one part of the model, with each of `GRADIENT_FIGURES`."""
+    """The gradient of a module, with each of `GRADIENT_FIGURES`."""
 
-    part: str
+    module: str  # path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Session:
     first: int  # the step that it continued after
     last: int | None  # its last step
     seconds: float | None  # wall time
-    how: str  # it ended (a phrase)
+    ended: str  # how, as a phrase
     versions: str
 
 
@@ -130,8 +130,8 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
 
 
 def read_run(path: Path, *, telemetry: bool = True) -> Run:
-    """Read the run in a folder. Raises a UserError if there is none, or if a file cannot be
-    read."""
+    """Read the run in a folder. Raises a UserError if the folder holds no run, or if a file cannot
+    be read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
@@ -217,34 +217,34 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
         if "event" in row:
             events.append(row)
         elif row.get("skipped") is True:
-            why = "the gradient overflowed in fp16, and the loss scale was lowered"
-            events.append({"step": step, "event": "skip", "why": why, "fp16": True})
+            reason = "the gradient overflowed in fp16, and the loss scale was lowered"
+            events.append({"step": step, "event": "skip", "why": reason, "fp16": True})
         back = row.get("to_step")
         if row.get("event") == "rollback" and type(back) is int:
-            rows = {at: kept for at, kept in rows.items() if at <= back}
+            rows = {at: earlier for at, earlier in rows.items() if at <= back}
         if {"loss", "lr", "val_loss"} & row.keys():
-            known = {key: value for key, value in row.items() if value is not None}
-            rows[step] = rows.get(step, {"loss": None}) | known if "event" in row else row
+            values = {key: value for key, value in row.items() if value is not None}
+            rows[step] = rows.get(step, {"loss": None}) | values if "event" in row else row
     return [rows[step] for step in sorted(rows)], events
 
 
 def _sessions(path: Path, notes: list[str], running: bool | None) -> list[Session]:
-    """The processes that trained the run, from their begin and end rows. `running`: whether one
-    does now; None if that is not known."""
+    """The processes that trained the run, from their begin and end rows. `running`: whether a
+    process trains it now; None if unknown."""
     open_end = {True: "still running", False: "killed", None: "killed, or still running"}[running]
-    found: list[Session] = []
+    sessions: list[Session] = []
     began: dict[str, Any] | None = None
     for row in _lines(path, notes):
         if row.get("event") == "begin":
             if began is not None:
-                found.append(_session(began, {"how": "killed"}))
+                sessions.append(_session(began, {"how": "killed"}))
             began = row
         elif row.get("event") == "end" and began is not None:
-            found.append(_session(began, row))
+            sessions.append(_session(began, row))
             began = None
     if began is not None:
-        found.append(_session(began, {"how": open_end}))
-    return found
+        sessions.append(_session(began, {"how": open_end}))
+    return sessions
 
 
 def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
@@ -255,14 +255,14 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
         first=_step(began) or 0,
         last=_step(ended),
         seconds=seconds if 0 <= seconds < 2**32 else None,
-        how=str(ended.get("how", "unknown")),
+        ended=str(ended.get("how", "unknown")),
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )
 
 
 def _read_telemetry(path: Path, run: Run) -> None:
     series: dict[tuple[str, str, str], _Rows] = {}
-    by_part: dict[str, _Rows] = {}
+    by_module: dict[str, _Rows] = {}
     models: dict[int, dict[str, Any]] = {}
     newest = -1
     for row in _lines(path, run.notes):
@@ -272,13 +272,13 @@ def _read_telemetry(path: Path, run: Run) -> None:
         if step is None:
             continue
         if "gradient" in row:
-            by_part.setdefault(str(row["gradient"]), _Rows(GRADIENT_FIGURES)).add(step, row)
+            by_module.setdefault(str(row["gradient"]), _Rows(GRADIENT_FIGURES)).add(step, row)
             continue
         if "operand" not in row:
             if step <= newest:  # rolled back: these samples are taken again
-                models = {at: kept for at, kept in models.items() if at < step}
-                for kept in (*series.values(), *by_part.values()):
-                    kept.forget_from(step)
+                models = {at: model for at, model in models.items() if at < step}
+                for sampled in (*series.values(), *by_module.values()):
+                    sampled.forget_from(step)
             newest = step
             models[step] = row
             continue
@@ -286,24 +286,28 @@ def _read_telemetry(path: Path, run: Run) -> None:
         key = (tried, str(row.get("layer")), str(row["operand"]))
         series.setdefault(key, _Rows(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
-    run.gradients = [Gradient(part=part, **of.arrays()) for part, of in by_part.items() if of.rows]
+    run.gradients = [
+        Gradient(module=module, **sampled.arrays())
+        for module, sampled in by_module.items()
+        if sampled.rows
+    ]
     order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
     for key in sorted(series, key=lambda key: order.get(key[1], len(order))):
-        if (found := series[key]).rows:
+        if (rows := series[key]).rows:
             tried, layer, kind = key
             group = run.what_if.setdefault(tried, []) if tried else run.operands
-            group.append(Operand(layer=layer, kind=kind, format=found.format, **found.arrays()))
+            group.append(Operand(layer=layer, kind=kind, format=rows.format, **rows.arrays()))
 
 
 def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
     """The layers of a plan; empty if it has none."""
-    found = plan.get("layers")
-    return [table(layer) for layer in found] if isinstance(found, list) else []
+    entries = plan.get("layers")
+    return [table(layer) for layer in entries] if isinstance(entries, list) else []
 
 
 class _Rows:
-    """The rows of one operand or gradient, the last of each step. Compact: a long run has
-    millions."""
+    """The last row of each step for one operand or gradient, in little memory: a long run has
+    millions of rows."""
 
     def __init__(self, figures: tuple[str, ...]) -> None:
         self.figures = figures
@@ -315,7 +319,7 @@ class _Rows:
         self.format = str(row.get("format", ""))
 
     def forget_from(self, step: int) -> None:
-        self.rows = {at: kept for at, kept in self.rows.items() if at < step}
+        self.rows = {at: values for at, values in self.rows.items() if at < step}
 
     def arrays(self) -> dict[str, Any]:
         steps = sorted(self.rows)
@@ -324,38 +328,38 @@ class _Rows:
         return {"steps": np.array(steps, dtype=np.int64), "figures": figures}
 
 
-# As grids: operands, layers or parts of the model by samples
+# Grids [series, samples], where series are operands, layers or modules
 
 
 def kinds_of(operands: Sequence[Operand]) -> list[str]:
-    """The operand kinds that occur, the known ones first."""
-    found = {operand.kind: None for operand in operands}
-    return [kind for kind in KINDS if kind in found] + [k for k in found if k not in KINDS]
+    """The operand kinds that occur, those in `KINDS` first."""
+    present = {operand.kind: None for operand in operands}
+    return [kind for kind in KINDS if kind in present] + [k for k in present if k not in KINDS]
 
 
 def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figures]:
     """The steps [samples] and `figure` [series, samples], NaN where it is missing."""
-    steps = np.unique(np.concatenate([one.steps for one in series]))
+    steps = np.unique(np.concatenate([line.steps for line in series]))
     values = np.full((len(series), len(steps)), np.nan)
-    for row, one in zip(values, series, strict=True):
-        row[np.searchsorted(steps, one.steps)] = one.figures[figure]
+    for row, line in zip(values, series, strict=True):
+        row[np.searchsorted(steps, line.steps)] = line.figures[figure]
     return steps, values
 
 
 def of_linears(operands: Sequence[Operand]) -> list[Operand]:
-    """The operands without those of attention, of which the amax and the scale alone are known; all
-    if there are no others."""
-    found = [operand for operand in operands if operand.kind.partition(".")[0] in KINDS]
-    return found or list(operands)
+    """The operands of linear layers; all operands if there are none. Telemetry of attention's
+    operands has no figure but the amax and the scale."""
+    linears = [operand for operand in operands if operand.kind.partition(".")[0] in KINDS]
+    return linears or list(operands)
 
 
 def layers_by_steps(
     operands: Sequence[Operand], kind: str, figure: str
 ) -> tuple[list[str], NDArray[np.int64], Figures]:
-    """For one operand kind the layers, the steps [samples] and `figure` [layers, samples]."""
-    steps, every = grid(operands, figure)
+    """The layers, the steps [samples] and `figure` [layers, samples] of one operand kind."""
+    steps, all_values = grid(operands, figure)
     values = {operand.layer: np.full(len(steps), np.nan) for operand in operands}
-    for operand, row in zip(operands, every, strict=True):
+    for operand, row in zip(operands, all_values, strict=True):
         if operand.kind == kind:
             values[operand.layer] = row
     return list(values), steps, np.stack(list(values.values()))
@@ -368,6 +372,6 @@ def joined(
     if len(steps) <= most:
         return steps, values
     worst = np.fmax.reduce if worst_is_high else np.fmin.reduce
-    parts = np.array_split(np.arange(len(steps)), most)
-    columns = [worst(values[:, part], axis=1) for part in parts]
-    return steps[[part[0] for part in parts]], np.stack(columns, axis=1)
+    stretches = np.array_split(np.arange(len(steps)), most)
+    columns = [worst(values[:, stretch], axis=1) for stretch in stretches]
+    return steps[[stretch[0] for stretch in stretches]], np.stack(columns, axis=1)

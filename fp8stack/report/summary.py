@@ -1,4 +1,4 @@
-"""A run in a few figures: headline, plan, what-if recipes."""
+"""Summaries of a run: its headline, plan and what-if recipes."""
 
 import json
 from collections import defaultdict
@@ -46,19 +46,19 @@ def as_json(runs: Sequence[Analysis]) -> str:
     """Headlines, findings and plans of runs as JSON."""
     rows = [
         {
-            "run": str(one.run.path),
-            **headline(one),
-            "verdict": verdict(one),
-            "findings": [vars(found) for found in one.findings],
-            "plan": reasons(one.run),
+            "run": str(analysis.run.path),
+            **headline(analysis),
+            "verdict": verdict(analysis),
+            "findings": [vars(finding) for finding in analysis.findings],
+            "plan": reasons(analysis.run),
         }
-        for one in runs
+        for analysis in runs
     ]
     return json.dumps(rows, indent=2, allow_nan=False)
 
 
 def _times(run: Run) -> dict[str, str]:
-    """When and how long it ran, in how many sessions, and with which versions."""
+    """When the run began, how long it took in how many sessions, and its versions."""
     if not run.sessions:
         return {"began": "unknown", "took": "unknown", "with": "unknown"}
     took = sum(session.seconds or 0.0 for session in run.sessions)
@@ -76,8 +76,8 @@ def _times(run: Run) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The what-if recipes of telemetry. `rows` are (recipe, cells, whether it is the run's own); a
-    cell is the median SQNR in dB and its difference to the run's own, None if unknown."""
+    """The what-if recipes in telemetry. `rows` are (recipe, cells, is the run's own recipe). A cell
+    is the median SQNR in dB and its difference from the run's own; None if unknown."""
 
     kinds: list[str]
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]]
@@ -85,27 +85,35 @@ class WhatIf:
 
 
 def what_if(analysis: Analysis) -> WhatIf | None:
-    """The what-if recipes compared with the run's own; None if there are none."""
+    """The what-if recipes compared with the run's own recipe. None if the run has none."""
     run = analysis.run
     if not run.what_if:
         return None
     kinds = kinds_of(
-        [*of_linears(analysis.operands), *(one for tried in run.what_if.values() for one in tried)]
+        [
+            *of_linears(analysis.operands),
+            *(operand for operands in run.what_if.values() for operand in operands),
+        ]
     )
-    steps = {int(step) for tried in run.what_if.values() for one in tried for step in one.steps}
-    steps &= {int(step) for one in analysis.operands for step in one.steps} or steps
-    own = _medians(analysis.operands, steps)
+    steps = {
+        int(step)
+        for operands in run.what_if.values()
+        for operand in operands
+        for step in operand.steps
+    }
+    steps &= {int(step) for operand in analysis.operands for step in operand.steps} or steps
+    run_sqnr = _medians(analysis.operands, steps)
     recipe = str(table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "own")
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]] = []
-    if own:
-        rows.append((recipe, [(own.get(kind), None) for kind in kinds], True))
+    if run_sqnr:
+        rows.append((recipe, [(run_sqnr.get(kind), None) for kind in kinds], True))
     gains: list[tuple[float, str, str]] = []
-    for name, tried in run.what_if.items():
-        found = _medians(tried, steps)
+    for name, operands in run.what_if.items():
+        sqnr = _medians(operands, steps)
         cells: list[tuple[float | None, float | None]] = []
         for kind in kinds:
-            value, mine = found.get(kind), own.get(kind)
-            gain = value - mine if value is not None and mine is not None else None
+            value, run_value = sqnr.get(kind), run_sqnr.get(kind)
+            gain = value - run_value if value is not None and run_value is not None else None
             cells.append((value, gain))
             if gain is not None:
                 gains.append((gain, name, kind))
@@ -114,56 +122,56 @@ def what_if(analysis: Analysis) -> WhatIf | None:
 
 
 def _medians(operands: Sequence[Operand], steps: set[int]) -> dict[str, float]:
-    """The median SQNR by operand kind, over all layers at these steps."""
+    """The median SQNR by operand kind, over all layers at `steps`."""
     values: dict[str, list[Any]] = defaultdict(list)
     for operand in operands:
         sqnr = operand.figures["sqnr_db"]
-        chosen = np.isin(operand.steps, list(steps)) & np.isfinite(sqnr)
-        values[operand.kind].append(sqnr[chosen])
-    joined = {kind: np.concatenate(parts) for kind, parts in values.items()}
-    return {kind: float(np.median(found)) for kind, found in joined.items() if len(found)}
+        selected = np.isin(operand.steps, list(steps)) & np.isfinite(sqnr)
+        values[operand.kind].append(sqnr[selected])
+    joined = {kind: np.concatenate(arrays) for kind, arrays in values.items()}
+    return {kind: float(np.median(array)) for kind, array in joined.items() if len(array)}
 
 
-def _sentence(gains: list[tuple[float, str, str]], own: str) -> str:
-    """The largest gain and the largest loss, as a sentence."""
+def _sentence(gains: list[tuple[float, str, str]], run_recipe: str) -> str:
+    """A sentence on the largest gain and the largest loss."""
     if not gains:
-        return f"There is nothing of {own} itself to compare with."
-    parts = []
+        return f"There is nothing of {run_recipe} itself to compare with."
+    clauses = []
     for gain, name, kind in dict.fromkeys((max(gains), min(gains))):
         if abs(gain) >= ALIKE_DB:
             less = "less" if gain > 0 else "more"
-            parts.append(f"{name} would have cost {abs(gain):.1f} dB {less} on {kind}")
-    if not parts:
-        return f"None of the recipes tried differs from {own} by {ALIKE_DB} dB or more."
-    return f"{'; '.join(parts)}. (Median SQNR against that of {own}.)"
+            clauses.append(f"{name} would have cost {abs(gain):.1f} dB {less} on {kind}")
+    if not clauses:
+        return f"None of the recipes tried differs from {run_recipe} by {ALIKE_DB} dB or more."
+    return f"{'; '.join(clauses)}. (Median SQNR against that of {run_recipe}.)"
 
 
 def not_fp8(run: Run) -> list[tuple[str, str]]:
-    """The layers that are not in FP8 and why: by the plan, and by the last sample of telemetry."""
-    found = {
+    """The layers that are not in FP8 and the reason, from the plan and the last sample."""
+    reason_by_layer = {
         str(layer.get("name")): f"{layer.get('precision', '')}, {layer.get('reason', '')}"
         for layer in layers(run.plan)
         if layer.get("fp8") is False
     }
     if run.models:
         left_out = table(run.models[-1].get("not_fp8"))
-        found |= {str(name): str(why) for name, why in left_out.items()}
-    return [(name, why.strip(", ")) for name, why in found.items()]
+        reason_by_layer |= {str(name): str(reason) for name, reason in left_out.items()}
+    return [(name, reason.strip(", ")) for name, reason in reason_by_layer.items()]
 
 
 def reasons(run: Run) -> list[str]:
-    """The plan's reasons that are not about a single layer."""
-    given = run.plan.get("reasons")
+    """The plan's reasons that concern the whole run, not a single layer."""
+    entries = run.plan.get("reasons")
     names = {str(layer.get("name")) for layer in layers(run.plan)}
     return [
         str(reason)
-        for reason in (given if isinstance(given, list) else [])
+        for reason in (entries if isinstance(entries, list) else [])
         if str(reason).partition(":")[0] not in names
     ]
 
 
 def without_telemetry(run: Run) -> str:
-    """Why there are no operands to show; "" if there are."""
+    """Explain why a report has no operands to show; "" if it has some."""
     if run.operands:
         return ""
     recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "this recipe"

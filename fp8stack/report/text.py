@@ -20,7 +20,7 @@ COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def show(runs: Sequence[Analysis], names: Sequence[str], console: Console) -> None:
-    """Print each run, after a table of all of them if there are several."""
+    """Print each run; before several runs, a table that compares them."""
     if len(runs) > 1:
         table = _table(["run", *summary.headline(runs[0])])
         for analysis, name in zip(runs, names, strict=True):
@@ -45,8 +45,8 @@ def _run(analysis: Analysis, console: Console) -> None:
         console.print(line + _text(finding.text, style="default"))
     if analysis.extremes:
         table = _table(["worst once settled", "figure", "operand", "step"])
-        for what, operand, step, figure in analysis.extremes:
-            table.add_row(what, figure, _text(operand), str(step))
+        for label, operand, step, figure in analysis.extremes:
+            table.add_row(label, figure, _text(operand), str(step))
         console.print(table)
     width = max(10, min(60, console.width - 40))
     for label, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
@@ -60,8 +60,10 @@ def _run(analysis: Analysis, console: Console) -> None:
         console.print(_map(run, console.width))
     if (tried := summary.what_if(analysis)) is not None:
         table = _table(["median SQNR, dB", *tried.kinds])
-        for name, cells, own in tried.rows:
-            table.add_row(_text(f"{name} (this run)" if own else name), *map(_cell, cells))
+        for name, cells, is_run_recipe in tried.rows:
+            table.add_row(
+                _text(f"{name} (this run)" if is_run_recipe else name), *map(_cell, cells)
+            )
         console.print(table)
         console.print(_text(tried.sentence))
     if run.forecast is not None:
@@ -72,13 +74,15 @@ def _run(analysis: Analysis, console: Console) -> None:
         console.print(table)
         for note in run.forecast.notes():
             console.print(_text(note))
-    for one in run.sessions[1:] and run.sessions:
-        to = "" if one.last is None else f" to {one.last}"
-        console.print(_text(f"session: {one.began} UTC, after step {one.first}{to}: {one.how}"))
+    for session in run.sessions[1:] and run.sessions:
+        to = "" if session.last is None else f" to {session.last}"
+        console.print(
+            _text(f"session: {session.began} UTC, after step {session.first}{to}: {session.ended}")
+        )
     for reason in summary.reasons(run):
         console.print(_text(f"plan: {reason}"))
-    for layer, why in summary.not_fp8(run)[:MOST_LAYERS]:
-        console.print(_text(f"not in FP8: {layer}: {why}"))
+    for layer, reason in summary.not_fp8(run)[:MOST_LAYERS]:
+        console.print(_text(f"not in FP8: {layer}: {reason}"))
     if run.events:
         heads = ["steps", "event", "where", "why", "more"]
         table = _table(heads)
@@ -93,7 +97,7 @@ def _cell(cell: tuple[float | None, float | None]) -> str:
 
 
 def _map(run: Run, width: int) -> Table:
-    """SQNR by layer and sample, darker where worse; of many layers, the worst."""
+    """SQNR by layer and sample, darker where worse. With many layers, only the worst are shown."""
     operands = of_linears(run.operands)
     kinds = kinds_of(operands)
     room = max(4, min(24, (width - 34) // len(kinds) - 3))
@@ -113,7 +117,7 @@ def _map(run: Run, width: int) -> Table:
 
 
 def shades(values: Figures) -> str:
-    """SQNR as characters, from 28 dB or more to 8 dB or less; blank if unknown."""
+    """SQNR as characters, from at least 28 dB to at most 8 dB; blank if unknown."""
     return "".join(
         " " if np.isnan(value) else SHADES[int(np.clip((32 - value) // 4.8, 0, 4))]
         for value in values
@@ -121,9 +125,9 @@ def shades(values: Figures) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of values as bars, at most `width` of them."""
-    parts = np.array_split(np.asarray(values, dtype=float), min(width, len(values)))
-    means = np.array([part.mean() for part in parts])
+    """`values` as a line of at most `width` bars."""
+    stretches = np.array_split(np.asarray(values, dtype=float), min(width, len(values)))
+    means = np.array([stretch.mean() for stretch in stretches])
     low, high = means.min(), means.max()
     levels = (means - low) / (high - low or 1.0) * (len(BARS) - 1)
     return "".join(BARS[int(level)] for level in levels.round())

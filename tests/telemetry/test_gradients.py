@@ -208,17 +208,17 @@ def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
 def series(norms: dict[str, list[float]]) -> list[Gradient]:
     return [
         Gradient(
-            part=part,
+            module=module,
             steps=np.arange(1, len(values) + 1) * 10,
             figures={"norm": np.array(values), "ratio": np.array(values),
                      "zeros": np.zeros(len(values))},
         )
-        for part, values in norms.items()
+        for module, values in norms.items()
     ]  # fmt: skip
 
 
 def named(norms: dict[str, list[float]], delayed: bool = False) -> set[tuple[str, str]]:
-    return {(one.what, one.part) for one in faults(series(norms), delayed)}
+    return {(fault.kind, fault.module) for fault in faults(series(norms), delayed)}
 
 
 def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() -> None:
