@@ -1,2 +1,2 @@
-"""`fp8stack compare`: every recipe with every seed, and what came of it as a table and a figure.
-Each run is an ordinary run of `fp8stack pretrain` in a process of its own."""
+"""`fp8stack compare`: trains a model in every recipe with every seed, then writes a table and a
+plot. Each run is an ordinary run of `fp8stack pretrain` in its own process."""

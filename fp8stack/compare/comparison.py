@@ -1,4 +1,4 @@
-"""Running a comparison, new or interrupted, up to its table."""
+"""Runs a comparison, new or interrupted, and writes its table."""
 
 import json
 import os
@@ -26,14 +26,19 @@ from fp8stack.terminal import say
 from fp8stack.training.signals import stop_requests
 
 DONE, PREEMPTED, INTERRUPTED = 0, 75, 130
-# How a run ends that would end so again: done, or its numbers were not finite.
-FINAL = (DONE, NUMERIC_FAILURE)
+FINAL = (DONE, NUMERIC_FAILURE)  # exit codes of runs that are not trained again
 
 
 def compare(comparison: Comparison) -> int:
-    """Train what is not trained yet, write the results, print the table; return the exit code: 0,
-    or 75 if it was stopped by a signal, the run under way saved. Raises a UserError if no run came
-    to its end, and a StorageError if the disk is full or cannot be written."""
+    """Train the missing runs, write the results and print the table.
+
+    Returns the exit code: 0, or 75 if a signal stopped the comparison after it saved the current
+    run.
+
+    Raises:
+        UserError: no run came to its end.
+        StorageError: the disk is full or cannot be written.
+    """
     with storage_errors(comparison.out):
         comparison.out.mkdir(parents=True, exist_ok=True)
     with _alone(comparison):
@@ -42,8 +47,8 @@ def compare(comparison: Comparison) -> int:
 
 @contextmanager
 def _alone(comparison: Comparison) -> Iterator[None]:
-    """Hold the comparison's folder. Raises a UserError if another process does."""
-    if os.name != "posix":  # no folder can be opened
+    """Lock the comparison's folder. Raises a UserError if another process holds the lock."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
         yield
         return
     descriptor = os.open(comparison.out, os.O_RDONLY)
@@ -58,21 +63,21 @@ def _alone(comparison: Comparison) -> Iterator[None]:
 
 
 def _compare(comparison: Comparison) -> int:
-    found = _Results(comparison)
-    found.write()  # first: it shows that the folder is a comparison's
+    results = _Results(comparison)
+    results.write()  # first, so that a later start knows the folder as a comparison's
     write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
     try:
         with Progress() as progress, stop_requests() as requested:
-            stopped = _train_all(found, requested, progress)
+            stopped = _train_all(results, requested, progress)
     finally:
-        text = found.write()
+        text = results.write()
     written = f"written: {comparison.out}/compare.json, compare.md and compare.png"
     say("", *text.split("\n"), "", written)
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED
-    if not any(ended.exit in FINAL for ended in found.ended.values()):
-        name, ended = next(iter(found.ended.items()))
+    if not any(ended.exit in FINAL for ended in results.ended.values()):
+        name, ended = next(iter(results.ended.items()))
         raise UserError(
             f"No run came to its end. {name}: {ended.error}. All that the runs printed is in "
             f"{comparison.out / 'logs'}."
@@ -81,14 +86,14 @@ def _compare(comparison: Comparison) -> int:
 
 
 class _Results:
-    """The results of finished runs by name, on disk and in memory, and what they leave to do."""
+    """The results of ended runs, in memory and on disk, and the runs that are still missing."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
         self.machine = machine("accelerate", device=comparison.config.device)
         self.ended: dict[str, RunFigures] = {}
         self.last_seed = comparison.seeds - 1
-        # How the runs of an earlier start ended, where they are still there.
+        # Results of an earlier start, if the run's folder still exists.
         saved = read_report(comparison.report)["runs"] if comparison.report.exists() else []
         for run in saved:
             job = Job(recipe=run["recipe"], seed=run["seed"])
@@ -100,7 +105,7 @@ class _Results:
                 )
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
-        """Note how a run ended, and return what it came to."""
+        """Record how a run ended. Returns its figures."""
         self.last_seed = max(self.last_seed, job.seed)
         self.ended[job.name] = figures = self._read(job, **vars(ended))
         return figures
@@ -120,17 +125,16 @@ class _Results:
 
     @property
     def runs(self) -> list[RunFigures]:
-        """Of every recipe with every seed that it is to have, seed by seed."""
+        """The figures of every recipe with every requested or trained seed, by seed."""
         jobs = (
             Job(recipe=recipe, seed=seed)
             for seed in range(self.last_seed + 1)
             for recipe in self.comparison.recipes
         )
-        asked = self.comparison.seeds
         return [
             self.ended.get(job.name) or self._read(job, exit=None)
             for job in jobs
-            if job.seed < asked or job.name in self.ended
+            if job.seed < self.comparison.seeds or job.name in self.ended
         ]
 
     @property
@@ -142,11 +146,11 @@ class _Results:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds that a run takes, by recipe, where measured."""
+        """The seconds that a run takes, by recipe, if measured."""
         return {row.recipe: row.seconds for row in self.rows if row.seconds}
 
     def write(self) -> str:
-        """Write `compare.json`, `.md` and `.png` of what there is, and return the table as text."""
+        """Write `compare.json`, `.md` and `.png` of the results so far. Returns the text table."""
         rows, comparison = self.rows, self.comparison
         baseline, config, out = comparison.baseline, comparison.config, comparison.out
         report = as_saved(comparison) | {
@@ -162,11 +166,12 @@ class _Results:
         write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
         return as_text(rows, baseline, comparison.shared)
 
-    # Pairs until intervals are narrow
+    # Adding pairs until the intervals are narrow
 
     def open(self) -> list[str]:
-        """The recipes whose interval is not narrow enough yet, and the baseline; none if all are.
-        A recipe that diverged or failed has its verdict, and the baseline's is every one's."""
+        """The baseline and the recipes whose interval is not narrow enough yet; empty if there are
+        none. A recipe that diverged or failed needs no interval, and if the baseline did, no
+        recipe does."""
         until, baseline = self.comparison.judging.until, self.comparison.baseline
         bad = {run.recipe for run in self.runs if run.status in ("diverged", "failed")}
         if until is None or baseline in bad:
@@ -180,68 +185,71 @@ class _Results:
         ]
         return [baseline, *wide] if wide else []
 
-    def pairs_left(self) -> dict[str, int] | None:
-        """How many pairs more each open recipe takes, one at least, since its interval is too wide,
-        and the baseline; None if that is not known yet."""
+    def pairs_needed(self) -> dict[str, int] | None:
+        """The number of further pairs for each open recipe and the baseline, at least 1, since
+        their intervals are too wide. None if not known yet."""
         names, baseline = self.open(), self.comparison.baseline
-        more: dict[str, int] = {}
+        needed: dict[str, int] = {}
         for row in self.rows if names else ():
             if row.recipe in names and row.recipe != baseline:
                 gap = row.gap_percent
-                count = None if gap is None else self.comparison.judging.more_pairs(gap)
-                if count is None:
+                pair_count = None if gap is None else self.comparison.judging.more_pairs(gap)
+                if pair_count is None:
                     return None
-                more[row.recipe] = max(1, count)
-        return more and more | {baseline: max(more.values())}
+                needed[row.recipe] = max(1, pair_count)
+        return needed and needed | {baseline: max(needed.values())}
 
     def outlook(self) -> Iterator[str]:
-        """What is known of each recipe after a pair, and what is still to do."""
+        """Yield lines on the verdict of each recipe after a pair, and on the pairs still needed."""
         comparison = self.comparison
-        others = (row for row in self.rows if row.recipe != comparison.baseline)
+        rows = [row for row in self.rows if row.recipe != comparison.baseline]
         if comparison.shared:
             yield f"  {comparison.shared}"
-        yield from (f"  {row.recipe}: {row.verdict}" for row in others)
-        more = self.pairs_left()
-        if more is None:
+        yield from (f"  {row.recipe}: {row.verdict}" for row in rows)
+        more_pairs = self.pairs_needed()
+        if more_pairs is None:
             yield "  how many pairs it takes is known after the second; the least is 3"
-        elif not more:
+        elif not more_pairs:
             yield f"  every interval is at most ± {comparison.judging.until:g} %"
         else:
-            took = about(_runs_s(self.seconds, more))
-            yield f"  expected: about {pairs(max(more.values()), ' more')}, {took}"
+            took = about(_runs_s(self.seconds, more_pairs))
+            yield f"  expected: about {pairs(max(more_pairs.values()), ' more')}, {took}"
 
     def runs_left(self, names: Sequence[str], seed: int) -> Counter[str]:
-        """How many runs of each recipe are left from this seed on, as far as that is known."""
-        of = range(seed, max(seed + 1, self.comparison.seeds))
-        left = {n: sum(not self.has(Job(recipe=n, seed=seed)) for seed in of) for n in names}
-        return Counter(left) | Counter(self.pairs_left() or {})
+        """The number of missing runs of each recipe from this seed on, as far as known."""
+        seed_range = range(seed, max(seed + 1, self.comparison.seeds))
+        missing = {
+            name: sum(not self.has(Job(recipe=name, seed=seed)) for seed in seed_range)
+            for name in names
+        }
+        return Counter(missing) | Counter(self.pairs_needed() or {})
 
 
-def _train_all(found: _Results, requested: Callable[[], bool], progress: Progress) -> bool:
-    """Train what is to do, and add it to `found`; whether it was stopped."""
-    comparison, began = found.comparison, time.monotonic()
+def _train_all(results: _Results, requested: Callable[[], bool], progress: Progress) -> bool:
+    """Train the missing runs and add them to `results`. Returns whether a signal stopped them."""
+    comparison, began = results.comparison, time.monotonic()
     adds_pairs = comparison.judging.until is not None
-    for line in found.outlook() if adds_pairs else ():
+    for line in results.outlook() if adds_pairs else ():
         progress.note(line)
     for seed in count():
-        names = list(comparison.recipes) if seed < comparison.seeds else found.open()
-        to_do = [name for name in names if not found.has(Job(recipe=name, seed=seed))]
-        over = _over(found, to_do, time.monotonic() - began)
-        if over is not None:
-            progress.note(over)
-        if not names or over is not None:
+        names = list(comparison.recipes) if seed < comparison.seeds else results.open()
+        missing = [name for name in names if not results.has(Job(recipe=name, seed=seed))]
+        time_limit_note = _time_limit_note(results, missing, time.monotonic() - began)
+        if time_limit_note is not None:
+            progress.note(time_limit_note)
+        if not names or time_limit_note is not None:
             return False
-        ahead = found.runs_left(names, seed)
+        later_runs = results.runs_left(names, seed)
         for place, recipe in enumerate(names, start=1):
             job = Job(recipe=recipe, seed=seed)
             number = f"{seed * len(names) + place}/{comparison.seeds * len(names)}"
             name = f"[{f'pair {seed + 1}' if adds_pairs else number}] {recipe}, seed {seed}"
-            if found.has(job):
+            if results.has(job):
                 progress.note(f"{name}: done before")
                 continue
-            found.ended.pop(job.name, None)  # it is made again
-            ahead[recipe] -= 1
-            show = _showing(progress, name, found, recipe, ahead)
+            results.ended.pop(job.name, None)  # it is trained again
+            later_runs[recipe] -= 1
+            show = _progress_callback(progress, name, results, recipe, later_runs)
             folder = comparison.folder(job)
             if folder.is_running:
                 progress.note(f"{name}: waiting for another process that trains in {folder.path}")
@@ -255,35 +263,35 @@ def _train_all(found: _Results, requested: Callable[[], bool], progress: Progres
                 progress.note(f"{name}: {ended.error}")
             if cut or (requested() and ended.exit not in FINAL):
                 return True
-            run = found.add(job, ended)
-            found.write()
-            progress.note(f"{name}: {_told(run)} ({time.monotonic() - started:.0f} s)")
+            run = results.add(job, ended)
+            results.write()
+            progress.note(f"{name}: {_outcome(run)} ({time.monotonic() - started:.0f} s)")
             if requested():
                 return True
-        for line in found.outlook() if adds_pairs and to_do else ():
+        for line in results.outlook() if adds_pairs and missing else ():
             progress.note(line)
     raise AssertionError
 
 
-def _showing(
-    progress: Progress, name: str, found: _Results, recipe: str, ahead: Mapping[str, int]
+def _progress_callback(
+    progress: Progress, name: str, results: _Results, recipe: str, later_runs: Mapping[str, int]
 ) -> Show:
-    """What shows the progress of a run in `recipe`, and about how long it and those `ahead` take:
-    by its own pace, and by the time that runs took before."""
-    steps, seconds = found.comparison.config.steps, found.seconds
+    """A function that shows the progress of a run in `recipe`, and estimates the time that it and
+    `later_runs` take, from its own pace and the time that finished runs took."""
+    steps, seconds = results.comparison.config.steps, results.seconds
 
     def show(text: str, share: float, step_s: float | None) -> None:
-        left = "n/a"
+        remaining = "n/a"
         if step_s is not None:
             run_s = step_s * steps
-            later_s = _runs_s({recipe: run_s, **seconds}, ahead)
-            left = f"about {about((1 - share) * run_s + later_s)}"
-        progress.step(f"{name} | {text} | all runs: {left}", share)
+            later_s = _runs_s({recipe: run_s, **seconds}, later_runs)
+            remaining = f"about {about((1 - share) * run_s + later_s)}"
+        progress.step(f"{name} | {text} | all runs: {remaining}", share)
 
     return show
 
 
-def _told(run: RunFigures) -> str:
+def _outcome(run: RunFigures) -> str:
     if run.status == "done":
         return f"validation loss {run.val_loss:.4f}"
     if run.status == "diverged":
@@ -291,12 +299,12 @@ def _told(run: RunFigures) -> str:
     return f"{run.status}, exit code {run.exit}: {run.error}"
 
 
-def _over(found: _Results, names: Sequence[str], elapsed_s: float) -> str | None:
-    """Why the next pair is not begun, if it would exceed the time limit; else None."""
-    hours = found.comparison.hours
-    if hours is None or not found.ended or not names:
+def _time_limit_note(results: _Results, names: Sequence[str], elapsed_s: float) -> str | None:
+    """Say that the next pair would exceed the time limit; None if it would not."""
+    hours = results.comparison.hours
+    if hours is None or not results.ended or not names:
         return None
-    expected_s = _runs_s(found.seconds, dict.fromkeys(names, 1))
+    expected_s = _runs_s(results.seconds, dict.fromkeys(names, 1))
     if expected_s <= hours * 3600 - elapsed_s:
         return None
     return (
@@ -306,6 +314,6 @@ def _over(found: _Results, names: Sequence[str], elapsed_s: float) -> str | None
 
 
 def _runs_s(seconds: Mapping[str, float], runs: Mapping[str, int]) -> float:
-    """Seconds that so many runs of each recipe take; of one not seen yet, as those seen."""
+    """Seconds that `runs` take, a number by recipe. A recipe without a time counts as the mean."""
     usual = statistics.fmean(seconds.values()) if seconds else 0.0
     return sum(count * seconds.get(recipe, usual) for recipe, count in runs.items())

@@ -15,15 +15,15 @@ from fp8stack.training.run_folder import RunFolder, read_rows
 Row = Mapping[str, Any]
 Status = Literal["done", "diverged", "failed", "unfinished"]
 
-OWN = (None, "phase")  # of events, those that are as expected
-WARM_UP = 5  # steps whose speed does not count: they compile, tune and fault memory in
+EXPECTED = (None, "phase")  # values of a row's `event` that are not reported
+WARM_UP = 5  # first steps, whose speed does not count: they compile, tune and allocate
 HOPELESS = 1.1
-"""A run diverged whose validation loss ends above this many times a uniform guess's, ln(V)."""
-NUMERIC_FAILURE = 5  # the exit code of a run that stopped since its numbers were not finite
+"""A run diverged if its last validation loss exceeds this many times ln(V), a uniform guess's."""
+NUMERIC_FAILURE = 5  # exit code of a run that stopped because its numbers were not finite
 
 
 class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
-    """The least signal-to-noise ratio of an FP8 operand, and where and when it was seen."""
+    """The lowest signal-to-noise ratio of an FP8 operand, with its layer and step."""
 
     db: float
     layer: str
@@ -42,7 +42,7 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     diverged_at: int | None = None
     val_loss: float | None = None  # the last one, in nats per token
     curve: tuple[tuple[int, float], ...] = ()  # validation loss by step
-    seconds: float | None = None  # that it took, with its start; None if it was not seen whole
+    seconds: float | None = None  # wall time with startup; None if trained in several starts
     tokens_per_s: float | None = None  # the median over steps
     peak_memory_gib: float | None = None  # the most of any step
     skips: int = 0
@@ -64,21 +64,30 @@ def read_run(
     error: str = "",
     seconds: float | None = None,
 ) -> RunFigures:
-    """The figures of the run in `folder`, which may be missing, or hold a run that was cut. It was
-    to take so many `steps`; `exit` is the exit code, None if it has not ended, `error` the line
-    that it ended with, if it failed, and `seconds` the time that it took, if that is known."""
+    """The figures of the run in `folder`, which may be missing or hold an interrupted run.
+
+    Args:
+        steps: number of steps that the run is configured for.
+        exit: exit code; None if the run has not ended.
+        error: the last line that the run printed, if it failed.
+        seconds: wall time of the run, if known.
+    """
     rows = folder.read_metrics()
-    taken = valid_steps(rows)
-    curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
-    # The row of a step whose batch was left out has a validation loss alone.
-    last: Row = next((row for row in reversed(taken.values()) if "loss" in row), {})
-    of_recipe = {n: row for n, row in taken.items() if row.get("phase") == last.get("phase")}
-    speeds = {n: row["tokens_per_s"] for n, row in of_recipe.items() if row.get("tokens_per_s")}
-    counted = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
+    rows_by_step = valid_steps(rows)
+    curve = [
+        (step, row["val_loss"]) for step, row in rows_by_step.items() if _number(row, "val_loss")
+    ]
+    # The row of a skipped step may have a validation loss but no training loss.
+    last: Row = next((row for row in reversed(rows_by_step.values()) if "loss" in row), {})
+    last_phase = {
+        n: row for n, row in rows_by_step.items() if row.get("phase") == last.get("phase")
+    }
+    speeds = {n: row["tokens_per_s"] for n, row in last_phase.items() if row.get("tokens_per_s")}
+    warm_speeds = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
     memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
-    ran = [row for row in of_recipe.values() if "precision" in row]
+    precision_rows = [row for row in last_phase.values() if "precision" in row]
     skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
-    status, diverged_at = _status(taken, rows, curve, steps, vocabulary, exit)
+    status, diverged_at = _status(rows_by_step, rows, curve, steps, vocabulary, exit)
     return RunFigures(
         recipe=recipe,
         seed=seed,
@@ -89,38 +98,38 @@ def read_run(
         val_loss=curve[-1][1] if curve and status == "done" else None,
         curve=tuple(curve),
         seconds=seconds,
-        tokens_per_s=statistics.median(counted or speeds.values()) if speeds else None,
+        tokens_per_s=statistics.median(warm_speeds or speeds.values()) if speeds else None,
         peak_memory_gib=max(memory, default=None),
         skips=len({row["step"] for row in skipped}),
-        events=dict(Counter(str(row["event"]) for row in rows if row.get("event") not in OWN)),
+        events=dict(Counter(str(row["event"]) for row in rows if row.get("event") not in EXPECTED)),
         fp8_gemms=last.get("fp8_gemms"),
-        precisions=tuple(dict.fromkeys(r["precision"] for r in ran)),
+        precisions=tuple(dict.fromkeys(r["precision"] for r in precision_rows)),
         worst_sqnr=worst_sqnr(folder.telemetry),
         plan=_plan(folder.plan),
     )
 
 
 def valid_steps(rows: Sequence[Row]) -> dict[int, Row]:
-    """The rows that stand, by step: of several the last, and none of what was rolled back."""
-    found: dict[int, Row] = {}
+    """The last row of each step, without the steps that were rolled back."""
+    valid: dict[int, Row] = {}
     for row in rows:
         if row.get("event") == "rollback":
             back = int(row.get("to_step", row["step"]))
-            found = {step: kept for step, kept in found.items() if step <= back}
+            valid = {step: earlier for step, earlier in valid.items() if step <= back}
         elif row.get("loss") is not None or row.get("val_loss") is not None:
-            found[row["step"]] = row
-    return dict(sorted(found.items()))
+            valid[row["step"]] = row
+    return dict(sorted(valid.items()))
 
 
 def _status(
-    taken: Mapping[int, Row],
+    rows_by_step: Mapping[int, Row],
     rows: Sequence[Row],
     curve: Sequence[tuple[int, float]],
     steps: int,
     vocabulary: int,
     exit: int | None,
 ) -> tuple[Status, int | None]:
-    """How the run ended, and where it diverged if it did."""
+    """The status of a run, and the step at which it diverged, if it did."""
     if exit == NUMERIC_FAILURE:
         return "diverged", rows[-1]["step"] if rows else 1
     if exit:
@@ -130,9 +139,11 @@ def _status(
     bound = HOPELESS * math.log(vocabulary)
     if curve[-1][1] <= bound:
         return "done", None
-    losses = [(step, row["loss"]) for step, row in taken.items() if row.get("loss") is not None]
-    held = [step for step, loss in losses if loss <= bound]
-    return "diverged", next((s for s, _ in losses if s > max(held, default=0)), curve[-1][0])
+    losses = [
+        (step, row["loss"]) for step, row in rows_by_step.items() if row.get("loss") is not None
+    ]
+    good_steps = [step for step, loss in losses if loss <= bound]
+    return "diverged", next((s for s, _ in losses if s > max(good_steps, default=0)), curve[-1][0])
 
 
 def _number(row: Row, key: str) -> bool:
@@ -140,11 +151,11 @@ def _number(row: Row, key: str) -> bool:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """What ran, from `plan.json`, which layers are not in FP8, and why it is not what was asked."""
+    """The plan that ran, from `plan.json`; empty if it cannot be read."""
     try:
         plan = read_json(path)
         layers = plan["layers"]
-        of_layers = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
+        layer_reasons = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
         return {
             "asked": plan["asked"],
             "recipe": plan["recipe"]["name"],
@@ -155,21 +166,21 @@ def _plan(path: Path) -> dict[str, Any]:
             "layers": len(layers),
             "fp8_layers": sum(la["fp8"] for la in layers),
             "not_fp8": {la["name"]: la["reason"] for la in layers if la["reason"]},
-            "reasons": [reason for reason in plan["reasons"] if reason not in of_layers],
+            "reasons": [reason for reason in plan["reasons"] if reason not in layer_reasons],
         }
     except (ValueError, KeyError, TypeError):
         return {}
 
 
 def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand with the lowest SQNR, of the run's own recipe. The first sampled step does not
-    count: delayed scaling has every scale at 1 then, and recipes are to be compared alike."""
+    """The operand with the lowest SQNR in the run's own recipe. The first sampled step counts for
+    no recipe, because delayed scaling still has all scales at 1 then."""
     rows = [row for row in read_rows(path, {"step": 0}) if "operand" in row]
     rows = [row for row in rows if not row.get("what_if")]
     first = min((row["step"] for row in rows), default=0)
-    counted = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
-    if not counted:
+    settled = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
+    if not settled:
         return None
-    worst = min(counted, key=lambda row: row["sqnr_db"])
-    where = {key: worst[key] for key in ("layer", "operand", "step")}
-    return WorstSqnr(db=worst["sqnr_db"], **where)
+    worst = min(settled, key=lambda row: row["sqnr_db"])
+    place = {key: worst[key] for key in ("layer", "operand", "step")}
+    return WorstSqnr(db=worst["sqnr_db"], **place)

@@ -19,17 +19,17 @@ from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.run_folder import RunFolder
 
 POLL_S = 0.5
-LINES = 10  # of a run's progress where there is no terminal
+LINES = 10  # progress lines per run without a terminal
 
 Show = Callable[[str, float, float | None], None]
-"""What is told a run's progress: a line, the share of its steps that are done, and the seconds that
-a step takes, None if that is not known yet."""
+"""Called with the progress of a run: a line, the share of its steps that are done, and the seconds
+per step, None if not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended: its exit code, its last line if that is not 0, and how long it took, None if
-    it had begun before."""
+    """The end of a run: its exit code, its last line if the exit code is not 0, and its wall time,
+    None if an earlier start began it."""
 
     exit: int
     error: str
@@ -37,8 +37,8 @@ class Ended:
 
 
 class Progress:
-    """Shows how far the runs are: on a terminal by one line that changes, elsewhere by a line each
-    time that a tenth of a run is done."""
+    """Displays the progress of runs: a status line on a terminal, otherwise a printed line for each
+    tenth of a run."""
 
     def __init__(self) -> None:
         self._status = Screen(lasting=True).status("") if is_terminal(sys.stdout) else None
@@ -62,7 +62,7 @@ class Progress:
             self._status.console.print(printable(text), soft_wrap=True)
 
     def step(self, text: str, share: float) -> None:
-        """Show how far a run is; `share` of its steps are done."""
+        """Show the progress of a run; `share` of its steps are done."""
         if self._status is not None:
             self._status.update(Text(printable(text)))
         elif int(share * LINES) > self._shown:
@@ -71,11 +71,11 @@ class Progress:
 
 
 def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show: Show) -> Ended:
-    """Train one run, or go on with it where it was cut. `requested` says whether all is to stop;
-    `show` is told the run's progress.
+    """Train a run in a new process, or resume it. `requested` returns whether to stop; `show` is
+    called with the progress.
 
-    The process has a session of its own, so that a Ctrl-C reaches it once, from here: after the
-    first it saves and ends, after the second it ends at once. It saves and ends as well if this
+    The process has its own session, so that Ctrl-C reaches it only through this process. After the
+    first Ctrl-C it saves and ends, after the second it is killed. It also saves and ends if this
     process is killed.
     """
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
@@ -97,7 +97,7 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
         stream,
         subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # closed when this process ends, which the other notices
+            stdin=subprocess.PIPE,  # closes when this process ends; the run then saves and ends
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -116,8 +116,8 @@ def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show:
 
 
 def wait_until_idle(folder: RunFolder, requested: Callable[[], bool]) -> None:
-    """Wait while another process trains in `folder`, such as one that is about to end because its
-    comparison was killed; not any longer if a stop is requested."""
+    """Wait until no other process trains in `folder` or a stop is requested. The process may be
+    about to end because its comparison was killed."""
     while folder.is_running and not requested():
         time.sleep(POLL_S)
 
@@ -125,42 +125,42 @@ def wait_until_idle(folder: RunFolder, requested: Callable[[], bool]) -> None:
 def _wait(
     process: subprocess.Popen[bytes], requested: Callable[[], bool], look: Callable[[], None]
 ) -> None:
-    """Wait for the process to end; ask it to, once, if that is requested."""
-    asked = False
+    """Wait for the process to end, and terminate it once a stop is requested."""
+    is_stopping = False
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
             return
         look()
-        if requested() and not asked:
-            asked = True
+        if requested() and not is_stopping:
+            is_stopping = True
             process.terminate()
 
 
 def _follow(metrics: Path, steps: int, show: Show) -> Callable[[], None]:
-    """A function that shows how far the run that writes to `metrics` is."""
+    """A function that shows the progress of the run that writes to `metrics`."""
     begin: list[tuple[int, float]] = []
-    seen = [_last_step(metrics)[0]]  # of an earlier start
+    shown_step = [_last_step(metrics)[0]]  # the last step of an earlier start
 
     def look() -> None:
         step, loss = _last_step(metrics)
         now = time.monotonic()
-        if step == seen[0]:
+        if step == shown_step[0]:
             return
-        seen[0] = step
+        shown_step[0] = step
         if not begin or step < begin[0][0]:
             begin[:] = [(step, now)]
         first, since = begin[0]
         pace_s = (now - since) / (step - first) if step > first else None
-        left = "n/a" if pace_s is None else timedelta(seconds=round(pace_s * (steps - step)))
-        told = "" if loss is None else f" | loss {loss:.4f}"
-        show(f"step {step}/{steps}{told} | ETA {left}", step / steps, pace_s)
+        eta = "n/a" if pace_s is None else timedelta(seconds=round(pace_s * (steps - step)))
+        loss_text = "" if loss is None else f" | loss {loss:.4f}"
+        show(f"step {step}/{steps}{loss_text} | ETA {eta}", step / steps, pace_s)
 
     return look
 
 
 def _last_step(metrics: Path) -> tuple[int, float | None]:
-    """The last step in a file of metrics that may be written to, and its loss."""
+    """The last step in a metrics file and its loss. The run may be writing to the file."""
     try:
         with metrics.open("rb") as stream:
             stream.seek(0, 2)
@@ -168,7 +168,7 @@ def _last_step(metrics: Path) -> tuple[int, float | None]:
             lines = stream.read().split(b"\n")
     except OSError:
         return 0, None
-    for line in reversed(lines[:-1]):  # what follows the last newline is not whole
+    for line in reversed(lines[:-1]):  # the text after the last newline is incomplete
         with suppress(ValueError, KeyError, TypeError):
             row = parse_json(line, metrics.name)
             return int(row["step"]), row.get("loss")

@@ -29,38 +29,38 @@ from fp8stack.training.setup.init_from import find_source, with_source
 from fp8stack.training.setup.start import with_absolute_paths
 from fp8stack.training.setup.variants import Decided, plan_phases
 
-OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
-"""Keys of a run that differ between the runs, and what to give in place of them."""
+PER_RUN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
+"""Config keys that differ between the runs, and the options that set them."""
 REPORT = "compare.json"
 MARGIN, SHARED = "0.25%", "25%"
-EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says otherwise
+EVALUATIONS = 10  # evaluations per run, unless `eval_every` is given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: a recipe, by its name in tables, and a seed."""
+    """A run of the comparison: a recipe, by its name in tables, and a seed."""
 
     recipe: str
     seed: int
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the run's folder."""
         return f"{self.recipe}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared, and the configuration that all runs share."""
+    """A validated comparison: its recipes and seeds, and the configuration that all runs share."""
 
     out: Path
-    recipes: dict[str, str]  # as `--recipe` takes them, by their names in tables
-    seeds: int  # of every recipe; with `judging.until`, at least
+    recipes: dict[str, str]  # name in tables -> value of `--recipe`
+    seeds: int  # per recipe; the minimum with `judging.until`
     baseline: str
     judging: Judging
-    hours: float | None  # no pair is begun after so many
+    hours: float | None  # time limit: no pair begins after it
     config: RunConfig
-    contents: dict[str, Any]  # what names and paths stood for, for a later start to be held to
+    contents: dict[str, Any]  # contents behind names and paths, which a later start must match
     command: str
     vocabulary: int
 
@@ -79,7 +79,7 @@ class Comparison:
         return shared_note([phase.model_dump() for phase in self.config.phases])
 
 
-class _Asked(BaseModel):
+class _SavedRequest(BaseModel):
     recipes: dict[str, str] | list[str]
     seeds: int
 
@@ -93,9 +93,9 @@ class _Run(BaseModel):
 
 
 class _Report(BaseModel):
-    """Of `compare.json`, what a later start reads."""
+    """The keys of `compare.json` that a later start reads."""
 
-    asked: _Asked
+    asked: _SavedRequest
     config: dict[str, Any]
     contents: dict[str, Any]
     runs: list[_Run]
@@ -114,33 +114,33 @@ def prepare(
     margin: str = MARGIN,
     hours: float | None = None,
 ) -> Comparison:
-    """The comparison that the command asks for, found to be possible.
+    """Validate the options of the command, and return the comparison.
 
     Args:
         recipes: names or TOML files, separated by commas.
-        seeds: how many; they are 0, 1, ...
-        out: the folder; None is `runs/compare-<model>`.
-        baseline: one of the recipes; None is fp32 if it is among them, else the first.
-        shared: the share of its steps that each run takes in the baseline's recipe first; None is
-            25 %, of a comparison begun before what it was, and none with weights to begin with or
-            phases.
-        until: the half-width, in percent of the loss, that seeds are added for: "0.15%".
+        seeds: the number of seeds, which are 0, 1, ...
+        out: the folder; by default `runs/compare-<model>`.
+        baseline: one of the recipes; by default fp32 if it is among them, else the first.
+        flags: config keys that all runs share; None means not given.
+        sets: more config keys, as `key=value`.
+        shared: the share of the steps that all runs take in the baseline's recipe first. By default
+            25 %, but none with `init_from` or phases; a comparison that is continued keeps its
+            share.
+        until: add seeds until the half-width is at most this, in percent of the loss: "0.15%".
         margin: the gap that does not matter, in percent of the loss.
-        hours: begin no pair after so many.
-        flags: keys of a run that all share; None is not given.
-        sets: more of them, as `key=value`.
+        hours: time limit for `until`; no pair begins after it.
 
     Raises:
-        UserError: bad input; one line, and nothing was trained or written.
-        NoUsableCheckpoint: the checkpoint to begin with is damaged.
+        UserError: bad input. Nothing was trained or written.
+        NoUsableCheckpoint: the checkpoint of `init_from` is damaged.
     """
-    named = _names(recipes)
+    sources = _names(recipes)
     if seeds < 1:
         raise UserError(f"--seeds {seeds}: there is nothing to train. Give 1 or more.")
-    chosen = baseline or ("fp32" if "fp32" in named else next(iter(named)))
-    if chosen not in named:
+    baseline_name = baseline or ("fp32" if "fp32" in sources else next(iter(sources)))
+    if baseline_name not in sources:
         raise UserError(
-            f"--baseline {quoted(chosen)} is not among the recipes: {', '.join(named)}. "
+            f"--baseline {quoted(baseline_name)} is not among the recipes: {', '.join(sources)}. "
             "Add it to --recipes."
         )
     judging = Judging(
@@ -153,47 +153,56 @@ def prepare(
     if hours is not None and until is None:
         raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
     config, tokenizer = _config(flags, sets)
-    use_threads(config.threads)  # refused here, and not by every run
+    use_threads(config.threads)  # raises here, not in every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
-    config = _with_shared_steps(config, shared, named[chosen], Path(folder) / REPORT)
-    own: dict[str, Any] = {"seeds": seeds, "baseline": baseline, "shared": shared, "until": until}
-    own |= {"margin": None if margin == MARGIN else margin, "hours": hours}
+    config = _with_shared_steps(config, shared, sources[baseline_name], Path(folder) / REPORT)
+    options: dict[str, Any] = {
+        "seeds": seeds,
+        "baseline": baseline,
+        "shared": shared,
+        "until": until,
+        "margin": None if margin == MARGIN else margin,
+        "hours": hours,
+    }
     comparison = Comparison(
         out=Path(folder).resolve(),
-        recipes=named,
+        recipes=sources,
         seeds=seeds,
-        baseline=chosen,
+        baseline=baseline_name,
         judging=judging,
         hours=hours,
         config=config,
-        contents=_contents(config, named, tokenizer),
-        command=_command(recipes, folder, {**flags, **own}, sets),
+        contents=_contents(config, sources, tokenizer),
+        command=_command(recipes, folder, {**flags, **options}, sets),
         vocabulary=load_config(config.model, config.model_overrides).vocabulary,
     )
-    return _beginning(comparison)
+    return _checked(comparison)
 
 
 def _with_shared_steps(
     config: RunConfig, shared: str | None, baseline: str, report: Path
 ) -> RunConfig:
-    """The configuration with phases, of which the first is in the baseline's recipe: the first
-    steps of a small model are chaotic, and rounding in them moves the end of a run by more than
-    recipes do later (`python -m bench study` measures it)."""
+    """The configuration with phases, the first of them in the baseline's recipe. The first steps of
+    a small model are chaotic, and rounding in them changes the final loss more than recipes do
+    later (`python -m bench study` measures it)."""
     saved = read_report(report)["config"].get("phases", []) if report.exists() else []
     if report.exists() and "phases" not in config.given:
-        before = f"{100 * shared_steps(saved):g}%"
-        if shared is not None and f"{percent('--shared', shared, SHARED, least=0):g}%" != before:
+        saved_share = f"{100 * shared_steps(saved):g}%"
+        if (
+            shared is not None
+            and f"{percent('--shared', shared, SHARED, least=0):g}%" != saved_share
+        ):
             raise UserError(
-                f"{report.parent} holds another comparison, whose runs share {before} of their "
-                f"steps. Leave out --shared {shared}, or give another --out."
+                f"{report.parent} holds another comparison, whose runs share {saved_share} of "
+                f"their steps. Leave out --shared {shared}, or give another --out."
             )
         if saved:
             return _with_phases(config, [PhaseConfig.model_validate(phase) for phase in saved])
         return config
     if shared is not None and "phases" in config.given:
         raise UserError("--shared makes phases of its own. Leave out --shared, or the phases.")
-    usual = "0" if config.init_from or "phases" in config.given else SHARED
-    share = percent("--shared", usual if shared is None else shared, SHARED, least=0)
+    default = "0" if config.init_from or "phases" in config.given else SHARED
+    share = percent("--shared", default if shared is None else shared, SHARED, least=0)
     if share >= 100:
         raise UserError(
             f"--shared {shared}: no step is left to compare. Example: --shared {SHARED}"
@@ -205,7 +214,8 @@ def _with_shared_steps(
 
 
 def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:
-    """The quality guard, which would end a costly recipe's phase, is off unless it is given."""
+    """The configuration with phases. The quality guard, which would end the phase of a recipe with
+    a large gap, is off unless the user configures it."""
     update: dict[str, Any] = {"phases": tuple(phases)}
     if "quality" not in config.guard.model_fields_set:
         update["guard"] = config.guard.model_copy(update={"quality": 0.0})
@@ -213,24 +223,24 @@ def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:
 
 
 def _names(recipes: str) -> dict[str, str]:
-    """The recipes by the names that they go by in tables and folders; files by their paths."""
-    found: dict[str, str] = {}
+    """The recipes as {name in tables and folders: name or absolute path of a TOML file}."""
+    sources: dict[str, str] = {}
     for recipe in recipe_words(recipes):
         name = Path(recipe).stem if recipe.endswith(".toml") else recipe
-        if name in found:
+        if name in sources:
             raise UserError(f"--recipes names '{quoted(name)}' twice. Name each recipe once.")
-        found[name] = str(Path(recipe).resolve()) if recipe.endswith(".toml") else recipe
-    return found
+        sources[name] = str(Path(recipe).resolve()) if recipe.endswith(".toml") else recipe
+    return sources
 
 
 def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """The configuration that all runs share, and the `tokenizer.json` of their first weights."""
+    """The configuration that all runs share, and the `tokenizer.json` of `init_from`."""
     config = parse_config(None, flags, sets)
-    for key, instead in OWN.items():
+    for key, option in PER_RUN.items():
         if key in config.given:
-            raise UserError(f"--set {key} is what the runs differ in. Give {instead} instead.")
-    usual = {"eval_every": max(1, config.steps // EVALUATIONS), "sample_tokens": 0}
-    unset = {key: value for key, value in usual.items() if key not in config.given}
+            raise UserError(f"--set {key} is what the runs differ in. Give {option} instead.")
+    defaults = {"eval_every": max(1, config.steps // EVALUATIONS), "sample_tokens": 0}
+    unset = {key: value for key, value in defaults.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
     if not config.init_from:
         return with_vocabulary(config), None
@@ -241,41 +251,41 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, P
 def _contents(
     config: RunConfig, recipes: Mapping[str, str], tokenizer: Path | None
 ) -> dict[str, Any]:
-    """What the model, the data and the recipes are, once every plan was found to be possible."""
+    """The contents of the model, data and recipes. Plans every recipe, so a bad one raises."""
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
-    found = {name: _recipe(config, source, model) for name, source in recipes.items()}
+    recipe_tables = {name: _recipe(config, source, model) for name, source in recipes.items()}
     reading = read(config, model.vocabulary, context, tokenizer)
     return {
         "model": model.model_dump(mode="json"),
         "data": reading.fingerprints(),
-        "recipes": found,
+        "recipes": recipe_tables,
     }
 
 
 def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
-    """The recipe that runs where `source` is asked for."""
+    """The recipe, as a table, that runs if `source` is requested."""
     if config.recipe_overrides and source == "auto":
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
-    own = config.model_copy(update={"recipe": source})
+    run_config = config.model_copy(update={"recipe": source})
     tokens = config.batch // config.accumulate * context_of(config, model)
-    plans, schedule = plan_phases(own, model, probe(config.device), Decided(), tokens)
+    plans, schedule = plan_phases(run_config, model, probe(config.device), Decided(), tokens)
     plan = plans[schedule.variants[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
-    return _told(plan.recipe)
+    return _recipe_table(plan.recipe)
 
 
-def _told(recipe: Recipe) -> dict[str, Any]:
+def _recipe_table(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude={"description"})
 
 
-def _beginning(comparison: Comparison) -> Comparison:
-    """The comparison, once its folder was seen to be free, or to hold the beginning of it. Raises a
-    UserError if that is a file, holds something else, or a comparison that differs.
+def _checked(comparison: Comparison) -> Comparison:
+    """The comparison, after a check that its folder is free or holds an earlier start of it. Raises
+    a UserError if `out` is a file, holds other things, or holds a comparison that differs.
 
-    Who adds seeds has seen what the first ones gave, so from then on intervals are to be valid
-    however often they are looked at."""
+    If seeds are added, the user may have seen the earlier results, so intervals become valid at all
+    numbers of seeds (`always_valid`)."""
     out = comparison.out
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file. Give a folder as --out.")
@@ -283,55 +293,58 @@ def _beginning(comparison: Comparison) -> Comparison:
         raise UserError(f"{out} holds a single run. Give another --out.")
     if not comparison.report.exists():
         for name in ("runs", "logs", "base.toml", "compare.md", "compare.png"):
-            if (own := out / name).exists():
-                raise UserError(f"{own} is in the way: it is no comparison's. Give another --out.")
+            if (leftover := out / name).exists():
+                raise UserError(
+                    f"{leftover} is in the way: it is no comparison's. Give another --out."
+                )
         return comparison
     saved = read_report(comparison.report)
     recipes = saved["contents"].get("recipes")
-    if isinstance(recipes, dict):  # an older version's may be in another form
+    if isinstance(recipes, dict):  # an older version may have written another form
         where = str(comparison.report)
         saved["contents"]["recipes"] = {
-            name: _told(recipe_from_json(recipe, where)) for name, recipe in recipes.items()
+            name: _recipe_table(recipe_from_json(recipe, where)) for name, recipe in recipes.items()
         }
     for difference in _changes(saved, as_saved(comparison)):
         raise UserError(
             f"{out} holds another comparison: {difference}. More recipes and more seeds may be "
             "added; for anything else give another --out."
         )
-    asked = saved["asked"]
-    looked = asked.get("always_valid", False) or asked["seeds"] < comparison.seeds
-    if not looked or comparison.judging.always_valid:
+    request = saved["asked"]
+    saw_results = request.get("always_valid", False) or request["seeds"] < comparison.seeds
+    if not saw_results or comparison.judging.always_valid:
         return comparison
     judging = replace(comparison.judging, always_valid=True)
     return replace(comparison, judging=judging)
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Where the comparison that is asked for differs from the one begun, in what may not change."""
-    asked, before = now["asked"], saved["asked"]
-    for name in before["recipes"]:
-        if name not in asked["recipes"]:
+    """Yield the differences from the saved comparison in settings that must not change."""
+    request, saved_request = now["asked"], saved["asked"]
+    for name in saved_request["recipes"]:
+        if name not in request["recipes"]:
             yield f"recipe '{name}' is missing here"
-    if before["seeds"] > asked["seeds"]:
-        yield f"seeds is {asked['seeds']} here and {before['seeds']} there"
+    if saved_request["seeds"] > request["seeds"]:
+        yield f"seeds is {request['seeds']} here and {saved_request['seeds']} there"
     for key in ("config", "contents"):
-        here = json.loads(json.dumps(now[key]))  # tuples are lists there
-        there = _part(saved[key], here)
-        for difference in differences(there, _part(here, there)):
+        table = json.loads(json.dumps(now[key]))  # tuples become lists, as in the saved table
+        saved_table = _common_keys(saved[key], table)
+        for difference in differences(saved_table, _common_keys(table, saved_table)):
             yield difference.replace("in the checkpoint", "there")
 
 
-def _part(table: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
-    """What both tables have: another version has other keys, and recipes may be added."""
+def _common_keys(table: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `table` that `reference` has too, at all depths."""
     return {
-        key: _part(value, of[key]) if isinstance(value, dict) and isinstance(of[key], dict)
+        key: _common_keys(value, reference[key])
+        if isinstance(value, dict) and isinstance(reference[key], dict)
         else value
-        for key, value in table.items() if key in of
+        for key, value in table.items() if key in reference
     }  # fmt: skip
 
 
 def as_saved(comparison: Comparison) -> dict[str, Any]:
-    """What `compare.json` says of what was asked."""
+    """The part of `compare.json` that describes the request."""
     return {
         "command": comparison.command,
         "asked": {
@@ -340,20 +353,20 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
             "baseline": comparison.baseline,
             **asdict(comparison.judging),
         },
-        "config": comparison.config.model_dump(mode="json", exclude=set(OWN)),
+        "config": comparison.config.model_dump(mode="json", exclude=set(PER_RUN)),
         "contents": comparison.contents,
     }
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The contents of `compare.json`. Raises a UserError if it is none."""
+    """The contents of a `compare.json`. Raises a UserError if the file is not one."""
     try:
-        found: dict[str, Any] = read_json(path)
-        _Report.model_validate(found)
+        report: dict[str, Any] = read_json(path)
+        _Report.model_validate(report)
     except ValueError as error:
-        said = f"{path} is no comparison's, or is damaged. Give another --out."
-        raise UserError(said) from error
-    return found
+        message = f"{path} is no comparison's, or is damaged. Give another --out."
+        raise UserError(message) from error
+    return report
 
 
 def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from fp8stack.tables import aligned, counted, markdown
 
 
 def header(baseline: str) -> list[str]:
-    """The titles of the columns."""
+    """Column titles."""
     return [
         "recipe", "ran", "FP8 layers", "FP8 GEMMs per step", "validation loss",
         f"gap to {baseline}", "verdict", "tokens/s", "peak GiB", "skips", "worst SQNR",
@@ -18,7 +18,7 @@ def header(baseline: str) -> list[str]:
 
 
 def cells(row: RecipeFigures) -> list[str]:
-    """A recipe's line."""
+    """The cells of a recipe's row."""
     plan, gap, worst = row.plan, row.gap_percent, row.worst_sqnr
     relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
     return [
@@ -43,22 +43,22 @@ def _with_error(value: float | None, error: float | None, form: str) -> str:
 
 
 def as_text(rows: Sequence[RecipeFigures], baseline: str, shared: str = "") -> str:
-    """The table with its columns aligned, for a terminal or a log; `shared` as in `Comparison`."""
-    said = [f"gap: {shared}"] * bool(shared)
-    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *said, *notes(rows)])
+    """The table with aligned columns, and notes. `shared`: see `Comparison.shared`."""
+    shared_lines = [f"gap: {shared}"] * bool(shared)
+    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *shared_lines, *notes(rows)])
 
 
 def as_markdown(
     rows: Sequence[RecipeFigures], comparison: Comparison, machine: Mapping[str, Any]
 ) -> str:
-    """`compare.md`: the command, the table, what its columns are, and what is to be known."""
+    """The text of `compare.md`: the command, the table, an explanation of it, and notes."""
     config, baseline = comparison.config, comparison.baseline
-    number = max((row.seeds for row in rows), default=comparison.seeds)
+    seed_count = max((row.seeds for row in rows), default=comparison.seeds)
     steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
     model = f"{config.model}, {steps} of {batch}"
-    begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
+    start = f", begun with the weights of {config.init_from}" if config.init_from else ""
     if comparison.shared:
-        begun += f"; {comparison.shared}"
+        start += f"; {comparison.shared}"
     facts = ", ".join(
         f"{name} {value}"
         for name, value in machine.items()
@@ -67,13 +67,13 @@ def as_markdown(
     lines = [
         f"`{comparison.command}`",
         "",
-        f"made this: {model}, {seeds(number)}{begun}, on "
+        f"made this: {model}, {seeds(seed_count)}{start}, on "
         f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
         "same first weights and the same order.",
         "",
         *markdown(header(baseline), map(cells, rows)),
         "",
-        _explanation(baseline, number, comparison.judging),
+        _explanation(baseline, seed_count, comparison.judging),
         "",
         *(f"- {note}" for note in notes(rows)),
         "",
@@ -83,15 +83,15 @@ def as_markdown(
     return "\n".join(lines)
 
 
-def _explanation(baseline: str, number: int, judging: Judging) -> str:
+def _explanation(baseline: str, seed_count: int, judging: Judging) -> str:
     kind = (
         "95 % interval that holds however often it is looked at while seeds are added"
         if judging.always_valid
         else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand"
     )
-    over = (
+    errors = (
         "With one seed there are no errors, and differences mean little. "
-        if number == 1
+        if seed_count == 1
         else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
         f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
         f"{kind}. A recipe is worse or better if that does not hold 0, and within "
@@ -99,8 +99,8 @@ def _explanation(baseline: str, number: int, judging: Judging) -> str:
         "of twenty recipes that are equal, one would seem to differ. "
     )
     return (
-        f"Losses are in nats per token, at the last step. {over}A run diverged if its numbers were "
-        f"no longer finite, or if its loss ended above {HOPELESS} times that of guessing "
+        f"Losses are in nats per token, at the last step. {errors}A run diverged if its numbers "
+        f"were no longer finite, or if its loss ended above {HOPELESS} times that of guessing "
         f"uniformly. tokens/s: the median over steps, without the first {WARM_UP}, and relative to "
         f"{baseline}; runs were made one after the other. Worst SQNR: of all FP8 operands, at all "
         "sampled steps but the first of a run."
@@ -108,19 +108,19 @@ def _explanation(baseline: str, number: int, judging: Judging) -> str:
 
 
 def notes(rows: Sequence[RecipeFigures]) -> list[str]:
-    """What is to be known of single recipes: why another was run, what the guard did, failures."""
-    found = []
+    """Notes on single recipes: reasons for another plan, events of the guard, failures."""
+    lines = []
     for row in rows:
         if row.plan.get("reasons"):
-            found.append(f"{row.recipe}: {'; '.join(row.plan['reasons'])}")
+            lines.append(f"{row.recipe}: {'; '.join(row.plan['reasons'])}")
         left_out = row.plan.get("not_fp8", {})
         if left_out and row.plan["fp8_layers"]:
             reasons = "; ".join(dict.fromkeys(f"{reason}" for reason in left_out.values()))
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-            some = ", ".join(list(left_out)[:3]) + more
-            found.append(f"{row.recipe}: not in FP8: {some} ({reasons})")
+            names = ", ".join(list(left_out)[:3]) + more
+            lines.append(f"{row.recipe}: not in FP8: {names} ({reasons})")
         events = ", ".join(f"{name} {count}" for name, count in row.events.items())
         if events:
-            found.append(f"{row.recipe}: events: {events}")
-        found += [f"{row.recipe}, {error}" for error in row.errors]
-    return found
+            lines.append(f"{row.recipe}: events: {events}")
+        lines += [f"{row.recipe}, {error}" for error in row.errors]
+    return lines

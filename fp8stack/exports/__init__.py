@@ -24,9 +24,9 @@ class Exported:
 
     out: Path
     format: str
-    title: str  # what the folder holds, in a few words
+    title: str  # a short description of the folder's contents
     parameters: int
-    dtype: str  # of what is not FP8
+    dtype: str  # of weights that are not quantized
     source: Path  # the checkpoint
     notes: tuple[str, ...]  # for the user
 
@@ -37,9 +37,9 @@ class Exported:
         return f"{self.out}: {self.title}, {parameters}, {self.dtype}, of {self.source}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON data."""
-        more = {"out": str(self.out), "source": str(self.source), "notes": list(self.notes)}
-        return asdict(self) | more
+        """The result as JSON data."""
+        strings = {"out": str(self.out), "source": str(self.source), "notes": list(self.notes)}
+        return asdict(self) | strings
 
 
 def export(
@@ -57,26 +57,29 @@ def export(
     Args:
         run_or_checkpoint: a run, whose newest good checkpoint is used, or
             `.../checkpoints/step-000200`.
-        format: "hf", a folder for transformers; "fp8", the same with weights in FP8, FP6 or FP4 and
-            their scales, for compressed-tensors and vLLM; "safetensors", our own names.
-        out: a folder that does not exist, or is empty.
-        dtype: of what is not FP8: "fp32", as trained, or "bf16".
+        format: "hf", a folder for transformers; "fp8", such a folder with weights in FP8, FP6 or
+            FP4 and their scales, for compressed-tensors and vLLM; "safetensors", a file with
+            fp8stack's parameter names.
+        out: a folder that does not exist or is empty.
+        dtype: of weights that are not quantized: "fp32", as trained, or "bf16".
         tokenizer: a name or path, for a run that records no tokenizer.
-        strategy: for "fp8", what shares a scale: "tensor", "channel" (a row of a weight) or "block"
-            (128 x 128); None as in the run.
+        strategy: for "fp8", the elements that share a scale: "tensor", "channel" (a row of a
+            weight) or "block" (128 x 128). None uses the run's recipe.
         overwrite: replace an earlier export.
 
     Returns:
-        A line that says what was written, and notes.
+        A line that describes the export, and notes.
 
     Raises:
-        UserError: bad input, or the model does not fit the format; the message names the key.
+        UserError: bad input, or a model that the format cannot hold; the message names the key.
         NoUsableCheckpoint: every checkpoint is damaged.
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
-    more = {"tokenizer": tokenizer, "strategy": strategy}
-    found = write_export(run_or_checkpoint, format, out, dtype=dtype, overwrite=overwrite, **more)
-    return found.line, list(found.notes)
+    options = {"tokenizer": tokenizer, "strategy": strategy}
+    exported = write_export(
+        run_or_checkpoint, format, out, dtype=dtype, overwrite=overwrite, **options
+    )
+    return exported.line, list(exported.notes)
 
 
 def write_export(
@@ -93,9 +96,9 @@ def write_export(
     """Like `export`, but return the result as data. `repository` is the `owner/name` on the Hub
     that the model card mentions."""
     choices = (("export format", format, Format), ("dtype", dtype, Dtype))
-    for kind, name, known in (*choices, ("strategy", strategy, Strategy)):
-        if name is not None and name not in get_args(known):
-            raise unknown(kind, name, get_args(known))
+    for kind, name, literal in (*choices, ("strategy", strategy, Strategy)):
+        if name is not None and name not in get_args(literal):
+            raise unknown(kind, name, get_args(literal))
     if strategy is not None and format != "fp8":
         raise UserError("--strategy is of --format fp8. Leave it out.")
     out = Path(out)

@@ -22,17 +22,17 @@ from fp8stack.training.setup.build import context_of
 
 CARD = "README.md"
 MARK = "<!-- Written by fp8stack export. -->"
-"""In every card: a README.md without it is somebody's own."""
+"""A line of every card. A README.md without it was not written by fp8stack."""
 _ACTIVE = re.compile(r"[^\w .,;+±%()/='-]")
 
 
 def model_card(source: Source, format: str, title: str, repository: str | None) -> str:
-    """The card of a folder.
+    """The text of the model card.
 
     Args:
         source: the model. Facts that its run's folder lacks are left out.
         format: "hf" or "fp8".
-        title: what the folder holds, in a few words.
+        title: a short description of the folder's contents.
         repository: `owner/name` on the Hub; None if the folder is not pushed.
     """
     recipe = str(source.plan["recipe"]["name"])
@@ -95,8 +95,9 @@ def _last_val_loss(source: Source) -> tuple[int, float] | None:
 
 
 def _forecast_gap(source: Source, recipe: str) -> tuple[str, str] | None:
-    """The loss gap that `fp8stack forecast` predicted from this checkpoint, and its interval.
-    Raises an error of reading if there is no forecast."""
+    """The loss gap that `fp8stack forecast` predicted from this checkpoint, and its interval; None
+    if the forecast is of another checkpoint or recipe. Raises an OSError or ValueError if there is
+    no forecast."""
     assert source.run is not None
     forecast = ForecastResult.model_validate_json((source.run / FORECAST).read_text("utf-8"))
     gaps = {expected.recipe: expected.gap for expected in forecast.recipes}
@@ -107,8 +108,8 @@ def _forecast_gap(source: Source, recipe: str) -> tuple[str, str] | None:
 
 
 def _measured_gap(source: Source) -> dict[str, Any] | None:
-    """The gap to the baseline of the comparison that the run belongs to; None if it has another
-    number of steps. Raises a KeyError, or errors of reading, if there is no comparison."""
+    """The gap to the baseline in the comparison that the run belongs to; None for the baseline, or
+    if the checkpoint is not of the last step. Raises an error if there is no comparison."""
     assert source.run is not None
     run = source.run.absolute()  # a relative path may have no parents
     report: dict[str, Any] = read_json(run.parents[1] / "compare.json")

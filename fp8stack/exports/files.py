@@ -1,4 +1,4 @@
-"""The files of each format: tensors and small text files."""
+"""The files of each export format: tensors and small text files."""
 
 import json
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ class Source:
     """A model from a checkpoint."""
 
     path: Path  # of the checkpoint
-    step: int  # the last step before it was saved
+    step: int  # number of steps trained
     config: GPTConfig
-    weights: Mapping[str, Tensor]  # float32, of every parameter, the vocabulary not padded
-    plan: Mapping[str, Any]  # of the run, as JSON data
-    fp8: Mapping[str, Tensor]  # the state of delayed scaling, if any
+    weights: Mapping[str, Tensor]  # float32, all parameters, without vocabulary padding
+    plan: Mapping[str, Any]  # the run's plan, as JSON data
+    fp8: Mapping[str, Tensor]  # state of delayed scaling; empty without
     dtype: torch.dtype  # of the exported weights
     notes: tuple[str, ...]  # for the user
-    info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint, as JSON data
+    info: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's info, as JSON data
 
     @property
     def run(self) -> Path | None:
@@ -44,20 +44,20 @@ class Source:
         return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
     def tokenizer(self, name: str | None) -> Tokenizer | None:
-        """The tokenizer called `name`, else the run's own, if known. Raises a UserError if it
-        cannot be loaded, or has more ids than the model's vocabulary."""
-        found = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
-        if found is not None and found.vocabulary > self.config.vocabulary:
+        """The tokenizer called `name`, by default the run's; None if the run records none. Raises a
+        UserError if it cannot be loaded, or has more ids than the model's vocabulary."""
+        tokenizer = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
+        if tokenizer is not None and tokenizer.vocabulary > self.config.vocabulary:
             raise UserError(
-                f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "
+                f"Tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, the model a vocabulary of "
                 f"{self.config.vocabulary}. Give the one that the data were tokenized with."
             )
-        return found
+        return tokenizer
 
 
 def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
-    """Load the model of a checkpoint, or of a run's newest good one. Raises what `find_checkpoint`
-    does."""
+    """Load the model of a checkpoint, or of a run's newest good checkpoint. For errors see
+    `find_checkpoint`."""
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     return Source(
         path=path,
@@ -74,9 +74,9 @@ def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The contents of a folder."""
+    """The contents of an exported folder."""
 
-    title: str  # what it is, in a few words
+    title: str  # a short description
     tensors: Mapping[str, Tensor]  # of `model.safetensors`
     metadata: Mapping[str, str]  # of the same file
     texts: Mapping[str, str]  # of other files, by name
@@ -84,7 +84,7 @@ class Files:
 
 
 def safetensors_files(source: Source) -> Files:
-    """The weights under our own names, and the shape as a model file."""
+    """The weights under fp8stack's parameter names, and the shape as a model file."""
     weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
     metadata = {  # the format requires strings
         "format": "pt",
@@ -100,17 +100,17 @@ def safetensors_files(source: Source) -> Files:
     )
 
 
-def hf_files(source: Source, tokenizer: str | None) -> Files:
-    """A folder that transformers loads. Raises what `layout_of` and `Source.tokenizer` raise."""
+def hf_files(source: Source, tokenizer_name: str | None) -> Files:
+    """The files that transformers loads. For errors see `layout_of` and `Source.tokenizer`."""
     config = source.config
     layout = layout_of(config)
-    found = source.tokenizer(tokenizer)
+    tokenizer = source.tokenizer(tokenizer_name)
     notes = reader_notes(config)
-    if found is None:
+    if tokenizer is None:
         unknown = "the run does not know its tokenizer, so the folder has none"
         notes = [f"{unknown}; --tokenizer NAME|PATH gives it one", *notes]
     dtype = "float32" if source.dtype == torch.float32 else "bfloat16"
-    table = config_json(config, dtype, found.end_of_text if found else None)
+    table = config_json(config, dtype, tokenizer.end_of_text if tokenizer else None)
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     generation = {key: table[key] for key in keys if table[key] is not None}
     return Files(
@@ -118,7 +118,7 @@ def hf_files(source: Source, tokenizer: str | None) -> Files:
         tensors=_cast(to_hf(config, layout, source.weights), source.dtype),
         metadata={"format": "pt"},
         texts={
-            **(_tokenizer_texts(found, config.context) if found else {}),
+            **(_tokenizer_texts(tokenizer, config.context) if tokenizer else {}),
             "config.json": as_json(table),
             "generation_config.json": as_json({"_from_model_config": True} | generation),
         },
@@ -150,5 +150,5 @@ def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
 
 
 def as_json(table: Mapping[str, Any]) -> str:
-    """A dict as the text of a JSON file."""
+    """The text of a JSON file with `table`."""
     return json.dumps(table, indent=2, ensure_ascii=False) + "\n"

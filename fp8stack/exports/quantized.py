@@ -72,28 +72,32 @@ def quantized_files(
             "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
         )
     notes: list[str] = []
-    parts = parts_of(source.config, layout)
-    chosen = _chosen(source, parts, notes)
-    shapes = [source.weights[f"{name}.weight"].shape for name in chosen]
-    inner = {columns for _, columns in shapes}
-    sizes = inner | {part.rows for name in chosen for part in parts[name]}
+    modules_of = parts_of(source.config, layout)
+    planned = _layers_to_quantize(source, modules_of, notes)
+    shapes = [source.weights[f"{name}.weight"].shape for name in planned]
+    widths = {columns for _, columns in shapes}
+    sizes = widths | {module.rows for name in planned for module in modules_of[name]}
 
-    def odd(multiple: int) -> int | None:
-        found = sizes if multiple == BLOCK else inner
-        return min((size for size in found if size % multiple), default=None)
+    def indivisible_size(multiple: int) -> int | None:
+        candidates = sizes if multiple == BLOCK else widths
+        return min((size for size in candidates if size % multiple), default=None)
 
     schemes: dict[str, Scheme] = {}
-    for name, (quantizers, recipe) in chosen.items():
+    for name, (quantizers, recipe) in planned.items():
         if quantizers is not None and quantizers.weight is not None and strategy is None:
             _require_layout(quantizers.weight, recipe)
-        schemes[name] = _scheme(source, strategy, name, chosen[name], odd, notes)
+        schemes[name] = _scheme(source, strategy, name, planned[name], indivisible_size, notes)
     tensors: dict[str, Tensor] = {}
     for name, scheme in schemes.items():
-        for part, cast in zip(parts[name], _cast(source, scheme, name, parts[name]), strict=True):
-            tensors |= {f"{part.module}.{key}": tensor for key, tensor in cast.items()}
-    whole = {f"{part.module}.weight" for name in schemes for part in parts[name]}
-    kept = {name: tensor for name, tensor in plain.tensors.items() if name not in whole}
-    left = [part.module for name in parts if name not in schemes for part in parts[name]]
+        for module, cast in zip(
+            modules_of[name], _cast(source, scheme, name, modules_of[name]), strict=True
+        ):
+            tensors |= {f"{module.module}.{key}": tensor for key, tensor in cast.items()}
+    replaced = {f"{module.module}.weight" for name in schemes for module in modules_of[name]}
+    unquantized = {name: tensor for name, tensor in plain.tensors.items() if name not in replaced}
+    ignored = [
+        module.module for name in modules_of if name not in schemes for module in modules_of[name]
+    ]
     table = json.loads(plain.texts["config.json"])
     if source.dtype != torch.bfloat16 and any(s.format != PLAIN for s in schemes.values()):
         # compressed-tensors 0.20 decompresses packed weights to bfloat16, whatever else is float32.
@@ -104,8 +108,8 @@ def quantized_files(
         )
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).extend(part.module for part in parts[name])
-    table["quantization_config"] = _config(groups, left)
+        groups.setdefault(scheme, []).extend(module.module for module in modules_of[name])
+    table["quantization_config"] = _config(groups, ignored)
     titles = dict.fromkeys(
         f"FP{FORMATS[scheme.weight.format].bits} weights by {scheme.strategy}, "
         + ("plain" if scheme.inputs == "none" else scheme.inputs)
@@ -114,28 +118,28 @@ def quantized_files(
     )
     return Files(
         title=f"{plain.title}, {'; '.join(titles)}",
-        tensors=kept | tensors,
+        tensors=unquantized | tensors,
         metadata=plain.metadata,
         texts={**plain.texts, "config.json": as_json(table)},
         notes=[*plain.notes, *dict.fromkeys(notes)],
     )
 
 
-def _chosen(
-    source: Source, parts: Mapping[str, object], notes: list[str]
+def _layers_to_quantize(
+    source: Source, layers: Mapping[str, object], notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
     """Our names of the layers to quantize, with the run's quantizers and their recipe's name."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
-    blocks = block_indices(parts)
+    blocks = block_indices(layers)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
     for layer in source.plan["layers"]:
         if name := layer["name"] if layer["fp8"] else "":
-            quantizers, called, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
+            quantizers, recipe_name, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
             if quantizers is not None and quantizers.weight is not None:
-                planned[name] = quantizers, called
+                planned[name] = quantizers, recipe_name
     if not planned:
         notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
-        return {name: (None, recipe.name) for name in parts if name != "lm_head"}
+        return {name: (None, recipe.name) for name in layers if name != "lm_head"}
     if "lm_head" in planned and source.config.tied:
         notes.append("lm_head is the embedding, which is not in FP8: it stays out of it")
         del planned["lm_head"]
@@ -147,63 +151,67 @@ def _scheme(
     strategy: Strategy | None,
     name: str,
     quantized_as: tuple[Quantizers | None, str],
-    odd: Callable[[int], int | None],
+    indivisible_size: Callable[[int], int | None],
     notes: list[str],
 ) -> Scheme:
     """How a layer is stored: as in the run, if readers support that. `odd` returns a size that a
     number does not divide."""
     quantizers, recipe = quantized_as
-    own = None if quantizers is None else quantizers.weight
-    x = None if quantizers is None else quantizers.input
-    inputs: Inputs = "none" if own is not None and x is None else "dynamic"
-    if strategy == "block" and (size := odd(BLOCK)):
+    weight = None if quantizers is None else quantizers.weight
+    activation = None if quantizers is None else quantizers.input
+    inputs: Inputs = "none" if weight is not None and activation is None else "dynamic"
+    if strategy == "block" and (size := indivisible_size(BLOCK)):
         raise UserError(
             f"--strategy block needs sizes that {BLOCK} divides, and the model has {size}. "
             "Take --strategy channel."
         )
-    if own is not None and own.per_tensor and strategy in (None, "tensor"):
+    if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
         strategy = "tensor"
-        if own.delayed and f"{name}.weight.scale" in source.fp8:
-            static = x is not None and x.delayed and x.format == own.format
-            return Scheme(PLAIN, "tensor", own, "static" if static else inputs)
-        if own.delayed:
+        if weight.delayed and f"{name}.weight.scale" in source.fp8:
+            static = (
+                activation is not None and activation.delayed and activation.format == weight.format
+            )
+            return Scheme(PLAIN, "tensor", weight, "static" if static else inputs)
+        if weight.delayed:
             notes.append("the checkpoint has no scales: weights are cast with their own amax")
-    elif own is not None and strategy is None:
-        length = own.blocks[1] if own.blocks else 0
-        layout = PACKED.get((own.format, own.scale, length))
-        if layout and (size := odd(length)):
+    elif weight is not None and strategy is None:
+        length = weight.blocks[1] if weight.blocks else 0
+        layout = PACKED.get((weight.format, weight.scale, length))
+        if layout and (size := indivisible_size(length)):
             notes.append(f"{recipe} -> by channel: {size} is not divisible by {length}")
         elif layout:
-            if layout != _MXFP4 and x is not None:
+            if layout != _MXFP4 and activation is not None:
                 notes.append(f"{recipe}: activations are not quantized in {layout}")
             inputs = inputs if layout == _MXFP4 else "none"
-            return Scheme(layout, "group", replace(own, rounding="nearest"), inputs)
-        elif own.block == "row":
-            return Scheme(PLAIN, "channel", replace(own, rounding="nearest"), inputs)
-        elif own.blocks != (BLOCK, BLOCK) or own.scale == "e8m0":
+            return Scheme(layout, "group", replace(weight, rounding="nearest"), inputs)
+        elif weight.block == "row":
+            return Scheme(PLAIN, "channel", replace(weight, rounding="nearest"), inputs)
+        elif weight.blocks != (BLOCK, BLOCK) or weight.scale == "e8m0":
             notes.append(f"{recipe} -> by channel, which all of the readers' GPUs can do")
-        elif size := odd(BLOCK):
+        elif size := indivisible_size(BLOCK):
             notes.append(f"{recipe} -> by channel: {size} is not divisible by {BLOCK}")
         else:
             strategy = "block"
-    chosen = strategy or "channel"
-    power = own is not None and own.scale == "power_of_two"
-    whole = own is None or own.delayed or own.scale != "float32"
+    final = strategy or "channel"
+    power = weight is not None and weight.scale == "power_of_two"
+    needs_powers = weight is None or weight.delayed or weight.scale != "float32"
     casts = {
         "tensor": Quantizer(
-            scale="power_of_two" if power else "float32", eps=own.eps if own else 0
+            scale="power_of_two" if power else "float32", eps=weight.eps if weight else 0
         ),
         "channel": Quantizer(block="row"),
-        "block": Quantizer(block=(BLOCK, BLOCK), scale="power_of_two" if whole else "float32"),
+        "block": Quantizer(
+            block=(BLOCK, BLOCK), scale="power_of_two" if needs_powers else "float32"
+        ),
     }
-    return Scheme(PLAIN, chosen, casts[chosen], inputs)
+    return Scheme(PLAIN, final, casts[final], inputs)
 
 
 def _require_layout(quantizer: Quantizer, recipe: str) -> None:
     """Raise a UserError for a weight quantizer without a layout."""
     length = quantizer.blocks[1] if quantizer.blocks else 0
-    known = quantizer.format == "e4m3" or (quantizer.format, quantizer.scale, length) in PACKED
-    if not known or quantizer.hadamard:
+    has_layout = quantizer.format == "e4m3" or (quantizer.format, quantizer.scale, length) in PACKED
+    if not has_layout or quantizer.hadamard:
         block = quantizer.block if isinstance(quantizer.block, str) else list(quantizer.block)
         raise UserError(
             f"Recipe '{recipe}' has weights of {quantizer.format}, block = {block}, "
@@ -213,32 +221,34 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
 
 
 def _cast(
-    source: Source, scheme: Scheme, name: str, parts: tuple[Part, ...]
+    source: Source, scheme: Scheme, name: str, modules: tuple[Part, ...]
 ) -> Iterator[dict[str, Tensor]]:
     """The quantized weight of a layer, part by part, under the layout's names."""
     weight, quantizer = source.weights[f"{name}.weight"], scheme.weight
     scale = source.fp8[f"{name}.weight.scale"].float() if quantizer.delayed else None
     # One cast for all parts, as in the run.
-    made = numerics.quantize(weight, quantizer, 1, scale=scale)
-    scales, high = made.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
+    quantized = numerics.quantize(weight, quantizer, 1, scale=scale)
+    scales, block_rows = quantized.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
     if scheme.format != PLAIN:
-        codes = scales.view(torch.uint8).repeat_interleave(high, 0)
-        scales, high = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
-    for part in parts:
-        cast = {"weight": part.of(made.data)}
+        codes = scales.view(torch.uint8).repeat_interleave(block_rows, 0)
+        scales, block_rows = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
+    for module in modules:
+        cast = {"weight": module.of(quantized.data)}
         if scheme.format != PLAIN:
             cast = {"weight_packed": _dense(cast["weight"], quantizer)}
         if scheme.format == _NVFP4:  # scales are divided by it
-            into = (6.0 * 448.0 / made.amax).clamp(max=torch.finfo(torch.float32).max)
-            cast["weight_global_scale"] = torch.where(made.amax == 0, 1.0, into).reshape(1)
+            global_scale = (6.0 * 448.0 / quantized.amax).clamp(max=torch.finfo(torch.float32).max)
+            cast["weight_global_scale"] = torch.where(
+                quantized.amax == 0, 1.0, global_scale
+            ).reshape(1)
         if quantizer.per_tensor:
             cast["weight_scale"] = scales.reshape(1).clone()
         else:
-            end = -(-(part.start + part.rows) // high)
-            cast["weight_scale"] = scales[part.start // high : end].clone()
+            end = -(-(module.start + module.rows) // block_rows)
+            cast["weight_scale"] = scales[module.start // block_rows : end].clone()
         if scheme.inputs == "static":
-            of_inputs = source.fp8[f"{name}.input.scale"].float()
-            cast["input_scale"] = numerics.inverse(of_inputs).reshape(1)
+            input_scale = source.fp8[f"{name}.input.scale"].float()
+            cast["input_scale"] = numerics.inverse(input_scale).reshape(1)
         yield cast
 
 
@@ -254,17 +264,19 @@ def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
 def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
     """The `quantization_config`."""
     formats = {scheme.format for scheme in groups}
-    made = {}
+    config_groups = {}
     for number, (scheme, modules) in enumerate(groups.items()):
         targets = ["Linear"] if len(groups) == 1 else modules
         group: dict[str, Any] = {"targets": targets, "weights": _weights(scheme)}
         group |= {"input_activations": _inputs(scheme), "output_activations": None}
-        made[f"group_{number}"] = group | ({"format": scheme.format} if len(groups) > 1 else {})
+        config_groups[f"group_{number}"] = group | (
+            {"format": scheme.format} if len(groups) > 1 else {}
+        )
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": made,
+        "config_groups": config_groups,
         "ignore": ignored,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -278,11 +290,11 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
         square = {"block_structure": [BLOCK, BLOCK]} if scheme.strategy == "block" else {}
         return values | {"strategy": scheme.strategy} | square
     assert scheme.weight.blocks is not None
-    two = scheme.format == _NVFP4
+    has_two_scales = scheme.format == _NVFP4
     return values | {
-        "strategy": "tensor_group" if two else "group",
+        "strategy": "tensor_group" if has_two_scales else "group",
         "group_size": scheme.weight.blocks[1],
-        "scale_dtype": "torch.float8_e4m3fn" if two else "torch.uint8",
+        "scale_dtype": "torch.float8_e4m3fn" if has_two_scales else "torch.uint8",
     }
 
 

@@ -1,5 +1,5 @@
-"""`fp8stack forecast`: predicts from one trained model the loss gap of training in each recipe, and
-which layers cause it."""
+"""`fp8stack forecast`: predicts the loss gap of training in each recipe from one trained model, and
+the layers that cause it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
 from fp8stack.terminal import warn
-from fp8stack.training.load import Trained as Source
+from fp8stack.training.load import Trained
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -34,7 +34,7 @@ WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The request for a forecast."""
+    """The options of a forecast."""
 
     run: str  # a run, a checkpoint, hf:FOLDER or hf:owner/name
     recipes: Sequence[str] = RECIPES
@@ -46,8 +46,8 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
-    """A trained model in float32, and held-out text."""
+class TrainedModel:
+    """A trained model in float32, with held-out text and its loss on the text."""
 
     name: str
     checkpoint: str
@@ -55,7 +55,7 @@ class Trained:
     tokens: int | None
     windows: Windows
     loss: float  # in nats per token, in float32
-    rows: int  # of the run's GEMMs: tokens per micro-batch
+    rows: int  # rows of the run's GEMMs: tokens per micro-batch
     hardware: Hardware
 
 
@@ -63,7 +63,7 @@ class Trained:
 class Forecast:
     """The forecast for a model: each recipe's sensitivity and expected gap."""
 
-    trained: Trained
+    trained: TrainedModel
     law: Law
     measured: dict[str, Sensitivity]
     recipes: tuple[Expected, ...]
@@ -84,12 +84,12 @@ class Forecast:
         )
 
 
-def find_trained(request: Request) -> tuple[Source, int | None]:
-    """The model of a request, not yet built, and the number of its training tokens; None if that is
-    unknown.
+def find_trained(request: Request) -> tuple[Trained, int | None]:
+    """Find the model of a request, without building it, and the number of its training tokens (None
+    if unknown).
 
     Raises:
-        UserError: what `find_source` raises, a bad number, and a folder of transformers without
+        UserError: bad input, see `find_source`; a bad number; or a folder of transformers without
             data.
     """
     if request.windows < LEAST_WINDOWS:
@@ -106,9 +106,9 @@ def find_trained(request: Request) -> tuple[Source, int | None]:
     return source, tokens
 
 
-def load_trained(request: Request, source: Source, tokens: int | None) -> Trained:
-    """Build the model that `find_trained` gave for a request, and compute its loss on the text.
-    Raises what `windows_for` raises."""
+def load_trained(request: Request, source: Trained, tokens: int | None) -> TrainedModel:
+    """Build the model that `find_trained` returned, and compute its loss on the text. For errors
+    see `windows_for`."""
     hardware, config = probe(request.device), source.config or RunConfig()
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
@@ -119,7 +119,7 @@ def load_trained(request: Request, source: Source, tokens: int | None) -> Traine
         request.run, config, source.shape, tokenizer, request.data, request.windows, None
     )
     nats = nats_of(model, windows.tokens, BATCH)
-    return Trained(
+    return TrainedModel(
         name=request.run,
         checkpoint=Path(source.name).name,
         model=model,
@@ -137,25 +137,26 @@ def forecast(
     *,
     require_covered: bool = False,
 ) -> Forecast:
-    """Predict the loss gap of each requested recipe. If the law does not cover the model, say so on
-    stderr before anything is computed, and measure the recipes and layers alone.
+    """Predict the loss gap of each requested recipe. If the law does not cover the model, print a
+    warning before computing anything, and measure sensitivities without predicting gaps.
 
     Args:
         request: the model, the recipes and the data.
         tell: called with the name of each recipe once it is measured.
-        require_covered: raise an error instead.
+        require_covered: raise an error in place of the warning.
 
     Raises:
-        UserError: such a model, and what `find_trained`, `load_trained` and `load_recipe` raise.
+        UserError: the law does not cover the model and `require_covered` is set; or bad input, see
+            `find_trained`, `load_trained` and `load_recipe`.
     """
     recipes = {name: load_recipe(name) for name in request.recipes}
-    without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
-    if without:
-        raise UserError(f"{', '.join(without)}: nothing is quantized. Name other --recipes.")
-    usual = Recipe(name="").beside_linears
+    unquantized = [name for name, recipe in recipes.items() if not recipe.is_fp8]
+    if unquantized:
+        raise UserError(f"{', '.join(unquantized)}: nothing is quantized. Name other --recipes.")
+    defaults = Recipe(name="").beside_linears
     for name, recipe in recipes.items():
         for key, value in recipe.beside_linears.items():
-            if value != usual[key]:
+            if value != defaults[key]:
                 note = f"{name}: the forecast is of linear layers, without {key} = '{value}'"
                 warn(note)
     law = fitted()
@@ -167,25 +168,29 @@ def forecast(
     trained = load_trained(request, source, tokens)
     measured: dict[str, Sensitivity] = {}
     windows = trained.windows.tokens
-    for name, one in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
-        measured[name] = one
+    for name, sensitivity in sensitivities(
+        trained.model, recipes, windows, trained.hardware, BATCH
+    ):
+        measured[name] = sensitivity
         tell(name)
-    found = tuple(expected(name, one, trained, law) for name, one in measured.items())
-    return Forecast(trained=trained, law=law, measured=measured, recipes=found)
+    forecasts = tuple(
+        expected(name, sensitivity, trained, law) for name, sensitivity in measured.items()
+    )
+    return Forecast(trained=trained, law=law, measured=measured, recipes=forecasts)
 
 
-def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Expected:
+def expected(name: str, measured: Sensitivity, trained: TrainedModel, law: Law) -> Expected:
     """The loss gap that the law predicts from a recipe's sensitivity."""
     parameters = trained.model.config.parameters()
     reason = law.beyond(parameters, trained.tokens, measured.forward)
     worst = tuple(sorted(measured.layers, key=lambda path: -measured.layers[path])[:WORST])
-    rest = measured.without(worst)
+    remaining = measured.without(worst)
     return Expected(
         recipe=name,
         gap=None if reason else law.gap(measured.forward, measured.backward),
         reason=reason,
         worst=worst,
-        without_worst=None if reason else law.gap(rest.forward, rest.backward),
+        without_worst=None if reason else law.gap(remaining.forward, remaining.backward),
         forward=measured.forward,
         forward_layers=measured.layers,
         backward=measured.backward,
@@ -194,8 +199,8 @@ def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Ex
 
 
 def keep(result: ForecastResult, run: str) -> Path | None:
-    """Write the result to the run's folder, where `fp8stack report` finds it, and return the path.
-    Returns None if `run` is not a run's folder or, with a warning, if the file cannot be written.
+    """Write the result to the run's folder, where `fp8stack report` reads it. Returns the path,
+    or None if `run` is not a run's folder or, with a warning, if the file cannot be written.
     """
     if path_in(run) is not None or not RunFolder(Path(run)).holds_run:
         return None

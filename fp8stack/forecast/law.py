@@ -14,7 +14,7 @@ from fp8stack.forecast.result import Gap
 
 CONFIDENCE = 0.90
 QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
-"""Half the width of an interval, in standard deviations."""
+"""Half-width of an interval, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Law:
         return Gap(mean=mean, low=mean - width, high=mean + width)
 
     def beyond(self, parameters: int, tokens: int | None, forward: float = 0.0) -> str:
-        """Why the law does not apply, in a few words; "" if it does.
+        """Explain in a few words why the law does not apply; "" if it does.
 
         Args:
             parameters: the model's number of parameters.

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from fp8stack.tables import aligned
 
 NAME = "forecast.json"
-"""The file in a run's folder."""
+"""The name of the file in a run's folder."""
 WORST = 5
-"""How many layers `without_worst` leaves in bf16."""
+"""Number of layers that `without_worst` leaves in bf16."""
 GAP = ("gap to expect", "90 % interval")
 """The column titles of `shares`."""
 FIRST_QUARTER = "the first quarter of training is in fp32 in such a gap"
-"""The design of the runs that the law is fitted to, to be said beside its gaps."""
+"""A property of the runs that the law is fitted to; texts that show gaps mention it."""
 
 
 class _Record(BaseModel):
@@ -31,7 +31,7 @@ class Gap(_Record):
 
 
 class Expected(_Record):
-    """The forecast for a recipe. `gap` is None where the law does not apply, and `reason` says why;
+    """The forecast for a recipe. `gap` is None if the law does not apply, and `reason` says why;
     `without_worst` is the gap with the worst layers in bf16. For `forward` and `backward` see
     `Sensitivity`."""
 
@@ -70,18 +70,18 @@ class ForecastResult(_Record):
 
     @property
     def header(self) -> list[str]:
-        """The titles of the columns of `rows`."""
+        """Column titles of `rows`."""
         return ["recipe", *GAP, f"without the worst {WORST}", "divergence", "worst layers"]
 
     def rows(self) -> Iterator[list[str]]:
-        """A line for each recipe."""
-        for one in self.recipes:
+        """Yield a table row for each recipe."""
+        for expected in self.recipes:
             yield [
-                one.recipe,
-                *shares(one.gap, self.loss),
-                share(one.without_worst, self.loss),
-                f"{one.forward:.1e}",
-                _layers(one),
+                expected.recipe,
+                *shares(expected.gap, self.loss),
+                share(expected.without_worst, self.loss),
+                f"{expected.forward:.1e}",
+                _layers(expected),
             ]
 
     def as_text(self) -> list[str]:
@@ -91,9 +91,9 @@ class ForecastResult(_Record):
     def notes(self) -> Iterator[str]:
         """Yield notes on the table."""
         reasons: dict[str, list[str]] = {}
-        for one in self.recipes:
-            if one.reason:
-                reasons.setdefault(one.reason, []).append(one.recipe)
+        for expected in self.recipes:
+            if expected.reason:
+                reasons.setdefault(expected.reason, []).append(expected.recipe)
         for reason, names in reasons.items():
             yield f"cannot tell the gap of {', '.join(names)}: {reason}"
         yield (
@@ -120,9 +120,11 @@ def share(gap: Gap | None, loss: float) -> str:
     return "" if gap is None else f"{100 * gap.mean / loss:+.2f} %"
 
 
-def _layers(one: Expected) -> str:
-    alone = sum(one.forward_layers.values())
-    if not alone:
+def _layers(expected: Expected) -> str:
+    total = sum(expected.forward_layers.values())
+    if not total:
         return "none: the forward pass is exact"
-    names = (f"{path} {one.forward_layers.get(path, 0.0) / alone:.0%}" for path in one.worst)
+    names = (
+        f"{path} {expected.forward_layers.get(path, 0.0) / total:.0%}" for path in expected.worst
+    )
     return ", ".join(names)

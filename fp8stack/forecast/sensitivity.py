@@ -1,4 +1,4 @@
-"""A trained model's sensitivity to a recipe, measured without training. B windows, T tokens, V
+"""The sensitivity of a trained model to a recipe, measured without training. B windows, T tokens, V
 vocabulary.
 
 Forward: the Kullback-Leibler divergence KL(p || q), in nats per token, of the quantized model's
@@ -38,13 +38,13 @@ class Sensitivity:
     """A model's sensitivity to a recipe.
 
     Attributes:
-        plan: how the recipe runs.
+        plan: the plan that runs the recipe.
         forward: KL in nats per token with every layer of the recipe quantized.
-        layers: the same with one layer alone, by module path.
+        layers: KL with only this layer quantized, by module path.
         backward: the sum of the relative squared errors of a backward GEMM's two operands,
             averaged over both GEMMs and over the recipe's layers, weighted by size.
-        backward_layers: the same of each layer.
-        sizes: elements of each layer's weight.
+        backward_layers: the same for each layer, by module path.
+        sizes: number of elements of each layer's weight.
     """
 
     plan: Plan
@@ -55,17 +55,17 @@ class Sensitivity:
     sizes: dict[str, int]
 
     def without(self, left_out: Collection[str]) -> Sensitivity:
-        """The sensitivity with some layers not quantized. The layers' divergences add up to the
-        whole model's within a few percent."""
-        kept = [path for path in self.layers if path not in left_out]
-        alone = sum(self.layers.values())
-        share = sum(self.layers[path] for path in kept) / alone if alone else 0.0
+        """The sensitivity with the layers in `left_out` not quantized. Layer divergences add up to
+        the model's divergence within a few percent."""
+        remaining = [path for path in self.layers if path not in left_out]
+        total = sum(self.layers.values())
+        share = sum(self.layers[path] for path in remaining) / total if total else 0.0
         weights = sum(self.sizes.values())
-        noise = sum(self.backward_layers[path] * self.sizes[path] for path in kept)
+        noise = sum(self.backward_layers[path] * self.sizes[path] for path in remaining)
         return replace(
             self,
             forward=self.forward * share,
-            layers={path: self.layers[path] for path in kept},
+            layers={path: self.layers[path] for path in remaining},
             backward=noise / weights if weights else 0.0,
         )
 
@@ -76,16 +76,17 @@ def sensitivities(
     """Measure the sensitivity of a model to each recipe, and yield each with the recipe's name.
 
     Args:
-        model: in float32 without FP8.
-        recipes: by name. Delayed scaling is measured as current scaling, because there are no
-            earlier passes to take scales from; attention and the residual stream as in float32.
+        model: the model, in float32 without FP8.
+        recipes: recipes by name. Delayed scaling is measured as current scaling, because there are
+            no earlier passes to take scales from. Attention and the residual stream stay in
+            float32.
         windows: held-out text, int64 [B, T + 1], or with documents [B, 2, T + 1].
         hardware: the machine that the recipes are planned for.
         batch: windows per forward pass.
     """
-    usual = Recipe(name="").beside_linears
+    defaults = Recipe(name="").beside_linears
     plans = {
-        name: plan_for(model.config, without_delay(recipe).model_copy(update=usual), hardware)
+        name: plan_for(model.config, without_delay(recipe).model_copy(update=defaults), hardware)
         for name, recipe in recipes.items()
     }
     quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}
@@ -115,15 +116,15 @@ def sensitivities(
 
 
 def without_delay(recipe: Recipe) -> Recipe:
-    """The recipe with current scaling in place of delayed."""
+    """The recipe with current scaling in place of delayed scaling."""
 
     def current(table: Quantizers | None) -> Quantizers | None:
         if table is None:
             return None
         changed = {
-            name: replace(one, amax="current")
-            for name, one in vars(table).items()
-            if isinstance(one, Quantizer) and one.delayed
+            name: replace(quantizer, amax="current")
+            for name, quantizer in vars(table).items()
+            if isinstance(quantizer, Quantizer) and quantizer.delayed
         }
         return replace(table, **changed)
 
@@ -134,30 +135,30 @@ def without_delay(recipe: Recipe) -> Recipe:
 
 
 def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
-    """The log-probabilities of each next token: float32 [B, T, V]."""
+    """Log-probabilities of the next token: float32 [B, T, V]."""
     inputs_BT, _, *documents = inputs_of(windows.to(next(model.parameters()).device))
     with eval_mode(model):
         return F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1)
 
 
-def divergence(reference_BTV: Tensor, other_BTV: Tensor) -> Tensor:
-    """KL(reference || other) in nats, of log-probabilities: float64 [B, T]."""
-    terms = reference_BTV.exp() * (reference_BTV - other_BTV)
+def divergence(reference_BTV: Tensor, model_BTV: Tensor) -> Tensor:
+    """KL(reference || model) in nats from log-probabilities: float64 [B, T]."""
+    terms = reference_BTV.exp() * (reference_BTV - model_BTV)
     return terms.sum(dim=-1).double()
 
 
 def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float, dict[str, float]]:
-    """KL in nats per token with all layers of a plan quantized, and with each alone, holding one
-    batch's probabilities in memory at a time."""
+    """KL in nats per token with all layers of a plan quantized, and with each layer alone. Only the
+    probabilities of one batch are in memory at a time."""
     backend = build_backend(plan)
-    backend.vocabulary_multiple = model.backend.vocabulary_multiple  # the weights' shapes
+    backend.vocabulary_multiple = model.backend.vocabulary_multiple  # sets the weights' shapes
     quantized = GPT(model.config, backend)
     quantized.load_state_dict(model.state_dict(), strict=False)
     quantized.to(next(model.parameters()).device)
     linears = {
-        path: part
-        for path, part in quantized.named_modules()
-        if isinstance(part, LowPrecisionLinear) and part.in_fp8
+        path: module
+        for path, module in quantized.named_modules()
+        if isinstance(module, LowPrecisionLinear) and module.in_fp8
     }
     exact = all(
         (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
@@ -165,17 +166,17 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     )
     if exact or not linears:
         return 0.0, dict.fromkeys(linears, 0.0)
-    chosen = [[*linears], *([path] for path in linears)]
-    sums, count = [0.0] * len(chosen), 0
-    for part in torch.split(windows, batch):
-        reference = log_probabilities(model, part)
+    layer_sets = [[*linears], *([path] for path in linears)]
+    sums, count = [0.0] * len(layer_sets), 0
+    for chunk in torch.split(windows, batch):
+        reference = log_probabilities(model, chunk)
         count += reference[..., 0].numel()
-        for place, paths in enumerate(chosen):
+        for index, paths in enumerate(layer_sets):
             for path, linear in linears.items():
                 linear.in_fp8 = path in paths
-            sums[place] += float(divergence(reference, log_probabilities(quantized, part)).sum())
-    total, *alone = (max(0.0, value / count) for value in sums)
-    return total, dict(zip(linears, alone, strict=True))
+            sums[index] += float(divergence(reference, log_probabilities(quantized, chunk)).sum())
+    total, *layer_divergences = (max(0.0, value / count) for value in sums)
+    return total, dict(zip(linears, layer_divergences, strict=True))
 
 
 class Operands:
@@ -187,47 +188,47 @@ class Operands:
 
     @classmethod
     def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> Operands:
-        """The operands of the linears at `paths` for the loss of `windows`. The model's gradients
-        are left unchanged."""
-        made = cls()
+        """Record the operands of the linears at `paths` for the loss on `windows`. The model's
+        gradients stay unchanged."""
+        operands = cls()
         layers = {
-            path: part
-            for path, part in model.named_modules()
-            if isinstance(part, nn.Linear) and path in paths
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear) and path in paths
         }
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
-            made._tensors[path, place] = x.clone()
+            operands._tensors[path, place] = x.clone()
 
-        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         with torch.enable_grad(), observing(model, observe, layers=layers):
             inputs_BT, targets_BT, *documents = inputs_of(
                 windows.to(next(model.parameters()).device)
             )
-            # From logits, since the model's own loss may compute the head in chunks, unobserved.
+            # The model's own loss may compute the head in chunks, which is not observed.
             logits_BTV = model(inputs_BT, None, *documents).float()
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
             torch.autograd.backward(loss)
         for name, parameter in model.named_parameters():
-            parameter.grad = before[name]
-        return made
+            parameter.grad = gradients[name]
+        return operands
 
     def size(self, path: str) -> int:
         """The number of elements of the layer's weight."""
         return self._tensors[path, "weight"].numel()
 
     def backward_error(self, path: str, table: Quantizers) -> float:
-        """The sum of the relative squared errors of a backward GEMM's two operands, the mean of
-        both GEMMs."""
+        """The sum of the relative squared errors of a backward GEMM's two operands, averaged over
+        dgrad and wgrad."""
         forward = {"input": table.input, "weight": table.weight}
         total = self._error(path, "grad_output", table.grad_output, 1)
         total += self._error(path, "grad_output", table.grad_output_wgrad, 0)
         for operand in ("weight", "input"):
-            other = table.across(operand)
-            if other == "forward":
+            quantizer = table.across(operand)
+            if quantizer == "forward":
                 total += self._error(path, operand, forward[operand], 1)
-            elif other is not None:
-                total += self._error(path, operand, other, 0)
+            elif quantizer is not None:
+                total += self._error(path, operand, quantizer, 0)
         return total / 2
 
     def _error(self, path: str, operand: Operand, quantizer: Quantizer | None, dim: int) -> float:
