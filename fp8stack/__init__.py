@@ -1,8 +1,8 @@
 """fp8stack: pretrain GPT-style models in FP8, with the same numerics on a laptop and on a GPU. The
-names below are public; they are imported when first used, so that `import fp8stack` is quick."""
+names below are public. They are imported on first use, so that `import fp8stack` is fast."""
 
-# The command sets its handler of Ctrl-C after this file: it imports nothing that takes long.
-TYPE_CHECKING = False  # typing's, for type checkers alike
+# This file imports nothing slow, because the command handles Ctrl-C only after it.
+TYPE_CHECKING = False  # as in `typing`, without importing it
 if TYPE_CHECKING:
     from fp8stack import numerics
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state

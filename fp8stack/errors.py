@@ -1,6 +1,8 @@
-"""Errors that a user can cause, each with the exit code it ends in. No torch here. `UserError` is a
-`ValueError`: its message is one line that names the thing, its value and the remedy, and the
-command prints it without a traceback. An `assert` marks our own bugs."""
+"""Errors that a user can cause, with their exit codes. No torch here.
+
+`UserError` is a `ValueError` whose message is one line that names the thing, its value and the
+remedy. The command prints it without a traceback. An `assert` marks fp8stack's own bugs.
+"""
 
 import difflib
 from collections.abc import Iterable
@@ -10,19 +12,19 @@ class UserError(ValueError):
     """Bad input: an unknown name, a wrong file, sizes that do not fit. Exit code 2."""
 
     exit_code = 2
-    told = False  # to the other ranks of a run
+    is_shared = False  # whether the other ranks of the run already know of it
 
 
 class UnservedAttention(UserError):
-    """FP8 attention that this machine, backend or model does not have; `why` in a few words."""
+    """FP8 attention that this machine, backend or model does not support. `reason`: a few words."""
 
-    def __init__(self, why: str, more: str = "") -> None:
-        super().__init__(f"{why}.{more}")
-        self.why = why
+    def __init__(self, reason: str, more: str = "") -> None:
+        super().__init__(f"{reason}.{more}")
+        self.reason = reason
 
 
 class NoUsableCheckpoint(UserError):
-    """A run was to be resumed and no checkpoint of it can be loaded. Exit code 3."""
+    """No checkpoint of the run to resume can be loaded. Exit code 3."""
 
     exit_code = 3
 
@@ -34,20 +36,20 @@ class StorageError(UserError):
 
 
 class NumericFailure(UserError):
-    """Steps go wrong and training cannot go on. Exit code 5."""
+    """Losses or gradients are bad, and training cannot continue. Exit code 5."""
 
     exit_code = 5
 
 
 class RankLost(UserError):
-    """Another process of the run died, or does not answer. Exit code 4."""
+    """Another process of the run has died or does not answer. Exit code 4."""
 
     exit_code = 4
 
 
 class DataWorkerLost(UserError):
-    """A process that reads data is gone, or gives no batch; the run is saved. Exit code 75, on
-    which a restart goes on."""
+    """A process that reads data has died or gives no batch. The run is saved. Exit code 75, after
+    which a restart resumes the run."""
 
     exit_code = 75
 
@@ -56,27 +58,27 @@ class DataWorkerLost(UserError):
 
 
 class Interrupted(UserError):
-    """The user did not want to wait for a checkpoint. Exit code 130."""
+    """The user interrupted the wait for a checkpoint. Exit code 130."""
 
     exit_code = 130
 
 
 def raised_in_worker(message: str) -> str:
-    """The message of an error, in one line. One that a DataLoader worker raised is made again in
-    the main process, by torch, with the worker's whole traceback as its message."""
+    """The one-line message of an error. For an error of a DataLoader worker torch raises a copy in
+    the main process, with the worker's traceback in its message."""
     if "\nOriginal Traceback" not in message:
         return message
     return message.rstrip().rsplit("\n", 1)[-1].partition(": ")[2]
 
 
 def quoted(name: str) -> str:
-    """`name` as it can stand within one line: whatever a terminal would act on is escaped."""
-    shown = name if len(name) <= 200 else f"{name[:200]}..."
-    return shown if shown.isprintable() else repr(shown)[1:-1]
+    """`name` for use in a line: shortened, with characters escaped that control a terminal."""
+    text = name if len(name) <= 200 else f"{name[:200]}..."
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def described(value: object) -> str:
-    """`value` as an error message names something of the wrong type.
+    """`value` as an error message describes a value of the wrong type.
 
     >>> described([1, 2]), described(None), described(int)
     ('a list', 'None', "the class 'int'")
@@ -89,15 +91,17 @@ def described(value: object) -> str:
     return f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
 
 
-def unknown(kind: str, name: str, known: Iterable[str], meant: str | None = None) -> UserError:
-    """The error for a name that is not among `known`, with `meant`, if that is, or the
-    nearest one suggested.
+def unknown(kind: str, name: str, names: Iterable[str], meant: str | None = None) -> UserError:
+    """The error for a name that does not exist. It suggests `meant`, if that is among `names`, or
+    else the most similar name.
 
     >>> str(unknown("recipe", "mxpf8", ["mxfp8", "bf16"]))
     "No recipe 'mxpf8'. Did you mean 'mxfp8'? Known: bf16, mxfp8."
     """
-    names = sorted(known)
+    options = sorted(names)
     name = quoted(name)
-    near = [meant] if meant in names else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = (
+        [meant] if meant in options else difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    )
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    return UserError(f"No {kind} '{name}'.{hint} Known: {', '.join(names)}.")
+    return UserError(f"No {kind} '{name}'.{hint} Known: {', '.join(options)}.")

@@ -1,4 +1,4 @@
-"""`fp8stack generate`: text that a trained model writes, token by token."""
+"""`fp8stack generate`: writes text with a trained model, token by token."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,20 +19,19 @@ from fp8stack.training.load import Trained
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import find_source
 
-REMEMBERED = 64  # tokens of the prompt that may decide about the first character after it
+DECODED_AGAIN = 64  # last prompt tokens, which may affect the first character after the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be written."""
+    """The options of a generation."""
 
     run: str  # see `find_source`
-    prompt: str  # what the text begins with
-    tokens: int  # how many to write at most
+    prompt: str  # the beginning of the text
+    tokens: int  # maximum number of new tokens
     seed: int
     sampling: Sampling
-    # What the model is run in; None for bf16 where the machine multiplies it, else fp32.
-    recipe: str | None = None
+    recipe: str | None = None  # None: bf16 if the machine multiplies it, else fp32
     tokenizer: str | None = None  # a name or path; None for the run's
     device: str = "auto"
     backend: str = "auto"
@@ -49,18 +48,18 @@ class Request:
 
 
 def write(request: Request) -> None:
-    """Print the prompt and what the model makes of it, as it comes; what was used and how fast it
-    was, on stderr.
+    """Print the prompt and the model's text while it is generated. Prints the checkpoint, plan and
+    speed to stderr.
 
     Raises:
         UserError: no such run, tokenizer or recipe, or a prompt that the model cannot read.
         NoUsableCheckpoint: the run's checkpoints are damaged.
         NumericFailure: the model gives logits that are not finite.
-        Interrupted: by Ctrl-C.
+        Interrupted: the user pressed Ctrl-C.
     """
     text = _Text(request, warn)
     with closing(_Speed(min(len(text.prompt), text.model.config.context), text.model)) as speed:
-        _print(request.prompt, text.pieces(speed.watched(text.tokens())))
+        _print(request.prompt, text.pieces(speed.timed(text.tokens())))
 
 
 def generate(
@@ -76,19 +75,21 @@ def generate(
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> str:
-    """Text that a trained model writes: the prompt and what follows, as `fp8stack generate` prints.
+    """Generate text with a trained model. Returns the prompt and its continuation, the text that
+    `fp8stack generate` prints.
 
     Args:
-        run_or_checkpoint: a run's folder, `.../checkpoints/step-000200`, `hf:` and a folder that
-            transformers saved, or `hf:owner/name`.
-        prompt: what the text begins with; empty: the start of a document.
-        tokens: how many to write at most; fewer where the model ends the document.
-        seed: of the sampling.
-        temperature: divides the logits; 0 takes the likeliest token.
+        run_or_checkpoint: a run's folder, `.../checkpoints/step-000200`, `hf:FOLDER` for a folder
+            that transformers saved, or `hf:owner/name`.
+        prompt: the beginning of the text; empty: the start of a document.
+        tokens: the maximum number of new tokens; fewer if the model ends the document.
+        seed: seed of the sampling.
+        temperature: divisor of the logits; 0 takes the likeliest token.
         top_k: sample from the k likeliest tokens.
         top_p: sample from the likeliest tokens of this total probability.
-        recipe: what the model is run in; bf16 where the machine multiplies it, else fp32.
-        tokenizer: a name or path, of a run that does not have one.
+        recipe: the recipe that the model runs in; by default bf16 if the machine multiplies it,
+            else fp32.
+        tokenizer: a name or path, for a run that does not record one.
         device: "auto", "cpu" or "cuda".
 
     Raises:
@@ -111,12 +112,12 @@ def generate(
 
 
 class _Text:
-    """A text that is about to be written; `say` is told with what."""
+    """A text to generate. `say` is called with lines on the checkpoint and the plan."""
 
     def __init__(self, request: Request, say: Callable[..., None]) -> None:
         hardware = probe(request.device)
         trained = find_source(request.run)
-        recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
+        recipe, reason = (request.recipe, "") if request.recipe else default_recipe(hardware)
         self.request, self._say = request, say
         self.model = trained.model(recipe, hardware, request.backend)
         vocabulary = self.model.config.vocabulary
@@ -127,10 +128,10 @@ class _Text:
             say(note)
         say(f"checkpoint: {trained.path}")
         *plan, last = self.model.backend.plan.summary()
-        say(*plan, last + why)
+        say(*plan, last + reason)
 
     def tokens(self) -> Iterator[int]:
-        """What the model writes, token by token."""
+        """Generate the new tokens."""
         context, count = self.model.config.context, len(self.prompt)
         if count > context:
             self._say(
@@ -150,9 +151,9 @@ class _Text:
         )
 
     def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
-        """The text of `tokens`, which follow the prompt: the characters that each completes."""
+        """Decode `tokens`, which follow the prompt: yield the characters that a token completes."""
         decoder = self.tokenizer.stream()
-        for token in self.prompt[-REMEMBERED:]:
+        for token in self.prompt[-DECODED_AGAIN:]:
             decoder.step(token)
         for token in tokens:
             yield decoder.step(token)
@@ -160,18 +161,18 @@ class _Text:
 
 
 def default_recipe(hardware: Hardware) -> tuple[str, str]:
-    """The recipe to write in where none is asked for, and why, for the end of a line."""
+    """The default recipe of a generation, and the reason, for the end of a line."""
     if hardware.device == "cuda" or hardware.cpu_bf16:
         return "bf16", ""
     return "fp32", " (this CPU has no bf16 instructions)"
 
 
 def tokenizer_for(run: str, name: str | None, trained: Trained) -> Tokenizer:
-    """The tokenizer called `name`, or the one of `trained`, the model of `run`. Raises a UserError
-    if it cannot be loaded, is unknown, or is not the one that the run was trained with."""
-    found = tokenizer_of_run(run, name, trained.recorded_tokenizer)
-    if found is not None:
-        return found
+    """The tokenizer called `name`, by default the tokenizer of `trained`, the model of `run`.
+    Raises a UserError if it is unknown, cannot be loaded, or is not the run's tokenizer."""
+    tokenizer = tokenizer_of_run(run, name, trained.recorded_tokenizer)
+    if tokenizer is not None:
+        return tokenizer
     raise UserError(
         f"The tokenizer of {quoted(run)} is unknown: its {trained.shape.vocabulary} tokens may "
         "stand for any text. Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json."
@@ -179,8 +180,8 @@ def tokenizer_for(run: str, name: str | None, trained: Trained) -> Tokenizer:
 
 
 def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
-    """The prompt's tokens; of an empty one, what ends a document. Raises a UserError for a token
-    that the model does not know, or an empty prompt where no token ends a document."""
+    """The prompt's tokens; for an empty prompt, the token that ends a document. Raises a UserError
+    for a token that the model does not have, or if an empty prompt has no such token."""
     tokens = tokenizer.begin(prompt)
     if not tokens:
         raise UserError("There is nothing to begin with. Give --prompt TEXT.")
@@ -194,23 +195,23 @@ def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[in
 
 
 class _Speed:
-    """How fast a prompt of `read` tokens is read and tokens are written; told when it is closed."""
+    """Measures the speed of reading a prompt of `read` tokens and of writing; `close` prints it."""
 
     def __init__(self, read: int, model: GPT) -> None:
         self._read, self._model = read, model
         self._written = 0
-        self._first_s = self._rest_s = 0.0
+        self._first_s = self._later_s = 0.0
 
-    def watched(self, tokens: Iterator[int]) -> Iterator[int]:
-        """`tokens`, timed; what whoever takes them does in between does not count."""
+    def timed(self, tokens: Iterator[int]) -> Iterator[int]:
+        """Yield `tokens` and measure the time to generate them, without the consumer's time."""
         while True:
             began = time.perf_counter()
             token = next(tokens, None)
-            taken = time.perf_counter() - began
+            elapsed_s = time.perf_counter() - began
             if self._first_s == 0.0:
-                self._first_s = taken
+                self._first_s = elapsed_s
             else:
-                self._rest_s += taken
+                self._later_s += elapsed_s
             if token is None:
                 return
             self._written += 1
@@ -220,16 +221,16 @@ class _Speed:
         if self._first_s == 0.0:
             return
         read = f"read {counted(self._read, 'token')} at {self._read / self._first_s:,.0f} tokens/s"
-        wrote = f"wrote {self._written}"
+        writing = f"wrote {self._written}"
         if self._written > 1:
-            wrote += f" at {(self._written - 1) / self._rest_s:,.0f} tokens/s"
+            writing += f" at {(self._written - 1) / self._later_s:,.0f} tokens/s"
         plan = self._model.backend.plan
         fp8 = f", {self._model.backend.fp8_gemms():,} FP8 GEMMs" if plan.is_fp8 else ""
-        warn(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
+        warn(f"{read}, {writing}; in {plan.precision} on {plan.device}{fp8}")
 
 
 def _print(prompt: str, pieces: Iterator[str]) -> None:
-    """Print a prompt and what follows, a character as soon as it is whole."""
+    """Print the prompt and its continuation, a character as soon as it is complete."""
     write_text(prompt)
     try:
         for piece in pieces:

@@ -1,9 +1,9 @@
-"""Files and folders written whole or not at all, TOML and JSON that anyone may have written, and
-the system's errors in one line. No torch here.
+"""Atomic writes of files and folders, TOML and JSON from untrusted files, and one-line system
+errors. No torch here.
 
-What is being written has a temporary name beside its place, and the process that writes it holds it
-locked. So the temporaries that a killed process left behind are told from those in use: nobody
-holds them, and whoever writes to the same place next removes them.
+A file or folder is written under a temporary name in the same folder, and the writing process locks
+it. A temporary without a lock was left behind by a killed process; the next process that writes to
+the same path removes it.
 """
 
 import errno
@@ -29,21 +29,21 @@ except ImportError:
 from fp8stack.errors import StorageError, UserError, quoted
 
 TEMPORARY = ".tmp-"
-"""What the names of files and folders begin with that are being written or removed."""
+"""Prefix of the names of files and folders that are being written or removed."""
 LOCK = ".lock"
-"""The file in a run's folder that the process that trains there holds locked."""
+"""The file in a run's folder that the training process locks."""
 _OLD = "-old"
 _TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}(?P<name>.+?)-\d+({_OLD})?", re.DOTALL)
 _LOCK_RETRY_S = 0.05
 
 DEEPEST = 64
-"""The most levels of tables and lists in TOML and JSON: several times what any program writes, and
-few enough for code that recurses."""
-LARGEST_TOML = 2**20  # bytes: a hundred times what anyone writes
+"""The maximum depth of tables and lists in TOML and JSON: several times the depth that programs
+write, and small enough for recursive code."""
+LARGEST_TOML = 2**20  # bytes: a hundred times the size of real files
 LARGEST_JSON = 2**26  # bytes: the index of a large model takes megabytes
 
 _KEY = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
-# tomllib takes quadratic time and memory for a dotted key.
+# tomllib needs quadratic time and memory for a dotted key.
 _DEEP_KEY = re.compile(
     rf"(?:^|[\[{{,])[ \t]*{_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{{DEEPEST}}}", re.MULTILINE
 )
@@ -51,27 +51,27 @@ _DEEP_KEY = re.compile(
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn the system's error into one line that names the path and the remedy. Raises a
-    StorageError in place of an OSError or a SafetensorError."""
+    """Context that turns an OSError or a SafetensorError into a StorageError, whose one line names
+    the path and the remedy."""
     try:
         yield
     except Exception as error:
-        from safetensors import SafetensorError  # reading files needs no safetensors
+        from safetensors import SafetensorError  # not needed to read files
 
         if not isinstance(error, OSError | SafetensorError):
             raise
         code = error.errno if isinstance(error, OSError) else None
-        if told := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
-            code = int(told[1])
-        full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "the disk is full" if full else os.strerror(code) if code else str(error)
-        remedy = "Make room there" if full else "Give a folder that can be written"
+        if os_code := re.search(r"\(os error (\d+)\)", str(error)):  # the format of safetensors
+            code = int(os_code[1])
+        is_full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if is_full else os.strerror(code) if code else str(error)
+        remedy = "Make room there" if is_full else "Give a folder that can be written"
         raise StorageError(f"Cannot write to {path}: {reason}. {remedy}.") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path` whole: a reader sees the old content or the new, also when this
-    process is killed. Temporaries of killed processes that wrote to it are removed. Raises a
+    """Replace the file at `path` atomically: a reader sees the old or the new content, even if this
+    process is killed. Removes the temporaries of killed processes that wrote to it. Raises a
     StorageError if the disk is full or cannot be written."""
     with storage_errors(path):
         sweep(path.parent, path.name.__eq__)
@@ -86,9 +86,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new, empty folder beside `folder`, which replaces it at the end. After an error
-    `folder` is as before. Where the system can exchange two folders (Linux, on most file systems),
-    a killed process leaves the old folder or the new one; elsewhere it may leave none, and
+    """Yield a new, empty folder that replaces `folder` at the end of the context. After an error
+    `folder` is unchanged. If the system can exchange two folders (Linux, on most file systems), a
+    killed process leaves the old or the new folder. On other systems it may leave neither; then
     `restore` brings back the old one. Raises a StorageError if the disk is full or cannot be
     written."""
     with storage_errors(folder):
@@ -105,8 +105,8 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def restore(folder: Path) -> None:
-    """Undo a `replacing` whose process was killed: bring `folder` back if it is gone, and remove
-    temporaries. Raises a StorageError if that is not possible."""
+    """Undo a `replacing` whose process was killed: restore `folder` if it is missing, and remove
+    temporaries. Raises a StorageError if the disk cannot be written."""
     with storage_errors(folder):
         for path in _abandoned(folder.parent, folder.name.__eq__):
             if path.name.endswith(_OLD) and not os.path.lexists(folder):
@@ -115,7 +115,7 @@ def restore(folder: Path) -> None:
 
 
 def _take_place(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`; what was there is at `fresh` then."""
+    """Rename `fresh` to `folder`. An existing `folder` is at `fresh` afterwards."""
     if not os.path.lexists(folder):
         fresh.rename(folder)
     elif not _exchange(fresh, folder):
@@ -130,7 +130,7 @@ def _take_place(fresh: Path, folder: Path) -> None:
 
 
 def _exchange(path: Path, with_path: Path) -> bool:
-    """Exchange two names in one step. Returns False where the system or the file system cannot."""
+    """Exchange two paths atomically. Returns False if the system or file system cannot."""
     import ctypes
 
     current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -144,8 +144,8 @@ def _exchange(path: Path, with_path: Path) -> bool:
 
 
 def sweep(folder: Path, is_written: Callable[[str], object] = bool) -> None:
-    """Remove the temporaries in `folder` that killed processes left behind, of the files and
-    folders whose names `is_written` accepts."""
+    """Remove the temporaries that killed processes left in `folder`, for files and folders whose
+    names `is_written` accepts."""
     for path in _abandoned(folder, is_written):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -155,38 +155,38 @@ def sweep(folder: Path, is_written: Callable[[str], object] = bool) -> None:
 
 
 def _abandoned(folder: Path, is_written: Callable[[str], object]) -> Iterator[Path]:
-    """Yield the temporaries in `folder` that no process holds; each is held for as long as it is
-    looked at."""
+    """Yield the temporaries in `folder` that no process holds. This process holds a temporary
+    until the next one."""
     try:
         names = sorted(os.listdir(folder))
-    except (OSError, ValueError):  # ValueError: a NUL in its name
+    except (OSError, ValueError):  # ValueError: a NUL in the path
         return
     for name in names:
         match = _TEMPORARY_NAME.fullmatch(name)
         if match is None or not is_written(match["name"]):
             continue
-        with suppress(OSError), ExitStack() as released:  # such as a link, or another user's
+        with suppress(OSError), ExitStack() as released:  # such as a link
             if _holds(folder / name, released):
                 yield folder / name
 
 
 @contextmanager
 def _temporary(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a new temporary beside `path`, which this process holds within."""
+    """Create a temporary in the folder of `path`, and hold it during the context."""
     with ExitStack() as released:
         for number in itertools.count(os.getpid()):
             temporary = path.with_name(f"{TEMPORARY}{path.name}-{number}")
             with suppress(FileExistsError):
                 create(temporary)
-                with suppress(FileNotFoundError):  # another process swept it at once
+                with suppress(FileNotFoundError):  # another process has just removed it
                     if _holds(temporary, released):
                         break
         yield temporary
 
 
 def _holds(path: Path, released: ExitStack) -> bool:
-    """Hold a regular file or a folder until `released`; see `lock`. Returns False if it is held by
-    another process, or is something else. Raises an OSError for a link, or if it is gone."""
+    """Hold a regular file or a folder until `released`, see `lock`. Returns False if another
+    process holds it, or if it is something else. Raises an OSError for a link or a missing path."""
     if fcntl is None:
         return True
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -210,7 +210,7 @@ def write_flushed(path: Path, content: bytes, replaces: Path | None = None) -> N
 
 
 def keep_mode(replaced: Path, descriptor: int) -> None:
-    """Give an open file the mode of the file that it is about to replace, if there is one."""
+    """Give an open file the mode of the file `replaced` that it will replace, if that exists."""
     with suppress(FileNotFoundError):
         mode = replaced.lstat().st_mode
         if stat.S_ISREG(mode):
@@ -218,13 +218,13 @@ def keep_mode(replaced: Path, descriptor: int) -> None:
 
 
 def restrict(descriptor: int, folder: Path) -> None:
-    """Take access to an open file from those who have none to the folder it was created in."""
+    """Restrict the mode of an open file to the permissions of its folder."""
     os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode & folder.stat().st_mode))
 
 
 def settle(file: Path) -> None:
-    """Have whoever may read its folder read a file, which safetensors wrote for its owner alone,
-    and flush it to the disk."""
+    """Give a file, which safetensors made readable only for its owner, the permissions of its
+    folder, and flush it to the disk."""
     file.chmod(file.parent.stat().st_mode & 0o666)
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
@@ -236,13 +236,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """The table in a TOML text, which errors call `name`. Raises a UserError, in bounded time, if
-    it is not TOML, or has more than `DEEPEST` levels."""
+    """The table in a TOML text, called `name` in errors. Raises a UserError, in bounded time, if it
+    is not TOML or has more than `DEEPEST` levels."""
     name = quoted(name)
     if key := _DEEP_KEY.search(text):
-        shown = quoted(key[0].strip(" \t\n[{,")[:60])
+        key_text = quoted(key[0].strip(" \t\n[{,")[:60])
         raise UserError(
-            f"{name}: key '{shown}...' is nested too deeply: it has more than {DEEPEST} parts."
+            f"{name}: key '{key_text}...' is nested too deeply: it has more than {DEEPEST} parts."
         )
     try:
         table = tomllib.loads(text)
@@ -261,7 +261,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """The value of a JSON text, which errors call `name`. Raises a UserError if it is not JSON, or
+    """The value of a JSON text, called `name` in errors. Raises a UserError if it is not JSON or
     has more than `DEEPEST` levels."""
     name = quoted(name)
     try:
@@ -291,7 +291,7 @@ def _text_of(path: Path, kind: str, largest: int) -> str:
 
 
 def _require_shallow(value: Any, name: str) -> None:
-    """Raise a UserError if `value` has more than `DEEPEST` levels; found without recursion."""
+    """Raise a UserError if `value` has more than `DEEPEST` levels. Does not recurse."""
     level = [value]
     for _ in range(DEEPEST):
         outer = [item for item in level if isinstance(item, dict | list)]
@@ -311,9 +311,9 @@ def sha256_of_file(path: Path) -> str:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
-    """Hold a file or folder, by its open descriptor, until that is closed. Returns False if another
-    process holds it, for `wait_s` seconds more, and not both as `shared`. Where there are no locks,
-    on Windows and on some file systems, returns True."""
+    """Lock a file or folder by its open descriptor, until the descriptor is closed. Several
+    processes may hold a `shared` lock. Returns False if another process still holds it after
+    `wait_s` seconds. Returns True without a lock on Windows and on file systems without locks."""
     if fcntl is None:
         return True
     until = time.monotonic() + wait_s
@@ -335,7 +335,7 @@ def is_held(path: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would block
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except OSError:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Progress bars, by rich."""
+"""Progress bars, drawn by rich."""
 
 from collections.abc import Iterable
 
@@ -8,28 +8,28 @@ from rich.text import Text
 
 
 class Bar(Progress):
-    """A bar that keeps its width, and below it `line`, which goes on in the next row between two of
-    its parts where the terminal ends; None: no such line. Then `urgent`. The column `count` shows
-    how much of `what` was done; `total` is None where it is not known."""
+    """A progress bar of constant width, with two optional texts in the rows below: `line`, whose
+    fields wrap at the width of the terminal, and `urgent`. The column `count` shows the amount of
+    `label` that is done. `total` is None if unknown."""
 
     line: str | None = None
     urgent: str | None = None
 
     def __init__(
         self,
-        what: str,
+        label: str,
         count: ProgressColumn,
         total: float | None,
         done: int,
         console: Console,
         transient: bool = False,
     ) -> None:
-        columns = (TextColumn(what), count, BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        columns = (TextColumn(label), count, BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
         super().__init__(*columns, console=console, transient=transient)
-        self.task = self.add_task(what, total=total, completed=done)
+        self.task = self.add_task(label, total=total, completed=done)
 
     def show(self, done: int) -> None:
-        """Show that so much was done."""
+        """Update the bar to the amount `done`."""
         self.update(self.task, completed=done)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -41,13 +41,13 @@ class Bar(Progress):
 
 
 def rows_of(line: str, width: int) -> list[str]:
-    """The parts of `line`, which " | " separates, in rows of at most `width` characters; a part
-    that is longer has a row of its own."""
+    """Wrap the fields of `line`, separated by " | ", into rows of at most `width` characters. A
+    longer field has its own row."""
     rows = [""]
-    for number, part in enumerate(line.split(" | ")):
-        joined = f"{rows[-1]} | {part}" if number else part
+    for number, field in enumerate(line.split(" | ")):
+        joined = f"{rows[-1]} | {field}" if number else field
         if number and len(joined) > width:
-            rows.append(part)
+            rows.append(field)
         else:
             rows[-1] = joined
     return rows

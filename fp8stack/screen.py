@@ -1,4 +1,4 @@
-"""The console that tables and status lines go to, by rich."""
+"""The rich console for tables and status lines."""
 
 import sys
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from fp8stack.terminal import LAYOUT, printable, silenced_on_error
 
 
 class Screen(Console):
-    """A console that takes text literally: brackets and colons are no markup, and characters that a
-    terminal would act on are escaped. On stderr, and with `lasting` on stdout, work goes on where
-    the stream cannot be written; else that raises an OSError."""
+    """A console that prints text literally: brackets and colons are no markup, and characters that
+    control a terminal are escaped. If the stream cannot be written, output to stderr, and with
+    `lasting` to stdout, is discarded; otherwise an OSError is raised."""
 
     def __init__(self, *, stderr: bool = False, lasting: bool = False) -> None:
         stream: IO[str] | None = sys.stderr if stderr else sys.stdout
@@ -24,7 +24,7 @@ class Screen(Console):
     def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
         """See `Console`."""
         for segment in super().render(renderable, options):
-            if segment.control:  # rich's own, such as moving the cursor
+            if segment.control:  # a control code of rich, such as moving the cursor
                 yield segment
             else:
                 yield Segment(printable(segment.text, LAYOUT), segment.style)

@@ -1,6 +1,5 @@
-"""The printing of commands. Names, samples and messages may come from a stranger's files, so every
-character that a terminal would act on is escaped. Only this file and `screen` write to stdout and
-stderr."""
+"""Printing for commands. Names, samples and messages may come from untrusted files, so characters
+that control a terminal are escaped. Only this file and `screen` write to stdout and stderr."""
 
 import os
 import sys
@@ -9,12 +8,12 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 LAYOUT = "\n\t\xa0\u3000\u200c\u200d"
-"""Characters that text such as a sample has: its lines, tabs, spaces and joiners of letters."""
+"""Characters that texts such as samples may contain: line breaks, tabs, spaces and joiners."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""`text` with every character escaped that a terminal would act on or not show, such as
-    control characters and marks of writing direction, except those in `keep`.
+    r"""`text` with characters escaped that control a terminal or are invisible, such as control
+    characters and direction marks, except for characters in `keep`.
 
     >>> printable("name\x1b[2J\n")
     'name\\x1b[2J\\n'
@@ -25,8 +24,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def shell_quoted(word: str) -> str:
-    r"""`word` as one word of a suggested command, in bash's $'...' where it has characters that
-    are not printed as they are.
+    r"""`word` quoted as one word of a suggested command, in bash's $'...' if it contains characters
+    that are not printable.
 
     >>> shell_quoted("my run"), shell_quoted("it's\n")
     ("'my run'", "$'it\\'s\\n'")
@@ -47,13 +46,13 @@ def _in_bash(character: str) -> str:
 
 
 def say(*lines: str, keep: str = "") -> None:
-    """Print lines of a command whose results are in files, at once. Work goes on in silence if
-    stdout cannot be written: its reader has gone, or its disk is full."""
+    """Print and flush lines of a command whose results are in files. If stdout cannot be written
+    (its reader has closed it, or the disk is full), this and later output is discarded."""
     _print_or_silence(sys.stdout, lines, keep)
 
 
 def warn(*lines: str) -> None:
-    """Print lines to stderr, at once. Work goes on if it cannot be written."""
+    """Print and flush lines to stderr. If it cannot be written, output is discarded."""
     _print_or_silence(sys.stderr, lines, "")
 
 
@@ -63,25 +62,25 @@ def show(*lines: str) -> None:
 
 
 def show_json(text: str) -> None:
-    """Print JSON in ASCII as a result, still JSON where a string has the character that `json`
-    leaves as it is, DEL. Raises an OSError if it cannot be written."""
+    """Print JSON in ASCII as a command's result. `json` does not escape DEL, so it is escaped here.
+    Raises an OSError if it cannot be written."""
     show(*text.replace("\x7f", "\\u007f").splitlines())
 
 
 def write_text(text: str) -> None:
-    """Write text that is a command's result, with its own line breaks and tabs, at once. Raises an
+    """Write and flush text that is a command's result, with its line breaks and tabs. Raises an
     OSError if it cannot be written."""
     print(printable(text, LAYOUT), end="", flush=True)
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether a standard stream, None where it was closed, is a terminal."""
+    """Whether a standard stream (None if it was closed) is a terminal."""
     return stream is not None and stream.isatty()
 
 
 @contextmanager
 def silenced_on_error(stream: IO[str]) -> Iterator[None]:
-    """A context in which the first error of writing to `stream` silences it."""
+    """Context in which the first error of writing to `stream` silences the stream."""
     try:
         yield
     except OSError:
@@ -89,7 +88,7 @@ def silenced_on_error(stream: IO[str]) -> Iterator[None]:
 
 
 def silence(stream: IO[str]) -> None:
-    """Discard what `stream` still holds and what is written to it from now on."""
+    """Discard the buffer of `stream` and everything written to it later."""
     with suppress(OSError, ValueError):  # a stream that is no file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,11 +1,11 @@
-"""torch's CPU threads: how many compute, and how they wait for each other.
+"""torch's CPU threads: their number, and the way they wait for each other.
 
-On Linux torch computes by GNU's OpenMP, libgomp. A thread of it that waits for the others spins for
-some milliseconds, so that the next operation begins at once. Where other processes want the same
-cores, it takes that time from the very thread that it waits for, and steps take 10 to 100 times as
-long. While a process has more OpenMP threads than the machine has cores, libgomp spins 100 times in
-place of 300,000 (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html): `adapting` has
-it do so, by threads that do nothing, as long as threads wait for a core.
+On Linux torch computes with GNU's OpenMP, libgomp. An OpenMP thread that waits for others spins for
+some milliseconds, so that the next operation begins without delay. If other processes compete for
+the cores, the spinning takes time from the thread that it waits for, and steps take 10 to 100 times
+as long. While a process has more OpenMP threads than the machine has cores, libgomp spins 100 times
+instead of 300,000 (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). `adapting`
+causes this, with an idle extra thread, while threads wait for a core.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from fp8stack.errors import UserError
 if TYPE_CHECKING:
     import ctypes
 
-OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Environment variables by which a user says how threads wait."""
+USER_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Environment variables by which users set the way that threads wait."""
 BUSY = 0.2
-"""The share of its time that a thread waits for a core, from which the machine counts as busy."""
+"""The machine is busy if a thread waits for a core for more than this share of its time."""
 LOOK_S = 0.25
 _FIRST_TRY, _LAST_TRY = 40, 240  # looks
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def use_threads(count: int | None) -> None:
-    """Have torch compute with `count` threads in this process; None: with as many as it chose.
-    Raises a UserError for fewer than 1, or more than the machine has cores."""
+    """Set the number of torch's threads in this process; None keeps torch's choice. Raises a
+    UserError for fewer than 1, or more than the number of cores."""
     if count is None:
         return
-    most = cores()
-    if not 1 <= count <= most:
+    limit = cores()
+    if not 1 <= count <= limit:
         raise UserError(
-            f"threads {count}: this machine has {most} cores. Give 1 to {most}, or leave it out."
+            f"threads {count}: this machine has {limit} cores. Give 1 to {limit}, or leave it out."
         )
     import torch
 
@@ -55,8 +55,8 @@ def use_threads(count: int | None) -> None:
 
 
 def waited_s(thread: str = "thread-self") -> float | None:
-    """For how many seconds of its life a thread, by its folder in /proc, was ready to run and had
-    no core, as Linux counts it; None where it does not, and for a thread that ended."""
+    """The seconds that a thread, given by its folder in /proc, was ready to run without a core, as
+    counted by Linux. None on other systems, and for a thread that has ended."""
     try:
         return int(Path("/proc", thread, "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -64,9 +64,9 @@ def waited_s(thread: str = "thread-self") -> float | None:
 
 
 class BusySteps:
-    """Finds out whether the steps of a run wait for cores that other processes have."""
+    """Detects that the steps of a run wait for cores that other processes use."""
 
-    LONG_S = 10.0  # how much time of steps is looked at together
+    LONG_S = 10.0  # step time that is judged together
 
     def __init__(
         self,
@@ -74,26 +74,26 @@ class BusySteps:
         waited: Callable[[], float | None] = waited_s,
     ) -> None:
         self._clock, self._waited = clock, waited
-        self._taken_s = self._waited_s = 0.0
-        self._told = False
+        self._steps_s = self._waited_s = 0.0
+        self._has_warned = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within, a step is computed, by the calling thread and others that it waits for."""
+        """Context that measures a step of the calling thread and the threads it waits for."""
         began, before = self._clock(), self._waited()
         yield
-        self._taken_s += self._clock() - began
+        self._steps_s += self._clock() - began
         self._waited_s += (self._waited() or 0.0) - (before or 0.0)
 
     def note(self, threads: int) -> str | None:
-        """A line for the user, once: the steps of the last `LONG_S` seconds waited for cores."""
-        if self._told or self._taken_s < self.LONG_S:
+        """A line for the user, once, if the steps of the last `LONG_S` seconds waited for cores."""
+        if self._has_warned or self._steps_s < self.LONG_S:
             return None
-        share = self._waited_s / self._taken_s
-        self._taken_s = self._waited_s = 0.0
+        share = self._waited_s / self._steps_s
+        self._steps_s = self._waited_s = 0.0
         if share <= BUSY:
             return None
-        self._told = True
+        self._has_warned = True
         fewer = f", or try --threads {threads // 2}" if threads > 1 else ""
         return (
             f"this machine is busy: steps wait {100 * share:.0f}% of their time for a core that "
@@ -102,13 +102,13 @@ class BusySteps:
 
 
 class Waits:
-    """How long each thread of this process waited for a core."""
+    """Measures how long the threads of this process wait for a core."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def longest_s(self) -> float:
-        """The seconds of the thread that waited longest since the last call; 0 if none counts."""
+        """The seconds that the longest waiting thread waited since the last call; 0 if unknown."""
         before, self._before = self._before, self._now()
         return max((now - before.get(name, now) for name, now in self._before.items()), default=0.0)
 
@@ -117,23 +117,23 @@ class Waits:
             names = os.listdir("/proc/self/task")
         except OSError:
             return {}
-        found = ((name, waited_s(f"self/task/{name}")) for name in names)
-        return {name: seconds for name, seconds in found if seconds is not None}
+        waits = ((name, waited_s(f"self/task/{name}")) for name in names)
+        return {name: seconds for name, seconds in waits if seconds is not None}
 
 
 class Judge:
-    """Decides, look by look, whether threads spin while they wait. They stop when one had to wait
-    for a core, and try again after 10 s, after twice as long each time that it fails, up to a
+    """Decides, at each look, whether threads spin while they wait. They stop spinning when a thread
+    had to wait for a core, and try again after 10 s; each failure doubles this time, up to a
     minute."""
 
     def __init__(self) -> None:
         self.spins = True
-        self._looks = _FIRST_TRY  # to sleep for, the next time
-        self._left = 0  # of those looks; when spinning, until all is forgotten
+        self._looks = _FIRST_TRY  # number of looks to sleep for, the next time
+        self._left = 0  # looks until the next try; when spinning, until `_looks` is reset
 
     def look(self, share: float) -> bool:
-        """Whether to spin, where the thread that waited longest did so for this share of the
-        time."""
+        """Whether to spin. `share` is the share of the time that the longest waiting thread
+        waited."""
         self._left -= 1
         if not self.spins:
             self.spins = self._left <= 0
@@ -150,54 +150,56 @@ class Judge:
 
 @contextmanager
 def adapting() -> Iterator[None]:
-    """Within, threads that wait for each other sleep while other processes want the cores, and
-    spin while they do not. The number of threads stays, and so does every result.
+    """Context in which threads that wait for each other sleep while other processes compete for the
+    cores, and spin otherwise. The number of torch's threads, and every result, stays the same.
 
-    Nothing changes where the user's environment says how they wait (`OWN_SETTINGS`), or where
+    Has no effect if the user's environment sets the way that threads wait (`USER_SETTINGS`), or if
     torch's OpenMP is not libgomp.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in OWN_SETTINGS):
+    if sys.platform != "linux" or any(name in os.environ for name in USER_SETTINGS):
         yield
         return
-    over = threading.Event()
-    watcher = threading.Thread(target=_adapt, args=(over,), daemon=True)
+    stop = threading.Event()
+    watcher = threading.Thread(target=_adapt, args=(stop,), daemon=True)
     watcher.start()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         watcher.join()
 
 
-def _adapt(over: threading.Event) -> None:
-    """Look at how long threads wait, until it is `over`, and have torch's OpenMP threads sleep
-    instead of spinning by more of them than cores; without effect where torch has no libgomp."""
+def _adapt(stop: threading.Event) -> None:
+    """Until `stop`, measure how long threads wait. While they wait long, hold more OpenMP threads
+    than cores, so that they sleep instead of spinning. Has no effect without libgomp."""
     judge, waits = Judge(), Waits()
-    enough: threading.Event | None = None  # ends the many threads, if there are
-    while not over.wait(LOOK_S):
+    stop_extra: threading.Event | None = None  # ends the extra threads; None without them
+    while not stop.wait(LOOK_S):
         spins = judge.look(waits.longest_s() / LOOK_S)
-        if spins and enough is not None:
-            enough.set()
-            enough = None
-        elif not spins and enough is None and (library := _libgomp()) is not None:
-            enough = threading.Event()
-            threading.Thread(target=_be_many, args=(library, enough), daemon=True).start()
-    if enough is not None:
-        enough.set()
+        if spins and stop_extra is not None:
+            stop_extra.set()
+            stop_extra = None
+        elif not spins and stop_extra is None and (library := _libgomp()) is not None:
+            stop_extra = threading.Event()
+            threading.Thread(
+                target=_hold_extra_thread, args=(library, stop_extra), daemon=True
+            ).start()
+    if stop_extra is not None:
+        stop_extra.set()
 
 
-def _be_many(library: ctypes.CDLL, over: threading.Event) -> None:
-    """Have one OpenMP thread more than cores until it is `over`: they end with this thread."""
+def _hold_extra_thread(library: ctypes.CDLL, stop: threading.Event) -> None:
+    """Hold one more OpenMP thread than cores until `stop`. The threads end with this thread."""
     import ctypes
 
-    nothing = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)  # run once by each
-    library.GOMP_parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
-    over.wait()
+    no_op = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)  # run once by each thread
+    library.GOMP_parallel(no_op, None, (os.cpu_count() or 1) + 1, 0)
+    stop.wait()
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The libgomp that torch computes with; None if there is none, if torch is not loaded, or
-    computes with one thread, which waits for no other."""
+    """The libgomp that torch computes with. None if it has none, is not loaded, or computes with
+    one thread."""
     count = getattr(sys.modules.get("torch"), "get_num_threads", None)
     if count is None or count() == 1:
         return None
@@ -205,5 +207,6 @@ def _libgomp() -> ctypes.CDLL | None:
         files = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
     import ctypes
 
-    own = sorted(files, key=lambda path: "torch" not in path)  # others bring their own
-    return ctypes.CDLL(own[0]) if own else None
+    # Other packages may have loaded their own copies.
+    libraries = sorted(files, key=lambda path: "torch" not in path)
+    return ctypes.CDLL(libraries[0]) if libraries else None

@@ -1,4 +1,4 @@
-"""How many CPU threads compute, and how they wait for each other on a busy machine."""
+"""The number of CPU threads, and the way they wait for each other on a busy machine."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def four_cores(monkeypatch) -> None:
 def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when_resumed(
     command, tmp_path, capsys
 ):
-    asked = ["pretrain", "--out", "run", "--recipe", "fp32", "--threads", "3", *TINY]
-    assert command(*asked) == 0
+    pretrain = ["pretrain", "--out", "run", "--recipe", "fp32", "--threads", "3", *TINY]
+    assert command(*pretrain) == 0
     assert torch.get_num_threads() == 3
     assert tomllib.loads((tmp_path / "run" / "run.toml").read_text())["threads"] == 3
     shutil.copytree("run", "cut")
@@ -67,35 +67,35 @@ def test_a_run_keeps_the_threads_that_were_asked_for_and_repeats_its_losses_when
     ],
 )
 def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(words, refused):
-    said = refused(*words.split())
+    error = refused(*words.split())
     count = words.split()[-1]
-    assert "threads" in said
-    assert count in said or count == "two"  # an option's own words are typer's
-    assert count != "5" or "this machine has 4 cores. Give 1 to 4" in said
+    assert "threads" in error
+    assert count in error or count == "two"  # an option's own words are typer's
+    assert count != "5" or "this machine has 4 cores. Give 1 to 4" in error
 
 
-# How threads wait for each other
+# Waiting threads
 
 
 def steps(shares: list[float], seconds: float = 1.0) -> list[str | None]:
-    """What is said after each step of so many seconds that waits for such a share of them."""
+    """The note after each step of `seconds` that waits for the given share of its time."""
     now = {"clock": 0.0, "waited": 100.0}
     busy = threads.BusySteps(clock=lambda: now["clock"], waited=lambda: now["waited"])
-    said = []
+    notes = []
     for share in shares:
         now["clock"] += 50.0  # an evaluation, or data: however long, and whatever it waits
         now["waited"] += 40.0
         with busy.step():
             now["clock"] += seconds
             now["waited"] += share * seconds
-        said.append(busy.note(2))
-    return said
+        notes.append(busy.note(2))
+    return notes
 
 
 def test_a_run_whose_steps_wait_for_a_busy_machine_says_so_once_with_the_remedy():
-    said = steps([0.5] * 40)
-    assert [index for index, line in enumerate(said) if line] == [9]
-    assert said[9] == (
+    notes = steps([0.5] * 40)
+    assert [index for index, line in enumerate(notes) if line] == [9]
+    assert notes[9] == (
         "this machine is busy: steps wait 50% of their time for a core that another process has. "
         "Close other work, or try --threads 1"
     )
@@ -145,15 +145,15 @@ def test_threads_spin_again_once_the_machine_is_quiet():
 
 
 def test_of_several_threads_the_one_counts_that_waited_longest(monkeypatch):
-    seen = {"1": 5.0, "2": 7.0}
-    monkeypatch.setattr(os, "listdir", lambda path: list(seen))
-    monkeypatch.setattr(threads, "waited_s", lambda name: seen[name.rpartition("/")[2]])
+    waited = {"1": 5.0, "2": 7.0}
+    monkeypatch.setattr(os, "listdir", lambda path: list(waited))
+    monkeypatch.setattr(threads, "waited_s", lambda name: waited[name.rpartition("/")[2]])
     waits = threads.Waits()
-    seen |= {"1": 5.1, "2": 7.5, "3": 9.0}  # a new one waited before it was known
+    waited |= {"1": 5.1, "2": 7.5, "3": 9.0}  # a new one waited before it was known
     assert waits.longest_s() == pytest.approx(0.5)
     assert waits.longest_s() == 0
-    del seen["2"]
-    seen["3"] = 9.25
+    del waited["2"]
+    waited["3"] = 9.25
     assert waits.longest_s() == pytest.approx(0.25)
 
 
@@ -205,8 +205,10 @@ print(json.dumps(found))
 
 
 def run_program(code: str, **environment: str) -> str:
-    kept = {key: value for key, value in os.environ.items() if key not in threads.OWN_SETTINGS}
-    options: dict[str, Any] = {"env": kept | environment, "cwd": ROOT, "timeout": 300}
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in threads.USER_SETTINGS
+    }
+    options: dict[str, Any] = {"env": inherited | environment, "cwd": ROOT, "timeout": 300}
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
@@ -216,9 +218,9 @@ def run_program(code: str, **environment: str) -> str:
 @pytest.mark.skipif(threads.cores() < 2, reason="one core: libgomp never spins")
 @pytest.mark.skipif(not LIBGOMP, reason="torch computes by another OpenMP here")
 def test_threads_that_wait_burn_no_time_of_a_busy_machine_and_give_the_same_sums():
-    found = json.loads(run_program(PROGRAM))
-    assert len({figures["sum"] for figures in found.values()}) == 1
-    burnt = {name: figures["burnt_s"] for name, figures in found.items()}
+    results = json.loads(run_program(PROGRAM))
+    assert len({figures["sum"] for figures in results.values()}) == 1
+    burnt = {name: figures["burnt_s"] for name, figures in results.items()}
     assert all(burnt["busy"] < burnt[name] / 2 for name in ("alone", "quiet", "quiet again"))
 
 

@@ -27,7 +27,7 @@ from bench.report import Report, Row
 from fp8stack.benchmark.step import arms, build, works
 from fp8stack.errors import UserError
 from fp8stack.precision import probe
-from fp8stack.threads import OWN_SETTINGS, adapting
+from fp8stack.threads import USER_SETTINGS, adapting
 from fp8stack.training.setup.allocator import keep_freed_memory
 
 SHORT = ["--seconds", "1", "--steps", "4"]
@@ -140,7 +140,7 @@ def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
-    others = {*OWN_SETTINGS, "OMP_NUM_THREADS"}
+    others = {*USER_SETTINGS, "OMP_NUM_THREADS"}
     return {key: value for key, value in os.environ.items() if key not in others} | more
 
 

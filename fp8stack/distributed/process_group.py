@@ -107,8 +107,8 @@ class Ranks:
         except (ElsewhereError, RankLost):
             raise
         except UserError as error:
-            if not error.told:  # by a `together` within this one
-                error.told = True
+            if not error.is_shared:  # by a `together` within this one
+                error.is_shared = True
                 said = {"message": str(error), "exit_code": error.exit_code}
                 self._exchange(_FAILED, json.dumps(said))
             raise

@@ -49,8 +49,9 @@ class Source:
         tokenizer = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
         if tokenizer is not None and tokenizer.vocabulary > self.config.vocabulary:
             raise UserError(
-                f"Tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, the model a vocabulary of "
-                f"{self.config.vocabulary}. Give the one that the data were tokenized with."
+                f"Tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, the model a "
+                f"vocabulary of {self.config.vocabulary}. Give the one that the data were "
+                "tokenized with."
             )
         return tokenizer
 

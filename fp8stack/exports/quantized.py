@@ -1,9 +1,9 @@
 """Quantized weights and their scales in the layouts of compressed-tensors, which vLLM reads.
 
-"float-quantized": a value is `weight.float() * weight_scale`, their scale is our inverse one.
-"mxfp4-pack-quantized" and "mxfp6-pack-quantized": the same, with the values' codes in
-`weight_packed` and E8M0 codes as scales. "nvfp4-pack-quantized": scales are E4M3, and divided by
-the float32 `weight_global_scale`. Source: compressed-tensors 0.20.0, `quantization/quant_scheme.py`
+"float-quantized": a value is `weight.float() * weight_scale`; their scale is fp8stack's inv_scale.
+"mxfp4-pack-quantized" and "mxfp6-pack-quantized": the same with codes in `weight_packed` and scales
+as E8M0 codes. "nvfp4-pack-quantized": scales are E4M3, divided by the float32
+`weight_global_scale`. Source: compressed-tensors 0.20.0, `quantization/quant_scheme.py`
 (FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16, MXFP4, MXFP6A16), `quantization/lifecycle/initialize.py`
 (shapes of scales), `compressors/nvfp4`, `mxfp4` and `mxfp6`.
 """
@@ -20,7 +20,7 @@ from fp8stack import numerics
 from fp8stack.errors import UserError
 from fp8stack.exports.files import Files, Source, as_json, hf_files
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
-from fp8stack.hf import Part, layout_of, parts_of
+from fp8stack.hf import HfModule, layout_of, modules_of
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import recipe_from_json
 
@@ -34,16 +34,16 @@ PACKED = {
     ("e2m1", "e8m0", 32): _MXFP4,
     ("e2m3", "e8m0", 32): "mxfp6-pack-quantized",
 }
-"""The layouts of fewer than eight bits, by the format, the scale, and the length of a block; a
-square block's scale is written for each of its rows."""
+"""Layouts with fewer than eight bits, by (format, scale, length of a block). The scale of a square
+block is written once for each of its rows."""
 
 
 class Scheme(NamedTuple):
-    """How a layer is stored.
+    """The storage scheme of a layer.
 
-    `format` is the layout's name; `strategy` is what shares a scale, "group" in packed layouts.
-    `weight` quantizes it. `inputs` says how activations are scaled: "dynamic", "static" by the
-    run's scales, or "none".
+    `format` is the layout's name. `strategy` names the elements that share a scale; it is "group"
+    in packed layouts. `weight` is the quantizer of the weight. `inputs` is the scaling of
+    activations: "dynamic", "static" with the run's scales, or "none".
     """
 
     format: str
@@ -56,13 +56,13 @@ def quantized_files(
     source: Source, tokenizer: str | None, strategy: Strategy | None = None
 ) -> Files:
     """`hf_files` with quantized weights and scales for the layers whose forward pass the run
-    quantized; if the run quantized none, FP8 for the linears of all blocks.
+    quantized. If the run quantized no layer, the linears of all blocks are cast to FP8.
 
-    `strategy` is what shares a scale in FP8. None casts as the run's recipe does; another one casts
-    the float32 masters again, with dynamic activation scales.
+    `strategy` names the elements that share a scale in FP8. With None the run's recipe casts the
+    float32 master weights; with a strategy they are cast by it, with dynamic activation scales.
 
-    Raises a UserError for what `hf_files` does, for GPT-2's layout, weight quantizers without a
-    layout, and blocks that do not divide a weight.
+    Raises a UserError for GPT-2's layout, a weight quantizer without a layout, and blocks that do
+    not divide a weight; and see `hf_files`.
     """
     plain = hf_files(source, tokenizer)
     layout = layout_of(source.config)
@@ -72,11 +72,11 @@ def quantized_files(
             "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
         )
     notes: list[str] = []
-    modules_of = parts_of(source.config, layout)
-    planned = _layers_to_quantize(source, modules_of, notes)
+    hf_modules = modules_of(source.config, layout)
+    planned = _layers_to_quantize(source, hf_modules, notes)
     shapes = [source.weights[f"{name}.weight"].shape for name in planned]
     widths = {columns for _, columns in shapes}
-    sizes = widths | {module.rows for name in planned for module in modules_of[name]}
+    sizes = widths | {module.rows for name in planned for module in hf_modules[name]}
 
     def indivisible_size(multiple: int) -> int | None:
         candidates = sizes if multiple == BLOCK else widths
@@ -90,13 +90,13 @@ def quantized_files(
     tensors: dict[str, Tensor] = {}
     for name, scheme in schemes.items():
         for module, cast in zip(
-            modules_of[name], _cast(source, scheme, name, modules_of[name]), strict=True
+            hf_modules[name], _cast(source, scheme, name, hf_modules[name]), strict=True
         ):
-            tensors |= {f"{module.module}.{key}": tensor for key, tensor in cast.items()}
-    replaced = {f"{module.module}.weight" for name in schemes for module in modules_of[name]}
+            tensors |= {f"{module.path}.{key}": tensor for key, tensor in cast.items()}
+    replaced = {f"{module.path}.weight" for name in schemes for module in hf_modules[name]}
     unquantized = {name: tensor for name, tensor in plain.tensors.items() if name not in replaced}
     ignored = [
-        module.module for name in modules_of if name not in schemes for module in modules_of[name]
+        module.path for name in hf_modules if name not in schemes for module in hf_modules[name]
     ]
     table = json.loads(plain.texts["config.json"])
     if source.dtype != torch.bfloat16 and any(s.format != PLAIN for s in schemes.values()):
@@ -108,7 +108,7 @@ def quantized_files(
         )
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).extend(module.module for module in modules_of[name])
+        groups.setdefault(scheme, []).extend(module.path for module in hf_modules[name])
     table["quantization_config"] = _config(groups, ignored)
     titles = dict.fromkeys(
         f"FP{FORMATS[scheme.weight.format].bits} weights by {scheme.strategy}, "
@@ -128,7 +128,7 @@ def quantized_files(
 def _layers_to_quantize(
     source: Source, layers: Mapping[str, object], notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
-    """Our names of the layers to quantize, with the run's quantizers and their recipe's name."""
+    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
     blocks = block_indices(layers)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
@@ -154,8 +154,8 @@ def _scheme(
     indivisible_size: Callable[[int], int | None],
     notes: list[str],
 ) -> Scheme:
-    """How a layer is stored: as in the run, if readers support that. `odd` returns a size that a
-    number does not divide."""
+    """The storage scheme of a layer: as in the run, if readers support it. `indivisible_size(n)` is
+    the smallest size that n does not divide, None if it divides all."""
     quantizers, recipe = quantized_as
     weight = None if quantizers is None else quantizers.weight
     activation = None if quantizers is None else quantizers.input
@@ -168,10 +168,10 @@ def _scheme(
     if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
         strategy = "tensor"
         if weight.delayed and f"{name}.weight.scale" in source.fp8:
-            static = (
+            is_static = (
                 activation is not None and activation.delayed and activation.format == weight.format
             )
-            return Scheme(PLAIN, "tensor", weight, "static" if static else inputs)
+            return Scheme(PLAIN, "tensor", weight, "static" if is_static else inputs)
         if weight.delayed:
             notes.append("the checkpoint has no scales: weights are cast with their own amax")
     elif weight is not None and strategy is None:
@@ -192,7 +192,7 @@ def _scheme(
             notes.append(f"{recipe} -> by channel: {size} is not divisible by {BLOCK}")
         else:
             strategy = "block"
-    final = strategy or "channel"
+    scale_strategy = strategy or "channel"
     power = weight is not None and weight.scale == "power_of_two"
     needs_powers = weight is None or weight.delayed or weight.scale != "float32"
     casts = {
@@ -204,7 +204,7 @@ def _scheme(
             block=(BLOCK, BLOCK), scale="power_of_two" if needs_powers else "float32"
         ),
     }
-    return Scheme(PLAIN, final, casts[final], inputs)
+    return Scheme(PLAIN, scale_strategy, casts[scale_strategy], inputs)
 
 
 def _require_layout(quantizer: Quantizer, recipe: str) -> None:
@@ -221,22 +221,22 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
 
 
 def _cast(
-    source: Source, scheme: Scheme, name: str, modules: tuple[Part, ...]
+    source: Source, scheme: Scheme, name: str, modules: tuple[HfModule, ...]
 ) -> Iterator[dict[str, Tensor]]:
-    """The quantized weight of a layer, part by part, under the layout's names."""
+    """Yield the tensors of each transformers module of a layer, under the layout's names."""
     weight, quantizer = source.weights[f"{name}.weight"], scheme.weight
     scale = source.fp8[f"{name}.weight.scale"].float() if quantizer.delayed else None
-    # One cast for all parts, as in the run.
+    # One cast for all modules of the linear, as in the run.
     quantized = numerics.quantize(weight, quantizer, 1, scale=scale)
     scales, block_rows = quantized.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
     if scheme.format != PLAIN:
         codes = scales.view(torch.uint8).repeat_interleave(block_rows, 0)
         scales, block_rows = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
     for module in modules:
-        cast = {"weight": module.of(quantized.data)}
+        cast = {"weight": module.select(quantized.data)}
         if scheme.format != PLAIN:
             cast = {"weight_packed": _dense(cast["weight"], quantizer)}
-        if scheme.format == _NVFP4:  # scales are divided by it
+        if scheme.format == _NVFP4:  # the reader divides scales by it
             global_scale = (6.0 * 448.0 / quantized.amax).clamp(max=torch.finfo(torch.float32).max)
             cast["weight_global_scale"] = torch.where(
                 quantized.amax == 0, 1.0, global_scale
@@ -253,7 +253,7 @@ def _cast(
 
 
 def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """FP6 codes packed four into three bytes, the first one lowest; FP4 is packed already."""
+    """Pack four FP6 codes into three bytes, the first one lowest. FP4 codes are packed already."""
     if quantizer.element_bits == 4:
         return codes
     shifts = torch.tensor([0, 6, 12, 18])
@@ -262,7 +262,7 @@ def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config`."""
+    """The `quantization_config` of `config.json`."""
     formats = {scheme.format for scheme in groups}
     config_groups = {}
     for number, (scheme, modules) in enumerate(groups.items()):

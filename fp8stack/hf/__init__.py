@@ -4,24 +4,24 @@ transformers itself is never imported."""
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in
 from fp8stack.hf.hub import Repository, commit_in_cache, fetch, repository_in
 from fp8stack.hf.layouts import Layout, config_json, layout_of, reader_notes
-from fp8stack.hf.reading import Found, found_in
-from fp8stack.hf.tensors import Part, from_hf, parts_of, to_hf
+from fp8stack.hf.reading import HfModel, model_from_config
+from fp8stack.hf.tensors import HfModule, from_hf, modules_of, to_hf
 
 __all__ = [
     "HF",
     "Folder",
-    "Found",
+    "HfModel",
+    "HfModule",
     "Layout",
-    "Part",
     "Repository",
     "commit_in_cache",
     "config_json",
     "fetch",
-    "found_in",
     "from_hf",
     "layout_of",
+    "model_from_config",
+    "modules_of",
     "open_folder",
-    "parts_of",
     "path_in",
     "reader_notes",
     "repository_in",

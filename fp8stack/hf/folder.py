@@ -15,7 +15,7 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.io import read_json
 from fp8stack.tokenizer import TOKENIZER_FILE
 
-HF = "hf:"  # the prefix of a folder of transformers, where runs are accepted too
+HF = "hf:"  # prefix of a transformers folder or Hub repository, where a run is accepted too
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,14 +23,14 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def path_in(name: str) -> Path | None:
-    """The path in `hf:PATH`; None if `name` has no such prefix. If the path does not exist, it may
-    be a repository of the Hub, see `repository_in`."""
+    """The path in `hf:PATH`; None without this prefix. A path that does not exist may be a
+    repository on the Hub, see `repository_in`."""
     return Path(name.removeprefix(HF)) if name.startswith(HF) else None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The configuration and tensors of a folder; tensors are read on demand."""
+    """The configuration and tensors of a folder. Tensors are read when they are accessed."""
 
     path: Path
     config: dict[str, Any]  # the contents of `config.json`
@@ -38,18 +38,18 @@ class Folder:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its `tokenizer.json`, if it has one."""
+        """The path of `tokenizer.json`; None if the folder has none."""
         file = self.path / TOKENIZER_FILE
         return file if file.is_file() else None
 
 
 def open_folder(path: Path) -> Folder:
-    """Open the folder at `path`. Raises a UserError if it does not exist, or a file is missing or
-    damaged."""
-    there = False
+    """Open the folder at `path`. Raises a UserError if the folder does not exist, or if a file is
+    missing or damaged."""
+    exists = False
     with suppress(OSError, ValueError):  # such as a name that is too long, or holds a NUL
-        there = path.is_dir()
-    if not there:
+        exists = path.is_dir()
+    if not exists:
         raise UserError(
             f"No folder '{quoted(str(path))}'. Give one that transformers' save_pretrained wrote."
         )
@@ -82,23 +82,23 @@ def _indexed(path: Path) -> dict[str, list[str]]:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each of which is opened once."""
+    """The tensors of safetensors files by name. Each file is opened once."""
 
     def __init__(self, path: Path, files: Mapping[str, list[str] | None]) -> None:
         self._opened: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
-        for name, listed in files.items():
+        for name, expected in files.items():
             file = path / name
             if not file.is_file():
                 raise UserError(f"{file} is missing.")
             try:
                 self._opened[file] = safe_open(str(file), framework="pt")
-                there = set(self._opened[file].keys())
+                names = set(self._opened[file].keys())
             except (SafetensorError, OSError, ValueError) as error:
                 raise UserError(f"{file} is not a safetensors file: {error}.") from error
-            if missing := sorted(set(listed or ()) - there):
+            if missing := sorted(set(expected or ()) - names):
                 raise UserError(f"{file} lacks the tensor '{quoted(missing[0])}' of the index.")
-            self._file_of |= dict.fromkeys(there if listed is None else listed, file)
+            self._file_of |= dict.fromkeys(names if expected is None else expected, file)
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file_of[name]
@@ -109,7 +109,7 @@ class Tensors(Mapping[str, Tensor]):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, by its file's header; its values are not read."""
+        """The shape of a tensor, from its file's header, without reading its values."""
         file = self._file_of[name]
         try:
             return tuple(self._opened[file].get_slice(name).get_shape())

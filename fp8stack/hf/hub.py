@@ -19,13 +19,13 @@ from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
 
-# `consolidated` is a second copy of the weights, under the original authors' names.
+# `consolidated*` files hold the weights a second time, under the original authors' names.
 _TOKENIZER = [TOKENIZER_FILE, SPECIAL_TOKENS, "tokenizer_config.json"]
 _FILES: dict[str, Any] = {
     "allow_patterns": ["config.json", *_TOKENIZER, "*.safetensors.index.json", "*.safetensors"],
     "ignore_patterns": ["*/*", "consolidated*"],
 }
-# Weights of an earlier push, which a reader would mix with the new ones.
+# Weights of an earlier push, which a reader would mix with the new weights.
 _REPLACED = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors"]
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -44,8 +44,8 @@ class Repository:
 
 
 def repository_in(name: str) -> Repository | None:
-    """The repository in `hf:owner/name[@revision]`; None if `name` has another form, or is a path
-    that exists.
+    """The repository in `hf:owner/name[@revision]`; None if `name` has another form, or if the path
+    after `hf:` exists.
 
     >>> repository_in("hf:Qwen/Qwen3-0.6B@main")
     Repository(name='Qwen/Qwen3-0.6B', revision='main')
@@ -70,7 +70,7 @@ def fetch(repository: Repository) -> tuple[Path, Repository]:
     cache of huggingface_hub.
 
     Returns:
-        Their folder, and the repository at the commit that they are of.
+        The folder of the files, and the repository with their commit as revision.
 
     Raises:
         UserError: huggingface_hub is missing; the repository or revision does not exist, is gated,
@@ -94,8 +94,8 @@ def fetch(repository: Repository) -> tuple[Path, Repository]:
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The folder of the tokenizer that `hf:FOLDER` or `hf:owner/name[@revision]` names, downloaded
-    unless it is in the cache. Raises a UserError if there is none, or it cannot be downloaded."""
+    """The folder with the tokenizer of `hf:FOLDER` or `hf:owner/name[@revision]`, downloaded unless
+    it is in the cache. Raises a UserError if the repository has none or cannot be reached."""
     repository = repository_in(name)
     if repository is None:
         return path_in(name) or Path(name)
@@ -115,7 +115,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
         The repository's address.
 
     Raises:
-        UserError: there is no token, or the Hub refuses or cannot be reached; the folder stays.
+        UserError: there is no token, or the Hub refuses or cannot be reached. The folder is kept.
     """
     hub = _hub("--push")
     failed = f"{quoted(str(folder))} is written, but not pushed to {name}"
@@ -143,18 +143,18 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def commit_in_cache(repository: Repository) -> str | None:
-    """The commit of a repository's revision when it was last fetched; None if it never was."""
+    """The commit of a repository's revision at its last download; None without a download."""
     hub = _hub(str(repository))
     options = {"revision": repository.revision, "local_files_only": True}
     try:
         path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **options)
-    except Exception:  # it does not exist
+    except Exception:  # not in the cache
         return None
     return Path(path).name
 
 
 def _hub(needed_by: str) -> Any:
-    """huggingface_hub, without progress bars if stderr is no terminal."""
+    """Import huggingface_hub, without progress bars if stderr is not a terminal."""
     try:
         import huggingface_hub
         import huggingface_hub.errors
@@ -171,7 +171,7 @@ def _hub(needed_by: str) -> Any:
 
 @contextmanager
 def _refusals(hub: Any, repository: Repository) -> Iterator[None]:
-    """Turn errors of a download into errors of one line with a remedy."""
+    """Turn errors of a download into one-line errors with a remedy."""
     name, page = repository.name, f"{hub.constants.ENDPOINT}/{repository.name}"
     try:
         yield

@@ -1,4 +1,4 @@
-"""The architectures of transformers that compute the same as a GPT of ours, and their
+"""The architectures of transformers that compute the same as an fp8stack GPT, and their
 `config.json`."""
 
 from dataclasses import dataclass
@@ -7,30 +7,30 @@ from typing import Any, Literal
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 
-OURS = "fp8stack"
-"""The key of `config.json` for what the layout cannot say; transformers keeps it when it saves."""
+EXTRA_KEY = "fp8stack"
+"""Key of `config.json` for settings that have no key in the layout. transformers preserves it."""
 
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
 ARCEE_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
-"""relu(x)^2 is relu(x) x: a gated MLP with ReLU whose gate and value are the same."""
+"""relu(x)^2 = relu(x) x, a gated MLP with ReLU whose gate and value have the same weights."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An architecture of transformers."""
+    """A model architecture of transformers."""
 
-    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as `config.json` has it
+    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as in `config.json`
     architecture: str  # the class that generates text
     gated: bool  # whether its MLP is gated
-    activations: dict[str, str]  # activations: our names to its own
-    # That of the published models, which some programs use whatever `config.json` says
-    # (llama.cpp and CTranslate2 do).
-    usual: str
-    keys: dict[str, str]  # shape keys: our names to its own
+    activations: dict[str, str]  # fp8stack's name of an activation -> transformers'
+    # The activation of the published models. Some programs (llama.cpp, CTranslate2) use it
+    # without reading the key in `config.json`.
+    usual_activation: str
+    keys: dict[str, str]  # key of GPTConfig -> key of `config.json`
 
 
-# Names of a GPTConfig's keys there, if the values are the same.
+# Keys of GPTConfig whose values are the same in `config.json`, with their names there.
 _KEYS = {"vocabulary": "vocab_size", "tied": "tie_word_embeddings", "init_std": "initializer_range"}
 GPT2_KEYS = _KEYS | {
     **{"context": "n_positions", "width": "n_embd", "layers": "n_layer", "heads": "n_head"},
@@ -53,8 +53,8 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(config: GPTConfig) -> Layout:
-    """The layout that computes the same as `config`. Raises a UserError that names the key if there
-    is none."""
+    """The layout that computes the same as `config`. Raises a UserError that names the unsupported
+    key if there is none."""
     if config.positions == "learned":
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")
@@ -65,34 +65,34 @@ def layout_of(config: GPTConfig) -> Layout:
     _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
     gated = config.activation in GATED_ACTIVATIONS
     if config.qk_norm:
-        why = "with qk_norm the layout is Qwen3's"
-        _require(config, "bias", not config.bias, f"{why}: no bias")
-        _require(config, "activation", gated, f"{why}, whose MLP has a gate")
+        reason = "with qk_norm the layout is Qwen3's"
+        _require(config, "bias", not config.bias, f"{reason}: no bias")
+        _require(config, "activation", gated, f"{reason}, whose MLP has a gate")
         return LAYOUTS["qwen3"]
     return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
 
 
-def _require(config: GPTConfig, key: str, holds: bool, why: str) -> None:
+def _require(config: GPTConfig, key: str, holds: bool, reason: str) -> None:
     if not holds:
         value = getattr(config, key)
-        shown = str(value).lower() if isinstance(value, bool) else value
+        text = str(value).lower() if isinstance(value, bool) else value
         raise UserError(
-            f"transformers has no model like this one: {key} = {shown}, and {why}. "
+            f"transformers has no model like this one: {key} = {text}, and {reason}. "
             "--format safetensors saves any model."
         )
 
 
 def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """The `config.json` of a model of this shape, for transformers 4.56 and later, with tensors of
-    `dtype` float32 or bfloat16. Raises what `layout_of` raises."""
+    """The contents of `config.json` for transformers 4.56 and later. `dtype` is "float32" or
+    "bfloat16". For errors see `layout_of`."""
     layout = layout_of(config)
     values = dict(config) | {"mlp_width": config.hidden, "kv_heads": config.query_groups}
     table: dict[str, Any] = {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
         "dtype": dtype,
-        **{theirs: values[ours] for ours, theirs in layout.keys.items()},
-        # Otherwise the defaults apply, which may exceed this vocabulary.
+        **{hf_key: values[key] for key, hf_key in layout.keys.items()},
+        # The defaults of missing keys may exceed this vocabulary.
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
@@ -102,8 +102,8 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
 
 
 def reader_notes(config: GPTConfig) -> list[str]:
-    """Notes for programs that read the exported model: what they must compute, and a warning if
-    some are known not to. Raises what `layout_of` raises."""
+    """Notes on the operations that a program must support to read the exported model, and a warning
+    if some programs compute others. For errors see `layout_of`."""
     layout = layout_of(config)
     table = config_json(config, "float32", None)
     learned = layout.model_type == "gpt2"
@@ -117,8 +117,8 @@ def reader_notes(config: GPTConfig) -> list[str]:
         + ("the embedding as the head" if config.tied else "a head that is not the embedding")
         + (", biases" if config.bias and not learned else "")
     ]
-    if config.activation != layout.usual:
-        usual = layout.activations[layout.usual]
+    if config.activation != layout.usual_activation:
+        usual = layout.activations[layout.usual_activation]
         notes.append(
             f"llama.cpp, CTranslate2 and others compute {usual} in any {layout.model_type} model, "
             f"whatever {key} says: this one, with {table[key]}, they load and compute wrongly. "
@@ -129,17 +129,17 @@ def reader_notes(config: GPTConfig) -> list[str]:
 
 def _gpt2(config: GPTConfig) -> dict[str, Any]:
     table: dict[str, Any] = {
-        "n_ctx": config.context,  # of transformers before 5, and what llama.cpp reads
+        "n_ctx": config.context,  # read by transformers before 5 and llama.cpp
         "activation_function": GPT2_ACTIVATIONS[config.activation],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
     }
-    return table if config.bias else table | {OURS: {"bias": False}}
+    return table if config.bias else table | {EXTRA_KEY: {"bias": False}}
 
 
 def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
-    """The keys of Llama, Qwen3 and Arcee."""
+    """The keys that only Llama, Qwen3 and Arcee have."""
     table: dict[str, Any] = {
         "head_dim": config.head_width,
         "hidden_act": layout.activations[config.activation],
@@ -150,5 +150,5 @@ def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
     }
     if layout.model_type != "qwen3":
         table["mlp_bias"] = config.bias
-    # Our dropout of the embedding and the residual stream has no key in these layouts.
-    return table | ({OURS: {"dropout": config.dropout}} if config.dropout else {})
+    # Dropout of the embedding and the residual stream has no key in these layouts.
+    return table | ({EXTRA_KEY: {"dropout": config.dropout}} if config.dropout else {})

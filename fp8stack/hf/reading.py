@@ -1,5 +1,5 @@
-"""Reads a model's shape from a `config.json` of transformers. What a GPT of ours cannot compute is
-an error that names the key; what is ignored without an effect on the logits is noted."""
+"""Reads a model's shape from a `config.json` of transformers. A setting that an fp8stack GPT cannot
+compute is an error that names the key. Ignored settings that do not affect the logits are noted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
-from fp8stack.hf.layouts import LAYOUTS, OURS, ROTARY_KEYS, Layout
+from fp8stack.hf.layouts import EXTRA_KEY, LAYOUTS, ROTARY_KEYS, Layout
 from fp8stack.model.config import GPTConfig
 
 # Keys that do not affect the logits; other unknown keys are noted.
@@ -22,24 +22,24 @@ _WITHOUT_EFFECT = {
     *("use_sliding_window", "rope_scaling", "rope_parameters", "rope_theta", "output_attentions"),
     *("output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward"),
     *("id2label", "label2id", "problem_type", "add_cross_attention", "scale_attn_weights"),
-    *("scale_attn_by_inverse_layer_idx", "partial_rotary_factor", "is_decoder", OURS),
+    *("scale_attn_by_inverse_layer_idx", "partial_rotary_factor", "is_decoder", EXTRA_KEY),
     *("gradient_checkpointing", "attn_implementation", "_attn_implementation"),
 }
 
 
-class _Ours(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """The keys that our own export adds."""
+class _Extra(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
+    """The keys that fp8stack's export adds."""
 
     bias: bool = True
     dropout: float | None = None
 
 
 class _Any(BaseModel, frozen=True, extra="allow", strict=True, allow_inf_nan=False):
-    """The keys of all layouts, with transformers' defaults."""
+    """The keys that all layouts have, with transformers' defaults."""
 
     vocab_size: int
     initializer_range: float = 0.02
-    fp8stack: _Ours = _Ours()
+    fp8stack: _Extra = _Extra()
 
 
 class _Gpt2(_Any):
@@ -73,59 +73,63 @@ class _Rotary(_Any):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A model of transformers as one of ours: its shape, its layout, and notes for the user."""
+class HfModel:
+    """A transformers model in fp8stack's terms: its shape and layout, and notes for the user."""
 
     config: GPTConfig
     layout: Layout
     notes: tuple[str, ...]
 
 
-def found_in(table: Mapping[str, Any], where: str) -> Found:
-    """The model that a `config.json` with these contents, at the path `where`, describes. Raises a
-    UserError that names the key if a GPT of ours cannot compute it."""
+def model_from_config(table: Mapping[str, Any], where: str) -> HfModel:
+    """The model that the contents `table` of a `config.json` at the path `where` describe. Raises a
+    UserError that names the key if an fp8stack GPT cannot compute it."""
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in LAYOUTS:
-        known = ", ".join(sorted(LAYOUTS))
-        shown = quoted(repr(kind))
-        raise UserError(f"{where}: model_type = {shown} is not one of those read here: {known}.")
+        supported = ", ".join(sorted(LAYOUTS))
+        quoted_kind = quoted(repr(kind))
+        raise UserError(
+            f"{where}: model_type = {quoted_kind} is not one of those read here: {supported}."
+        )
     layout = LAYOUTS[kind]
     _only(table, where, "is_causal", True)
     for key in ("quantization_config", "auto_map"):
         if table.get(key) is not None:
-            why = "only plain weights" if key == "quantization_config" else "no code of its own"
-            raise UserError(f"{where}: {key} is set, and {why} can be read. Save it without.")
+            limit = "only plain weights" if key == "quantization_config" else "no code of its own"
+            raise UserError(f"{where}: {key} is set, and {limit} can be read. Save it without.")
     gpt2 = layout.model_type == "gpt2"
     shape, notes = (_gpt2 if gpt2 else _rotary)(dict(table), layout, where)
     config: GPTConfig = presets.parse(GPTConfig, shape, where)
-    known_keys = (_Gpt2 if gpt2 else _Rotary).model_fields
-    odd = sorted(table.keys() - known_keys - _WITHOUT_EFFECT)
-    if odd:
-        notes.append(f"{where} has keys that are not known here: {quoted(', '.join(odd))}")
-    return Found(config=config, layout=layout, notes=tuple(notes))
+    fields = (_Gpt2 if gpt2 else _Rotary).model_fields
+    unknown_keys = sorted(table.keys() - fields - _WITHOUT_EFFECT)
+    if unknown_keys:
+        notes.append(f"{where} has keys that are not known here: {quoted(', '.join(unknown_keys))}")
+    return HfModel(config=config, layout=layout, notes=tuple(notes))
 
 
 def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The keys of `GPTConfig`, and notes."""
-    given: _Gpt2 = presets.parse(_Gpt2, table, where)
-    shape = {ours: getattr(given, theirs) for ours, theirs in layout.keys.items()}
-    for ours in ("width", "layers", "heads", "context"):  # GPT2Config takes these as aliases
-        _only(table, where, ROTARY_KEYS[ours], shape[ours])
+    """The values of `GPTConfig` for GPT-2, and notes."""
+    hf_config: _Gpt2 = presets.parse(_Gpt2, table, where)
+    shape = {key: getattr(hf_config, hf_key) for key, hf_key in layout.keys.items()}
+    for key in ("width", "layers", "heads", "context"):  # GPT2Config takes these as aliases
+        _only(table, where, ROTARY_KEYS[key], shape[key])
     _only(table, where, "scale_attn_weights", True)
     _only(table, where, "scale_attn_by_inverse_layer_idx", False)
     _only(table, where, "add_cross_attention", False)
-    rates = {given.resid_pdrop, given.embd_pdrop, given.attn_pdrop}
+    rates = {hf_config.resid_pdrop, hf_config.embd_pdrop, hf_config.attn_pdrop}
     if len(rates) > 1:
         _refuse(
-            where, "attn_pdrop", given.attn_pdrop, "resid_pdrop and embd_pdrop must be the same"
+            where, "attn_pdrop", hf_config.attn_pdrop, "resid_pdrop and embd_pdrop must be the same"
         )
     dropout = rates.pop()
     shape |= {
-        "mlp_width": given.n_inner or 4 * given.n_embd,
+        "mlp_width": hf_config.n_inner or 4 * hf_config.n_embd,
         "norm": "layernorm",
-        "activation": _activation(layout, given.activation_function, where, "activation_function"),
+        "activation": _activation(
+            layout, hf_config.activation_function, where, "activation_function"
+        ),
         "positions": "learned",
-        "bias": given.fp8stack.bias,
+        "bias": hf_config.fp8stack.bias,
         "dropout": dropout,
     }
     remedy = "--set model_overrides.dropout=0 trains without"
@@ -134,22 +138,24 @@ def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, 
 
 
 def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The same for the layouts with RoPE."""
+    """The values of `GPTConfig` for layouts with RoPE, and notes."""
     qwen3 = layout.model_type == "qwen3"
     defaults: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
     if layout.model_type == "arcee":
         defaults = {"rms_norm_eps": 1e-5}
-    given: _Rotary = presets.parse(_Rotary, defaults | table, where)
-    if given.num_attention_heads < 1 or given.hidden_size % given.num_attention_heads:
-        _refuse(where, "num_attention_heads", given.num_attention_heads, "hidden_size must divide")
-    width = given.hidden_size // given.num_attention_heads
-    if given.head_dim not in (None, width):
-        why = f"here it is hidden_size / num_attention_heads, {width}"
-        _refuse(where, "head_dim", given.head_dim, why)
-    if qwen3 and given.attention_bias:
+    hf_config: _Rotary = presets.parse(_Rotary, defaults | table, where)
+    if hf_config.num_attention_heads < 1 or hf_config.hidden_size % hf_config.num_attention_heads:
+        _refuse(
+            where, "num_attention_heads", hf_config.num_attention_heads, "hidden_size must divide"
+        )
+    width = hf_config.hidden_size // hf_config.num_attention_heads
+    if hf_config.head_dim not in (None, width):
+        reason = f"here it is hidden_size / num_attention_heads, {width}"
+        _refuse(where, "head_dim", hf_config.head_dim, reason)
+    if qwen3 and hf_config.attention_bias:
         _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
-    if not qwen3 and given.attention_bias != given.mlp_bias:
-        _refuse(where, "mlp_bias", given.mlp_bias, "attention_bias must be the same")
+    if not qwen3 and hf_config.attention_bias != hf_config.mlp_bias:
+        _refuse(where, "mlp_bias", hf_config.mlp_bias, "attention_bias must be the same")
     kinds = table.get("layer_types") or []
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
@@ -159,16 +165,16 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
     if used or (used is None and table.get(key) is not None):
         _refuse(where, key, table[key], "attention has no window here")
     notes = []
-    dropout = given.fp8stack.dropout
-    if dropout is None and given.attention_dropout:
+    dropout = hf_config.fp8stack.dropout
+    if dropout is None and hf_config.attention_dropout:
         notes.append(
-            f"attention_dropout {given.attention_dropout:g} of the folder is left out: here it is "
-            "not of attention alone; --set model_overrides.dropout sets it for all"
+            f"attention_dropout {hf_config.attention_dropout:g} of the folder is left out: here it "
+            "is not of attention alone; --set model_overrides.dropout sets it for all"
         )
-    shape = {ours: getattr(given, theirs) for ours, theirs in layout.keys.items()} | {
-        "kv_heads": given.num_key_value_heads or given.num_attention_heads,
+    shape = {key: getattr(hf_config, hf_key) for key, hf_key in layout.keys.items()} | {
+        "kv_heads": hf_config.num_key_value_heads or hf_config.num_attention_heads,
         "norm": "rmsnorm",
-        "activation": _activation(layout, given.hidden_act, where, "hidden_act"),
+        "activation": _activation(layout, hf_config.hidden_act, where, "hidden_act"),
         "positions": "rope",
         "rope_theta": _rope_theta(table, where),
         "qk_norm": qwen3,
@@ -178,21 +184,18 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
 
 
 def _activation(layout: Layout, name: str, where: str, key: str) -> str:
-    ours = {theirs: ours for ours, theirs in layout.activations.items()}
+    names = {hf_name: activation for activation, hf_name in layout.activations.items()}
     if not layout.gated:
-        ours |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-    if name not in ours:
-        _refuse(where, key, name, f"of {layout.model_type}, {', '.join(sorted(ours))} can be read")
-    return ours[name]
+        names |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    if name not in names:
+        _refuse(where, key, name, f"of {layout.model_type}, {', '.join(sorted(names))} can be read")
+    return names[name]
 
 
 def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
     """The base of RoPE's angles. Only plain RoPE is supported."""
     theta: Any = table.get("rope_theta")
-    for key in (
-        "rope_parameters",
-        "rope_scaling",
-    ):  # of transformers 5, which takes precedence over 4
+    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 prefers the first
         rope = table.get(key)
         if rope is None:
             continue
@@ -206,18 +209,18 @@ def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
     _only(table, where, "partial_rotary_factor", 1.0)
     if theta is None:
         return 10_000.0
-    # It may be an integer in JSON, even one that no float holds.
+    # JSON may hold an integer, even one that exceeds the range of a float.
     return float(theta) if type(theta) is int and abs(theta) < 2**1023 else theta
 
 
 def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:
-    """Raise an error unless a key has its only supported value, transformers' default."""
+    """Raise an error unless `key` is missing or has its only supported value."""
     if table.get(key) not in (None, value):
         _refuse(where, f"{before}{key}", table[key], f"only {_json(value)} can be read")
 
 
-def _refuse(where: str, key: str, value: Any, why: str) -> NoReturn:
-    raise UserError(f"{where}: {key} = {quoted(_json(value))}: {why}.")
+def _refuse(where: str, key: str, value: Any, reason: str) -> NoReturn:
+    raise UserError(f"{where}: {key} = {quoted(_json(value))}: {reason}.")
 
 
 def _json(value: Any) -> str:

@@ -16,37 +16,37 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Some rows of one of our linears that form a module of transformers."""
+class HfModule:
+    """A module of transformers whose weight is some rows of an fp8stack linear."""
 
-    module: str
-    start: int
+    path: str  # module path in transformers
+    start: int  # first row
     rows: int
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a weight or bias, as a new tensor."""
+    def select(self, tensor: Tensor) -> Tensor:
+        """Copy the module's rows of a weight or bias of the linear."""
         return tensor[self.start : self.start + self.rows].contiguous().clone()
 
 
-def parts_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[Part, ...]]:
-    """The parts of each of our linears, in order: `{our module path: parts}`."""
-    found: dict[str, tuple[Part, ...]] = {}
+def modules_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[HfModule, ...]]:
+    """The transformers modules of each linear, in order of rows: {fp8stack path: modules}."""
+    modules_by_linear: dict[str, tuple[HfModule, ...]] = {}
     for name, (_, outputs) in config.linear_shapes().items():
         if name == "lm_head":
-            found[name] = (Part(module="lm_head", start=0, rows=outputs),)
+            modules_by_linear[name] = (HfModule(path="lm_head", start=0, rows=outputs),)
             continue
         _, block, linear = name.split(".", 2)
         stem = f"transformer.h.{block}" if layout.model_type == "gpt2" else f"model.layers.{block}"
-        found[name] = tuple(
-            Part(module=f"{stem}.{module}", start=start, rows=rows)
+        modules_by_linear[name] = tuple(
+            HfModule(path=f"{stem}.{module}", start=start, rows=rows)
             for module, start, rows in _rows(config, layout, outputs)[linear]
         )
-    return found
+    return modules_by_linear
 
 
 def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tuple[str, int, int]]]:
-    """The modules of each linear of a block: name, first row, and number of rows; `outputs` is the
-    number of rows of a linear that is a single module."""
+    """The transformers modules of each linear of a block: (name, first row, number of rows).
+    `outputs` is the number of rows of a linear that is a single module."""
     if layout.model_type == "gpt2":
         return {
             "attention.qkv": [("attn.c_attn", 0, outputs)],
@@ -72,147 +72,160 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
     }
 
 
-def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Our names of the other tensors, and theirs, without `.weight` and `.bias`."""
+def _other_modules(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield the paths of embeddings and norms: (fp8stack's, transformers')."""
     gpt2 = layout.model_type == "gpt2"
     yield "embedding", "transformer.wte" if gpt2 else "model.embed_tokens"
     if gpt2:
         yield "position_embedding", "transformer.wpe"
     yield "final_norm", "transformer.ln_f" if gpt2 else "model.norm"
     for i in range(config.layers):
-        ours, theirs = f"blocks.{i}", f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
-        yield f"{ours}.attention_norm", f"{theirs}.{'ln_1' if gpt2 else 'input_layernorm'}"
-        yield f"{ours}.mlp_norm", f"{theirs}.{'ln_2' if gpt2 else 'post_attention_layernorm'}"
+        block, hf_block = f"blocks.{i}", f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
+        yield f"{block}.attention_norm", f"{hf_block}.{'ln_1' if gpt2 else 'input_layernorm'}"
+        yield f"{block}.mlp_norm", f"{hf_block}.{'ln_2' if gpt2 else 'post_attention_layernorm'}"
         if config.qk_norm:
-            yield f"{ours}.attention.query_norm", f"{theirs}.self_attn.q_norm"
-            yield f"{ours}.attention.key_norm", f"{theirs}.self_attn.k_norm"
+            yield f"{block}.attention.query_norm", f"{hf_block}.self_attn.q_norm"
+            yield f"{block}.attention.key_norm", f"{hf_block}.self_attn.k_norm"
 
 
 def _modules(
     config: GPTConfig, layout: Layout
-) -> Iterator[tuple[str, tuple[Part, ...], bool, bool]]:
-    """Each module with parameters of its own: our name, its parts, and whether their weights are
-    transposed, as in GPT-2's Conv1D, and have biases, which GPT-2's always have."""
+) -> Iterator[tuple[str, tuple[HfModule, ...], bool, bool]]:
+    """Yield each module with parameters: its fp8stack path, its transformers modules, whether their
+    weights are transposed (GPT-2's Conv1D), and whether they have biases (GPT-2's always do)."""
     gpt2 = layout.model_type == "gpt2"
     shapes = config.parameter_shapes()
-    for ours, theirs in _others(config, layout):
-        whole = Part(module=theirs, start=0, rows=shapes[f"{ours}.weight"][0])
-        yield ours, (whole,), False, gpt2 and "norm" in ours
-    for ours, parts in parts_of(config, layout).items():
-        inner = ours != "lm_head"
+    for name, hf_name in _other_modules(config, layout):
+        module = HfModule(path=hf_name, start=0, rows=shapes[f"{name}.weight"][0])
+        yield name, (module,), False, gpt2 and "norm" in name
+    for name, modules in modules_of(config, layout).items():
+        inner = name != "lm_head"
         if inner or not config.tied:
-            yield ours, parts, gpt2 and inner, inner and (gpt2 or config.bias)
+            yield name, modules, gpt2 and inner, inner and (gpt2 or config.bias)
 
 
 def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights, all parameters with the vocabulary not padded, as a transformers `state_dict` of
-    the same dtype; tied weights appear once."""
-    made: dict[str, Tensor] = {}
-    for ours, parts, turned, biased in _modules(config, layout):
-        weight = weights[f"{ours}.weight"]
-        bias = weights.get(f"{ours}.bias", weight.new_zeros(len(weight)))
-        for part in parts:
-            own = part.of(weight)
-            made[f"{part.module}.weight"] = own.t().contiguous() if turned else own
-            if biased:
-                made[f"{part.module}.bias"] = part.of(bias)
-    return made
+    """Convert all parameters, without vocabulary padding, to a transformers `state_dict` of the
+    same dtype. Tied weights appear once."""
+    state: dict[str, Tensor] = {}
+    for name, modules, transposed, has_bias in _modules(config, layout):
+        weight = weights[f"{name}.weight"]
+        bias = weights.get(f"{name}.bias", weight.new_zeros(len(weight)))
+        for module in modules:
+            rows = module.select(weight)
+            state[f"{module.path}.weight"] = rows.t().contiguous() if transposed else rows
+            if has_bias:
+                state[f"{module.path}.bias"] = module.select(bias)
+    return state
 
 
 def from_hf(
     config: GPTConfig, layout: Layout, tensors: Mapping[str, Tensor], where: str
 ) -> dict[str, Tensor]:
-    """The tensors of the folder `where` as our weights: float32, all parameters. They have
-    transformers' names, with or without the base model's prefix, and are float32, bfloat16 or
-    float16. Raises a UserError if one is missing, left over, of another shape or dtype, or not
-    finite, or if they do not fit into the memory that is left; no memory is taken before the shapes
-    in the files' headers are those of `config`."""
+    """Convert the tensors of a transformers folder to fp8stack's weights: all parameters, float32.
+
+    No memory is allocated before the shapes in the files' headers match `config`.
+
+    Args:
+        tensors: tensors under transformers' names, with or without the base model's prefix, in
+            float32, bfloat16 or float16.
+        where: the folder, for messages.
+
+    Raises:
+        UserError: a tensor is missing, unexpected, not finite, or of another shape or dtype; or the
+            weights do not fit into the free memory.
+    """
     source = _Source(layout, tensors, where)
     if config.layers > len(tensors):
         raise UserError(f"{where} has {len(tensors)} tensors, too few for {config.layers} layers.")
     shapes = config.parameter_shapes()
-    for ours, parts, turned, biased in _modules(config, layout):
-        _, *inputs = shapes[f"{ours}.weight"]
-        for part in parts:
-            source.require_shape(f"{part.module}.weight", _shape(part, inputs, turned))
-            if biased:
-                source.require_shape(f"{part.module}.bias", (part.rows,))
+    for name, modules, transposed, has_bias in _modules(config, layout):
+        _, *inputs = shapes[f"{name}.weight"]
+        for module in modules:
+            source.require_shape(f"{module.path}.weight", _shape(module, inputs, transposed))
+            if has_bias:
+                source.require_shape(f"{module.path}.bias", (module.rows,))
     require_free(4 * config.parameters(), where)
-    made: dict[str, Tensor] = {}
-    for ours, parts, turned, biased in _modules(config, layout):
-        outputs, *inputs = shapes[f"{ours}.weight"]
+    state: dict[str, Tensor] = {}
+    for name, modules, transposed, has_bias in _modules(config, layout):
+        outputs, *inputs = shapes[f"{name}.weight"]
         weight, bias = torch.empty(outputs, *inputs), torch.zeros(outputs)
-        for number, part in enumerate(parts):
-            rows = slice(part.start, part.start + part.rows)
-            own = source.take(f"{part.module}.weight")
-            own = own.t() if turned else own
-            own_bias = source.take(f"{part.module}.bias") if biased else bias[rows]
-            again = number and not part.start
-            if again and not (torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)):
+        for index, module in enumerate(modules):
+            rows = slice(module.start, module.start + module.rows)
+            module_weight = source.take(f"{module.path}.weight")
+            module_weight = module_weight.t() if transposed else module_weight
+            module_bias = source.take(f"{module.path}.bias") if has_bias else bias[rows]
+            is_repeated = index and not module.start
+            if is_repeated and not (
+                torch.equal(weight[rows], module_weight) and torch.equal(bias[rows], module_bias)
+            ):
                 raise UserError(
-                    f"{where}: hidden_act = relu, and {part.module} is not the same as its "
+                    f"{where}: hidden_act = relu, and {module.path} is not the same as its "
                     "gate_proj. Only relu(x)^2, where they are, can be read."
                 )
-            weight[rows], bias[rows] = own, own_bias
-        made[f"{ours}.weight"] = weight
-        if biased and config.bias:
-            made[f"{ours}.bias"] = bias
+            weight[rows], bias[rows] = module_weight, module_bias
+        state[f"{name}.weight"] = weight
+        if has_bias and config.bias:
+            state[f"{name}.bias"] = bias
         elif bias.any():
             raise UserError(
-                f"{where}: the config says bias = false, and '{ours}.bias' is not zero."
+                f"{where}: the config says bias = false, and '{name}.bias' is not zero."
             )
     if config.tied:
-        source.require_tied(made["embedding.weight"])
+        source.require_tied(state["embedding.weight"])
     source.require_all_taken()
-    return made
+    return state
 
 
-def _shape(part: Part, inputs: list[int], turned: bool) -> tuple[int, ...]:
-    """The shape of a part's weight in transformers."""
-    return (*inputs, part.rows) if turned else (part.rows, *inputs)
+def _shape(module: HfModule, inputs: list[int], transposed: bool) -> tuple[int, ...]:
+    """The shape of the module's weight in transformers."""
+    return (*inputs, module.rows) if transposed else (module.rows, *inputs)
 
 
 class _Source:
-    """A folder's tensors; each is checked, and taken once."""
+    """A folder's tensors. Each is checked, and read once."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
         self._prefix = "transformer." if layout.model_type == "gpt2" else "model."
-        # Masks and tables that older versions saved; they are computed instead.
+        # Masks and tables that older versions saved; fp8stack computes them.
         computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-        self._left = {name for name in tensors if not name.endswith(computed)}
+        self._unread = {name for name in tensors if not name.endswith(computed)}
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise a UserError if the tensor `name` is missing, or its file's header has another
         shape."""
-        there, tensors = self._name(name), self._tensors
-        stated = tensors.shape(there) if isinstance(tensors, Tensors) else (*tensors[there].shape,)
-        if stated != shape:
+        stored_name, tensors = self._name(name), self._tensors
+        if isinstance(tensors, Tensors):
+            stored_shape = tensors.shape(stored_name)
+        else:
+            stored_shape = tuple(tensors[stored_name].shape)
+        if stored_shape != shape:
             raise UserError(
-                f"{self.where}: '{there}' is {tensors[there].dtype} {stated}; wanted is {shape}, "
-                "in float32, bfloat16 or float16."
+                f"{self.where}: '{stored_name}' is {tensors[stored_name].dtype} {stored_shape}; "
+                f"wanted is {shape}, in float32, bfloat16 or float16."
             )
 
     def take(self, name: str) -> Tensor:
-        """The tensor `name` in float32. Raises what `from_hf` raises."""
-        there = self._name(name)
-        self._left.discard(there)
-        tensor = self._tensors[there]
+        """The tensor `name` in float32. For errors see `from_hf`."""
+        stored_name = self._name(name)
+        self._unread.discard(stored_name)
+        tensor = self._tensors[stored_name]
         if tensor.dtype not in READABLE:
             raise UserError(
-                f"{self.where}: '{there}' is {tensor.dtype}; wanted is float32, bfloat16 or "
+                f"{self.where}: '{stored_name}' is {tensor.dtype}; wanted is float32, bfloat16 or "
                 "float16."
             )
         if not tensor.isfinite().all():
-            raise UserError(f"{self.where}: '{there}' is not finite.")
+            raise UserError(f"{self.where}: '{stored_name}' is not finite.")
         return tensor.float()
 
     def _name(self, name: str) -> str:
         """The name of a tensor in the files, with or without the base model's prefix."""
-        there = name if name in self._tensors else name.removeprefix(self._prefix)
-        if there not in self._tensors:
+        stored_name = name if name in self._tensors else name.removeprefix(self._prefix)
+        if stored_name not in self._tensors:
             raise UserError(f"{self.where} lacks the tensor '{name}'.")
-        return there
+        return stored_name
 
     def require_tied(self, embedding: Tensor) -> None:
         """Raise a UserError if the head is tied but differs from the embedding."""
@@ -226,8 +239,8 @@ class _Source:
 
     def require_all_taken(self) -> None:
         """Raise a UserError if a tensor is left over."""
-        if self._left:
+        if self._unread:
             raise UserError(
-                f"{self.where} has a tensor too many, '{quoted(min(self._left))}': it is of "
+                f"{self.where} has a tensor too many, '{quoted(min(self._unread))}': it is of "
                 "another model."
             )

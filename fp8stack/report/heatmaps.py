@@ -34,9 +34,8 @@ def gradient_map(run: Run, prefix: str) -> Picture | None:
     if not gradients:
         return None
     steps, values = grid(gradients, "norm")
-    steps, values = joined(
-        steps, values, False, MOST_SAMPLES
-    )  # keep the lowest: zeros stay visible
+    # Merge into the lowest value, so that zeros stay visible.
+    steps, values = joined(steps, values, False, MOST_SAMPLES)
     alive = values[values > 0]
     low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
     with style():

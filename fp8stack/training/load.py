@@ -127,7 +127,7 @@ class Trained:
             if isinstance(asked, str):
                 raise
             asked = asked.model_copy(update={"attention": "compute"})
-            notes = (f"{error.why}: attention runs in the compute dtype",)
+            notes = (f"{error.reason}: attention runs in the compute dtype",)
             plan = plan_for(self.shape, asked, hardware, backend)
         if info:
             where = f"identity.recipe in {self.path}"

@@ -21,7 +21,7 @@ from fp8stack.exports.files import Source
 from fp8stack.exports.quantized import quantized_files
 from fp8stack.exports.writing import replace_folder
 from fp8stack.formats import Quantizer
-from fp8stack.hf import layout_of, parts_of
+from fp8stack.hf import layout_of, modules_of
 from fp8stack.precision import Hardware, load_recipe
 from tests.support.hf_models import (
     ROPE,
@@ -69,21 +69,21 @@ def exported(folder: Path, source: Source) -> Path:
 def dequantized(
     model: GPT, source: Source, recipe: str, power_of_two: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The weights that the model's recipe multiplies, from whole layers; by row in other recipes
-    than these."""
+    """The dequantized weights of the model's recipe, cast by layer; by row in recipes that are not
+    listed here."""
     quantizer = {
         "delayed": Quantizer(),
         "current": Quantizer(scale="power_of_two" if power_of_two else "float32"),
         "block": Quantizer(block=(128, 128), scale="power_of_two"),
     }.get(recipe, Quantizer(block="row"))
-    made = weights_of(model)
+    weights = weights_of(model)
     for layer in model.config.linear_shapes():
         name = f"{layer}.weight"
         if layer != "lm_head":
             scale = float(source.fp8[f"{name}.scale"]) if recipe == "delayed" else None
-            found = oracles.quantize(made[name].numpy(), quantizer, 1, scale=scale)
-            made[name] = torch.from_numpy(found.values * found.factor)
-    return made
+            quantized = oracles.quantize(weights[name].numpy(), quantizer, 1, scale=scale)
+            weights[name] = torch.from_numpy(quantized.values * quantized.factor)
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -94,31 +94,31 @@ def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     config = MODELS[name]
     model, source = trained(config, recipe)
     folder = exported(tmp_path / "x", source)
-    theirs = loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    hf_model = loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
     plain = GPT(config).eval()
     restore_weights(plain, dequantized(model, source, recipe))
-    state = theirs.state_dict()
-    there = state["model.layers.1.self_attn.k_proj.weight"]
+    state = hf_model.state_dict()
+    k_proj = state["model.layers.1.self_attn.k_proj.weight"]
     rows = config.width, config.width + config.query_groups * config.head_width
-    assert torch.equal(there, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
+    assert torch.equal(k_proj, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
     up = plain.get_parameter("blocks.0.mlp.up.weight")
     assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
-    require_same_logits(plain, theirs, atol=2e-5)
+    require_same_logits(plain, hf_model, atol=2e-5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_logits_with_quantized_activations_are_within_the_error_of_fp8(recipe, tmp_path):
     model, source = trained(RELU2, recipe)
-    theirs = loaded(exported(tmp_path / "x", source))
+    hf_model = loaded(exported(tmp_path / "x", source))
     in_fp8 = trained(RELU2, "current")[0] if recipe == "bf16" else model
     plain = GPT(RELU2).eval()
     restore_weights(plain, weights_of(model))
     x = tokens(RELU2.vocabulary)
-    exact, ours, found = logits(plain, x), logits(in_fp8, x), logits(theirs, x)
-    own = (ours - exact).square().mean().sqrt()
-    assert 0.3 * own < (found - exact).square().mean().sqrt() < 1.5 * own
+    exact, fp8_logits, hf_logits = logits(plain, x), logits(in_fp8, x), logits(hf_model, x)
+    fp8_error = (fp8_logits - exact).square().mean().sqrt()
+    assert 0.3 * fp8_error < (hf_logits - exact).square().mean().sqrt() < 1.5 * fp8_error
     if recipe == "delayed":  # its activations have the run's own scales
-        assert (found - ours).square().mean().sqrt() < 0.3 * own
+        assert (hf_logits - fp8_logits).square().mean().sqrt() < 0.3 * fp8_error
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -126,10 +126,10 @@ def test_the_configuration_is_one_of_compressed_tensors(recipe, tmp_path):
     _, source = trained(QWEN3, recipe)
     folder = exported(tmp_path / "x", source)
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
-    told = QuantizationConfig.model_validate(table)
-    assert (told.quant_method, told.format) == ("compressed-tensors", "float-quantized")
-    assert told.ignore == ["lm_head"]
-    scheme = told.config_groups["group_0"]
+    config = QuantizationConfig.model_validate(table)
+    assert (config.quant_method, config.format) == ("compressed-tensors", "float-quantized")
+    assert config.ignore == ["lm_head"]
+    scheme = config.config_groups["group_0"]
     weights = scheme.weights
     assert (weights.num_bits, weights.type, weights.dynamic) == (8, "float", False)
     expected = {
@@ -151,9 +151,9 @@ def test_the_configuration_is_one_of_compressed_tensors(recipe, tmp_path):
     if recipe == "delayed":  # activations have the scales of the run
         scale = source.fp8["blocks.1.attention.qkv.input.scale"]
         assert scale != 1
-        for part in "qkv":
-            found = tensors[f"model.layers.1.self_attn.{part}_proj.input_scale"]
-            assert torch.equal(found, (1 / scale).reshape(1))
+        for letter in "qkv":
+            input_scale = tensors[f"model.layers.1.self_attn.{letter}_proj.input_scale"]
+            assert torch.equal(input_scale, (1 / scale).reshape(1))
     assert tensors["lm_head.weight"].dtype == torch.float32
 
 
@@ -161,12 +161,12 @@ def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path):
     model, source = trained(QWEN3, "current", exclude=["blocks.0.attention.qkv"], head=True)
     folder = exported(tmp_path / "x", source)
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert table["ignore"] == [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
-    theirs = loaded(folder)
-    logits(theirs, tokens(QWEN3.vocabulary))  # what decompresses them
-    state = theirs.state_dict()
-    ours = model.get_parameter("blocks.0.attention.qkv.weight")[:256]
-    assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], ours)
+    assert table["ignore"] == [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
+    hf_model = loaded(folder)
+    logits(hf_model, tokens(QWEN3.vocabulary))  # what decompresses them
+    state = hf_model.state_dict()
+    q_weight = model.get_parameter("blocks.0.attention.qkv.weight")[:256]
+    assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], q_weight)
     assert not torch.equal(state["lm_head.weight"], model.get_parameter("lm_head.weight")[:50])
 
 
@@ -201,14 +201,14 @@ def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strate
     assert scheme["group_0"]["input_activations"]["dynamic"]
     assert not any(name.endswith("input_scale") for name in files.tensors)
     replace_folder(tmp_path / "x", files)
-    theirs = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
+    hf_model = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
     plain = GPT(LLAMA).eval()
     power = {"power_of_two": True} if strategy == "tensor" else {}  # as the recipe has it
     same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
     restore_weights(plain, dequantized(model, source, same, **power))
-    down = theirs.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
-    require_same_logits(plain, theirs, atol=2e-5)
+    require_same_logits(plain, hf_model, atol=2e-5)
 
 
 PACKED = {
@@ -229,39 +229,43 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
     assert any("in bfloat16, so config.json says so" in line for line in files.notes)
     assert files.tensors["lm_head.weight"].dtype == torch.float32
     table = json.loads(files.texts["config.json"])["quantization_config"]
-    told = QuantizationConfig.model_validate(table)
-    assert (told.format, told.ignore) == (format, ["lm_head"])
-    scheme = told.config_groups["group_0"]
+    config = QuantizationConfig.model_validate(table)
+    assert (config.format, config.ignore) == (format, ["lm_head"])
+    scheme = config.config_groups["group_0"]
     assert (scheme.input_activations is None) == bool(note)
     compressor = BaseCompressor.get_value_from_registry(format)
-    made = weights_of(model)
-    for name, parts in parts_of(LLAMA, layout_of(LLAMA)).items():
+    weights = weights_of(model)
+    for name, modules in modules_of(LLAMA, layout_of(LLAMA)).items():
         if name == "lm_head":
             continue
         quantizer = plan.layer(name).quantizers.weight
         assert quantizer is not None
         weight = source.weights[f"{name}.weight"]
-        ours = made[f"{name}.weight"] = numerics.dequantize(numerics.quantize(weight, quantizer))
-        for part in parts:
-            begin = f"{part.module}."
+        exact_weight = weights[f"{name}.weight"] = numerics.dequantize(
+            numerics.quantize(weight, quantizer)
+        )
+        for module in modules:
+            begin = f"{module.path}."
             state = {
                 key.removeprefix(begin): tensor
                 for key, tensor in files.tensors.items()
                 if key.startswith(begin)
             }
             assert set(state) == set(compressor.compression_param_names(scheme))
-            theirs = compressor.decompress(state, scheme)["weight"]
+            decompressed = compressor.decompress(state, scheme)["weight"]
             # They give bfloat16, in which all of it is exact but the scale of an NVFP4 tensor.
             tolerance = 2.0**-8 if recipe == "nvfp4" else 0.0
-            torch.testing.assert_close(theirs.float(), part.of(ours), rtol=tolerance, atol=0)
+            torch.testing.assert_close(
+                decompressed.float(), module.select(exact_weight), rtol=tolerance, atol=0
+            )
     replace_folder(tmp_path / "x", files)
-    whole = CompressedTensorsConfig(dequantize=True)
-    theirs = loaded(tmp_path / "x", quantization_config=whole, dtype=torch.float32)
+    decompress = CompressedTensorsConfig(dequantize=True)
+    hf_model = loaded(tmp_path / "x", quantization_config=decompress, dtype=torch.float32)
     plain, x = GPT(LLAMA).eval(), tokens(LLAMA.vocabulary)
     exact = logits(model, x)
-    restore_weights(plain, made)
-    own = (logits(plain, x) - exact).square().mean().sqrt()
-    assert (logits(theirs, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * own
+    restore_weights(plain, weights)
+    error = (logits(plain, x) - exact).square().mean().sqrt()
+    assert (logits(hf_model, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * error
 
 
 @pytest.mark.parametrize(
@@ -280,27 +284,27 @@ def test_transformers_runs_every_export_as_it_loads_it_by_default(
         plan = plan_for(config, recipe, CPU).to_json()
         source = source_of(random_model(config), plan=plan, dtype=dtype)
     folder = exported(tmp_path / "x", source)
-    theirs = loaded(folder)
+    hf_model = loaded(folder)
     expected = torch.bfloat16 if recipe in PACKED else dtype
-    assert theirs.dtype == expected
+    assert hf_model.dtype == expected
     x = tokens(config.vocabulary)
-    found = logits(theirs, x)
-    assert found.dtype == expected
-    assert found.isfinite().all()
-    whole = CompressedTensorsConfig(dequantize=True)
-    exact = loaded(folder, quantization_config=whole, dtype=torch.float32).state_dict()
+    hf_logits = logits(hf_model, x)
+    assert hf_logits.dtype == expected
+    assert hf_logits.isfinite().all()
+    decompress = CompressedTensorsConfig(dequantize=True)
+    exact = loaded(folder, quantization_config=decompress, dtype=torch.float32).state_dict()
     weight = "model.layers.1.mlp.down_proj.weight"  # decompressed by the first pass
-    # In bfloat16 only scales that are powers of 2 are exact.
+    # bfloat16 represents only scales exactly that are powers of 2.
     rounded = expected == torch.bfloat16 and recipe not in ("mxfp4", "mxfp6_e2m3")
     tolerance = 2.0**-6 if rounded else 0.0
-    ours = theirs.state_dict()[weight].float()
-    torch.testing.assert_close(ours, exact[weight].float(), rtol=tolerance, atol=0)
-    # What is not quantized is in the file in the dtype that was asked for, to the bit.
-    head = theirs.get_input_embeddings().weight
-    ours = source.weights["embedding.weight"].to(dtype)
-    assert torch.equal(head, ours.to(expected))
+    expected_weight = hf_model.state_dict()[weight].float()
+    torch.testing.assert_close(expected_weight, exact[weight].float(), rtol=tolerance, atol=0)
+    # Weights that are not quantized are in the file, bitwise, in the requested dtype.
+    head = hf_model.get_input_embeddings().weight
+    expected_weight = source.weights["embedding.weight"].to(dtype)
+    assert torch.equal(head, expected_weight.to(expected))
     stored = safetensors.torch.load_file(folder / "model.safetensors")
-    assert torch.equal(stored["model.embed_tokens.weight"], ours)
+    assert torch.equal(stored["model.embed_tokens.weight"], expected_weight)
 
 
 def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
@@ -315,24 +319,26 @@ def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
     assert not any("so config.json says so" in note for note in files.notes)
     assert "FP8 weights by block, dynamic activations; FP4 weights by group" in files.title
     table = json.loads(files.texts["config.json"])["quantization_config"]
-    told = QuantizationConfig.model_validate(table)
-    assert told.format == "mixed-precision"
-    first, second = told.config_groups.values()
+    config = QuantizationConfig.model_validate(table)
+    assert config.format == "mixed-precision"
+    first, second = config.config_groups.values()
     assert (first.format, second.format) == ("float-quantized", "mxfp4-pack-quantized")
     assert "model.layers.0.self_attn.q_proj" in first.targets
     assert "model.layers.1.mlp.up_proj" in second.targets
     # Its forward pass is not quantized.
-    assert "model.layers.0.self_attn.o_proj" in told.ignore
+    assert "model.layers.0.self_attn.o_proj" in config.ignore
     assert files.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
     assert files.tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.uint8
     replace_folder(tmp_path / "x", files)
-    theirs = loaded(tmp_path / "x")
-    logits(theirs, tokens(LLAMA.vocabulary))  # what decompresses them
+    hf_model = loaded(tmp_path / "x")
+    logits(hf_model, tokens(LLAMA.vocabulary))  # what decompresses them
     weight = model.get_parameter("blocks.1.mlp.down.weight")
     quantizer = load_recipe("mxfp4").quantizers.weight
     assert quantizer is not None
-    ours = numerics.dequantize(numerics.quantize(weight, quantizer))
-    assert torch.equal(theirs.state_dict()["model.layers.1.mlp.down_proj.weight"].float(), ours)
+    dequantized_weight = numerics.dequantize(numerics.quantize(weight, quantizer))
+    assert torch.equal(
+        hf_model.state_dict()["model.layers.1.mlp.down_proj.weight"].float(), dequantized_weight
+    )
 
 
 def test_what_has_no_fp8_layout_is_refused():

@@ -19,7 +19,7 @@ from fp8stack import GPT, GPTConfig, data
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError
-from fp8stack.hf import found_in, from_hf, open_folder
+from fp8stack.hf import from_hf, model_from_config, open_folder
 from fp8stack.precision import hardware
 from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
 from tests.conftest import losses, metrics, refusal
@@ -44,7 +44,7 @@ SMALL = {
 }  # fmt: skip
 ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
 THETA = {"rope_type": "default", "rope_theta": 5e5}
-THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
+HF_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt2": (transformers.GPT2Config, SMALL),
     "gpt2 untied": (transformers.GPT2Config, SMALL | {"tie_word_embeddings": False, "n_inner": 40}),
     "gpt2 gelu": (transformers.GPT2Config, SMALL | {"activation_function": "gelu"}),
@@ -57,9 +57,9 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-def their(name: str) -> Any:
-    """A random model of transformers' own making."""
-    kind, keys = THEIRS[name]
+def hf_model_of(name: str) -> Any:
+    """A random model that transformers builds."""
+    kind, keys = HF_CONFIGS[name]
     model = transformers.AutoModelForCausalLM.from_config(kind(**keys)).eval()
     randomize(model)
     return model
@@ -67,68 +67,71 @@ def their(name: str) -> Any:
 
 @pytest.fixture
 def llama(tmp_path) -> Path:
-    their("llama").save_pretrained(tmp_path / "llama")
+    hf_model_of("llama").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 
 def model_in(folder: Path) -> GPT:
-    """The folder as a model of ours."""
+    """The folder's model as an fp8stack GPT."""
     source = find_source(f"hf:{folder}")
     model = GPT(source.shape, seed=3).eval()
     restore_weights(model, source.weights)
     return model
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_a_model_of_transformers_computes_the_same_here(name, tmp_path):
-    theirs = their(name)
+    hf_model = hf_model_of(name)
     several = name == "gpt2"
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if several else "5GB")
+    hf_model.save_pretrained(tmp_path, max_shard_size="20KB" if several else "5GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
-    require_same_logits(model_in(tmp_path), theirs)
+    require_same_logits(model_in(tmp_path), hf_model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_of_16_bit_weights_are_float32_of_the_same_values(dtype, tmp_path):
-    theirs = their("qwen3").to(dtype)
-    theirs.save_pretrained(tmp_path)
-    ours = model_in(tmp_path)
-    assert all(tensor.dtype == torch.float32 for tensor in ours.parameters())
+    hf_model = hf_model_of("qwen3").to(dtype)
+    hf_model.save_pretrained(tmp_path)
+    model = model_in(tmp_path)
+    assert all(tensor.dtype == torch.float32 for tensor in model.parameters())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    require_same_logits(ours, again)
+    require_same_logits(model, again)
 
 
-def _said(config: GPTConfig) -> GPTConfig:
-    """With what follows from other keys."""
+def _completed(config: GPTConfig) -> GPTConfig:
+    """`config` with defaults filled in that depend on other keys."""
     return config.model_copy(update={"kv_heads": config.query_groups, "mlp_width": config.hidden})
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name, tmp_path):
     model = random_model(GPTConfig(**SHAPES[name]))
-    theirs = loaded(export_to(tmp_path / "a", model))
-    assert theirs.config.model_type == LAYOUT[name]
-    require_same_logits(model, theirs)
-    theirs.save_pretrained(tmp_path / "b")
+    hf_model = loaded(export_to(tmp_path / "a", model))
+    assert hf_model.config.model_type == LAYOUT[name]
+    require_same_logits(model, hf_model)
+    hf_model.save_pretrained(tmp_path / "b")
     folder = open_folder(tmp_path / "b")
-    found = found_in(folder.config, "b")
-    assert found.layout.model_type == LAYOUT[name]
-    assert _said(found.config) == _said(model.config)
-    back, ours = from_hf(found.config, found.layout, folder.tensors, "b"), weights_of(model)
-    assert back.keys() == ours.keys()
-    assert all(torch.equal(back[key], ours[key]) for key in ours)
+    described = model_from_config(folder.config, "b")
+    assert described.layout.model_type == LAYOUT[name]
+    assert _completed(described.config) == _completed(model.config)
+    back, weights = (
+        from_hf(described.config, described.layout, folder.tensors, "b"),
+        weights_of(model),
+    )
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[key], weights[key]) for key in weights)
 
 
 def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path):
-    theirs = their("gpt2")
-    theirs.save_pretrained(tmp_path)
+    hf_model = hf_model_of("gpt2")
+    hf_model.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
     old["lm_head.weight"] = old["wte.weight"].clone()
     safetensors.torch.save_file(old, tmp_path / "model.safetensors")
     config_json(tmp_path, n_ctx=64, task_specific_params={}, dtype=None)
-    require_same_logits(model_in(tmp_path), theirs)
+    require_same_logits(model_in(tmp_path), hf_model)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +139,14 @@ def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path
     [
         ("llama theta", {"rope_parameters": None, "rope_theta": 500000}),  # of transformers 4
         ("arcee", {"rms_norm_eps": None}),
-        # Of two bases the one that transformers takes is taken.
+        # With two bases, the base that transformers uses.
         ("llama theta", {"rope_scaling": {"rope_type": "default", "rope_theta": 9000.0}}),
     ],
 )
 def test_a_configuration_that_says_it_otherwise_is_read_as_transformers_reads_it(
     name, changes, tmp_path
 ):
-    their(name).save_pretrained(tmp_path)
+    hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
     require_same_logits(model_in(tmp_path), loaded(tmp_path))
 
@@ -185,11 +188,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "told"), REFUSED)
-def test_what_a_model_here_cannot_be_is_refused_by_its_key(name, changes, told, tmp_path):
-    their(name).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_what_a_model_here_cannot_be_is_refused_by_its_key(name, changes, message, tmp_path):
+    hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
-    assert told in refusal(find_source, f"hf:{tmp_path}")
+    assert message in refusal(find_source, f"hf:{tmp_path}")
 
 
 OTHERS: list[Any] = [
@@ -206,7 +209,7 @@ OPTIONAL = (
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "arcee"])
 def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
-    their(name).save_pretrained(tmp_path)
+    hf_model_of(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     table = json.loads(file.read_text())
 
@@ -234,7 +237,7 @@ def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_p
 )
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40])
 def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
-    their(name).save_pretrained(tmp_path)
+    hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **{key: size})
     ended = bounded(lambda: find_source(f"hf:{tmp_path}"), 2**27, seconds=20)
     assert (ended.code, ended.is_one_line) == (2, True), ended.stderr[-500:]
@@ -263,7 +266,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (shutil.rmtree, "No folder"),
         (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "pytorch_model.bin, a pickle"),
@@ -280,9 +283,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
         (lambda at: (at / WEIGHTS).unlink(), "has no model.safetensors"),
     ],
 )
-def test_a_damaged_folder_is_one_line_and_no_run(damage, told, llama, refused):
+def test_a_damaged_folder_is_one_line_and_no_run(damage, message, llama, refused):
     damage(llama)
-    assert told in refused("pretrain", "--init-from", f"hf:{llama}", "--out", "new", "--steps", "2")
+    assert message in refused(
+        "pretrain", "--init-from", f"hf:{llama}", "--out", "new", "--steps", "2"
+    )
 
 
 TRAIN = [
@@ -295,11 +300,11 @@ def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(llama, comm
     start = ["--init", "hf:llama", "--recipe", "fp32", "--lr", "1e-9", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert f"weights of hf:{llama}" in capsys.readouterr().out
-    ours = model_in(llama)
+    model = model_in(llama)
     _, validation = data.load_corpora(None, 256)
     windows = data.validation_windows(validation, count=4, context=32, vocabulary=256)
     with torch.no_grad():
-        loss = ours(windows[:, :-1], windows[:, 1:]).item()
+        loss = model(windows[:, :-1], windows[:, 1:]).item()
     assert metrics(Path("a"))[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
     shutil.copytree("a", "cut")
     shutil.rmtree("cut/checkpoints/step-000004")
@@ -314,9 +319,9 @@ def test_in_fp8_and_out_again_it_is_still_theirs(llama, command):
     start = ["--init", "hf:llama", "--recipe", "delayed", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert command("export", "a", "--out", "x") == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("x")
-    assert isinstance(theirs, transformers.LlamaForCausalLM)
-    require_same_logits(fp8stack.load("a"), theirs)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained("x")
+    assert isinstance(hf_model, transformers.LlamaForCausalLM)
+    require_same_logits(fp8stack.load("a"), hf_model)
 
 
 def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is_known_again(
@@ -325,25 +330,25 @@ def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is
     shape = GPTConfig(vocabulary=50257, context=1024, layers=12, width=768, heads=12, dropout=0.1)
     assert nearest_preset(shape) == ("gpt2-124m", {"dropout": 0.1})
     source = find_source(f"hf:{llama}")
-    asked = parse_config(None, {"model": "gpt-nano"})
-    assert "context is 128 here and 64" in refusal(with_source, asked, source)
-    made = with_source(RunConfig(model_overrides={"dropout": 0.1}), source)
-    assert made.model_overrides["dropout"] == 0.1
-    assert made.init_from == f"hf:{llama.resolve()}"
+    requested = parse_config(None, {"model": "gpt-nano"})
+    assert "context is 128 here and 64" in refusal(with_source, requested, source)
+    config = with_source(RunConfig(model_overrides={"dropout": 0.1}), source)
+    assert config.model_overrides["dropout"] == 0.1
+    assert config.init_from == f"hf:{llama.resolve()}"
     monkeypatch.chdir(llama.parent)
     assert same_source("hf:llama", f"hf:{llama.resolve()}")
-    for one, other in (("hf:llama", llama.resolve()), ("llama", f"hf:{llama.resolve()}")):
-        assert not same_source(one, str(other))
+    for first, second in (("hf:llama", llama.resolve()), ("llama", f"hf:{llama.resolve()}")):
+        assert not same_source(first, str(second))
     assert not same_source("hf:llama", None)
 
 
 def test_dropout_and_keys_without_meaning_here_are_told(tmp_path):
-    their("gpt2").save_pretrained(tmp_path / "gpt2")
+    hf_model_of("gpt2").save_pretrained(tmp_path / "gpt2")
     config_json(tmp_path / "gpt2", embedding_multiplier=12.0)
     notes = " ".join(find_source(f"hf:{tmp_path / 'gpt2'}").notes)
     assert "dropout 0.1, as in the folder" in notes
     assert "keys that are not known here: embedding_multiplier" in notes
-    their("llama").save_pretrained(tmp_path / "llama")
+    hf_model_of("llama").save_pretrained(tmp_path / "llama")
     assert not find_source(f"hf:{tmp_path / 'llama'}").notes
     config_json(tmp_path / "llama", attention_dropout=0.3)
     assert "attention_dropout 0.3" in find_source(f"hf:{tmp_path / 'llama'}").notes[0]

@@ -35,7 +35,7 @@ def find_source(init_from: str) -> Trained:
 def _of_folder(path: Path, name: str) -> Trained:
     """The model in a folder that transformers saved; `name` is the source's."""
     folder = hf.open_folder(path)
-    found = hf.found_in(folder.config, str(path / "config.json"))
+    found = hf.model_from_config(folder.config, str(path / "config.json"))
     return Trained(
         path=Path(name),
         shape=found.config,

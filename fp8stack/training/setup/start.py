@@ -114,7 +114,7 @@ def set_up(
         )
     except UnservedAttention as error:
         if found is not None and checkpoint is not None:
-            resuming.refuse_differences(found, [error.why], weights_go_on=True)
+            resuming.refuse_differences(found, [error.reason], weights_go_on=True)
         raise
     notes = run.notes
     with ranks.together(), folder.released_on_error():
