@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a model that trains in a second, and the command."""
+"""Shared by tests of runs: the flags of a model that trains in a second, and the command."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ Command = Callable[..., int]
 
 
 def exit_code(*arguments: str) -> int:
-    """`fp8stack` with some arguments, in this process: its exit code."""
+    """Run `fp8stack` in this process. Returns its exit code."""
     with pytest.raises(SystemExit) as exit:
         cli.main(list(arguments))
     return int(exit.value.code or 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share the cores between pytest-xdist's workers: threads that wait for a core that another
-    worker has spin, and all take longer. Keep bytecode, which all processes else make anew."""
+    """Divide the cores between pytest-xdist's workers, because threads that spin while they wait
+    for a core slow all workers. Keep bytecode, which every process would compile again."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     if workers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for processes that tests start
         torch.set_num_threads(threads)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import no other tests: a machine with a GPU may lack what they need."""
+    """Import only GPU tests with `-m gpu`: a machine with a GPU may lack the others' packages."""
     tests = Path(__file__).parent
-    others = tests in collection_path.parents and tests / "gpu" not in (
+    is_other_test = tests in collection_path.parents and tests / "gpu" not in (
         collection_path,
         *collection_path.parents,
     )
-    return True if config.option.markexpr == "gpu" and others else None
+    return True if config.option.markexpr == "gpu" and is_other_test else None
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -61,9 +61,9 @@ def _quick_runs() -> Iterator[None]:
     from fp8stack.numerics import fused
     from tests.support.quick_runs import quick_runs
 
-    fused.why_not()  # compiles the casts, which else processes that tests start would say
+    fused.why_not()  # compiles the casts here, so that processes of tests do not report it
     gc.collect()
-    gc.freeze()  # else each collection goes through all that is imported, in up to 0.3 s
+    gc.freeze()  # else each collection visits all imported objects, in up to 0.3 s
     with quick_runs():
         yield
     gc.unfreeze()
@@ -93,7 +93,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`fp8stack` with some arguments, in this process and a fresh folder: its exit code."""
+    """A function that runs `fp8stack` in a new folder and returns its exit code."""
     monkeypatch.chdir(tmp_path)
     return exit_code
 
@@ -102,9 +102,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 def refused(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What `fp8stack` says when it ends with an exit code: one line on stderr, which holds what is
-    `said`. With 2, of wrong words, it says no more, and no file is made or removed in the test's
-    folder."""
+    """A function that runs `fp8stack`, checks its exit code, and returns its line on stderr, which
+    must contain `said`. With exit code 2 (bad arguments) it must print nothing else, and create or
+    remove no file in the test's folder."""
 
     def run(*arguments: str, said: str = "", code: int = 2) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -124,7 +124,7 @@ def refused(
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hugging Face Hub on this machine, an empty cache, and no token."""
-    # Read from the environment once, when huggingface_hub is imported.
+    # huggingface_hub reads the environment only when it is imported.
     from huggingface_hub import constants
 
     from tests.support.hub_stand_in import serve
@@ -150,10 +150,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield served
 
 
-def refusal(ask: Callable[..., object], *given: Any, **keys: Any) -> str:
-    """The message with which a call is refused: one line, for exit code 2."""
+def refusal(ask: Callable[..., object], *arguments: Any, **keys: Any) -> str:
+    """The message of the UserError that a call raises: one line, for exit code 2."""
     with pytest.raises(UserError) as caught:
-        ask(*given, **keys)
+        ask(*arguments, **keys)
     message = str(caught.value)
     assert len(message.splitlines()) <= 1, message
     assert caught.value.exit_code == 2
@@ -161,7 +161,7 @@ def refusal(ask: Callable[..., object], *given: Any, **keys: Any) -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder, by its path there."""
+    """The contents of all files in a folder, by relative path."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -172,7 +172,7 @@ def metrics(run: Path) -> list[dict]:
 
 
 def losses(run: Path) -> list[tuple]:
-    """What a run's numbers came to, step by step; times left out."""
+    """The numbers of each step of a run, without times."""
     return [
         (row["step"], row["loss"], row["grad_norm"], row["lr"], row.get("val_loss"))
         for row in metrics(run)

@@ -1,4 +1,4 @@
-"""What a model's file says of its training: defaults that flags and the run file overrule."""
+"""Training presets of model files: defaults that flags and the run file override."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_flags_and_the_run_file_win_and_a_preset_is_not_given(tmp_path):
 def test_ranks_share_the_micro_batches_of_a_preset(ranks, accumulate):
     config = for_ranks(parse_config(None, {"model": "gpt2-124m"}), ranks)
     assert config.accumulate == accumulate
-    given = parse_config(None, {"model": "gpt2-124m", "accumulate": 16})
-    assert for_ranks(given, ranks).accumulate == 16
+    explicit = parse_config(None, {"model": "gpt2-124m", "accumulate": 16})
+    assert for_ranks(explicit, ranks).accumulate == 16
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "reason"),
     [
         ("training = 3", "is no table"),
         ("[training]\nlrr = 1.0", "Did you mean 'lr'?"),
@@ -64,11 +64,11 @@ def test_ranks_share_the_micro_batches_of_a_preset(ranks, accumulate):
         ("[training]\nlr = -1", "lr = -1"),
     ],
 )
-def test_a_wrong_preset_is_one_line(table, said, tmp_path):
+def test_a_wrong_preset_is_one_line(table, reason, tmp_path):
     (tmp_path / "mine.toml").write_text(SHAPE + table)
     message = refusal(parse_config, None, {"model": str(tmp_path / "mine.toml")})
     assert "training" in message
-    assert said in message
+    assert reason in message
 
 
 def test_a_models_own_preset_is_shown_and_saved_with_the_run(command, tmp_path, capsys):
@@ -76,8 +76,8 @@ def test_a_models_own_preset_is_shown_and_saved_with_the_run(command, tmp_path, 
     assert command("plan", "--model", "mine.toml") == 0
     assert "lr 0.5" in capsys.readouterr().out
     assert command("plan", "--model", "mine.toml", "--batch", "2", "--json") == 0
-    told = json.loads(capsys.readouterr().out)["training"]
-    assert (told["lr"], told["batch"], told["source"]) == (0.5, 2, "me")
+    shown_preset = json.loads(capsys.readouterr().out)["training"]
+    assert (shown_preset["lr"], shown_preset["batch"], shown_preset["source"]) == (0.5, 2, "me")
     tiny = ["--steps", "1", "--recipe", "fp32", "--out", "r", "--set", "sample_tokens=0"]
     assert command("pretrain", "--model", "mine.toml", *tiny) == 0
     assert "training preset of" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def story(number: int) -> str:
 
 
 def printed(*words: str) -> str:
-    """What `fp8stack` with these words writes to a pipe."""
+    """Run `fp8stack` with `words`. Returns its output to a pipe."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         assert exit_code(*words) == 0
@@ -59,9 +59,9 @@ def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
     assert sum(documents) == 400
     assert documents[1] > 0
     tokenizer = fp8stack.load_tokenizer("tokens")
-    told = story(17)
-    assert tokenizer.decode(tokenizer.encode(told)) == told
-    assert len(tokenizer.encode(told)) < len(told) / 3, "it merged nothing"
+    document = story(17)
+    assert tokenizer.decode(tokenizer.encode(document)) == document
+    assert len(tokenizer.encode(document)) < len(document) / 3, "it merged nothing"
 
     # The run learns in FP8, and what is piped is plain text with a fact a line.
     lines = printed(*RUN.split()).splitlines()
@@ -95,20 +95,22 @@ def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
 
     # transformers has the same logits, and generates the same text.
     printed("export", "run", "--format", "hf", "--out", "exported")
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    hf_model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        "exported", dtype=torch.float32
+    )
     tokens = transformers.AutoTokenizer.from_pretrained("exported")
     ids = tokens(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        expected = theirs(ids).logits
+        expected = hf_model(ids).logits
         logits = fp8stack.load("run", recipe="fp32")(ids)
     assert expected.shape[:2] == logits.shape[:2]
     shared = min(logits.shape[-1], expected.shape[-1])
     assert shared == 512
     assert (logits[..., :shared] - expected[..., :shared]).abs().max() < 1e-5
-    written = theirs.generate(ids, max_new_tokens=8, do_sample=False)[0]
+    written = hf_model.generate(ids, max_new_tokens=8, do_sample=False)[0]
     text = tokens.decode(written, skip_special_tokens=True)
-    asked = ("--tokens", "8", "--temperature", "0", "--recipe", "fp32")
-    ours = printed("generate", "run", "--prompt", PROMPT, *asked).removesuffix("\n")
+    options = ("--tokens", "8", "--temperature", "0", "--recipe", "fp32")
+    generated = printed("generate", "run", "--prompt", PROMPT, *options).removesuffix("\n")
     assert text.startswith(PROMPT)
     assert len(text) > len(PROMPT)
-    assert ours in (text, text.removeprefix(PROMPT))
+    assert generated in (text, text.removeprefix(PROMPT))

@@ -26,26 +26,28 @@ TORCH_DTYPES = {
 }  # fmt: skip
 
 
-def assert_same_bits(name: str, codes: list[int] | range, theirs: np.ndarray) -> None:
-    """The codes decode to these numbers, signs of zeros included."""
-    ours = np.array([FORMATS[name].decode(code) for code in codes])
-    np.testing.assert_array_equal(ours, theirs)
-    numbers = ~np.isnan(theirs)
-    np.testing.assert_array_equal(np.signbit(ours)[numbers], np.signbit(theirs)[numbers])
+def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) -> None:
+    """Check that the codes decode to the expected numbers, including the signs of zeros."""
+    decoded_values = np.array([FORMATS[name].decode(code) for code in codes])
+    np.testing.assert_array_equal(decoded_values, expected)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(
+        np.signbit(decoded_values)[numbers], np.signbit(expected)[numbers]
+    )
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e8m0"])
 def test_all_256_codes_decode_as_ml_dtypes_and_gfloat_do(name):
     assert_same_bits(name, range(256), decoded(name))
-    theirs = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(256)]
-    assert_same_bits(name, range(256), np.array(theirs))
+    gfloat_values = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(256)]
+    assert_same_bits(name, range(256), np.array(gfloat_values))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_all_65536_codes_decode_as_ml_dtypes_does(name):
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        theirs = np.arange(2**16, dtype=np.uint16).view(ML_DTYPES[name]).astype(np.float64)
-    assert_same_bits(name, range(2**16), theirs)
+        expected = np.arange(2**16, dtype=np.uint16).view(ML_DTYPES[name]).astype(np.float64)
+    assert_same_bits(name, range(2**16), expected)
 
 
 def test_fp32_codes_decode_as_numpy_does_and_tf32_is_fp32_without_its_last_13_bits():
@@ -63,20 +65,20 @@ def test_fp32_codes_decode_as_numpy_does_and_tf32_is_fp32_without_its_last_13_bi
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_the_limits_and_the_layout_are_those_of_ml_dtypes_torch_and_gfloat(name):
-    ours, theirs = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])
-    limits = (ours.bits, ours.max, ours.min_normal, ours.epsilon)
-    assert limits == (theirs.bits, theirs.max, theirs.smallest_normal, theirs.eps)
-    assert ours.dtype is TORCH_DTYPES[name]
+    format, finfo = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])
+    limits = (format.bits, format.max, format.min_normal, format.epsilon)
+    assert limits == (finfo.bits, finfo.max, finfo.smallest_normal, finfo.eps)
+    assert format.dtype is TORCH_DTYPES[name]
     if name == "e8m0":
-        assert (ours.min_subnormal, ours.max_code) == (None, 0xFE)
+        assert (format.min_subnormal, format.max_code) == (None, 0xFE)
     else:
-        assert ours.min_subnormal == theirs.smallest_subnormal
-        torchs = torch.finfo(ours.dtype)
+        assert format.min_subnormal == finfo.smallest_subnormal
+        torchs = torch.finfo(format.dtype)
         assert limits == (torchs.bits, torchs.max, torchs.smallest_normal, torchs.eps)
     gfloats = GFLOAT[name]
-    assert (ours.bias, ours.has_inf) == (gfloats.bias, gfloats.num_infs > 0)
-    assert (ours.max, ours.mantissa_bits) == (gfloats.max, gfloats.precision - 1)
-    assert (ours.sign_bits == 1) == gfloats.is_signed
+    assert (format.bias, format.has_inf) == (gfloats.bias, gfloats.num_infs > 0)
+    assert (format.max, format.mantissa_bits) == (gfloats.max, gfloats.precision - 1)
+    assert (format.sign_bits == 1) == gfloats.is_signed
 
 
 def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
@@ -84,9 +86,9 @@ def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
         target = FORMATS["e5m2"]
         return x.clamp(target.min_normal, target.max).to(target.dtype)
 
-    found = torch.compile(cast, backend="eager", fullgraph=True)(torch.tensor([0.0, 1.0, 1e9]))
-    assert found.dtype is torch.float8_e5m2
-    assert found.to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
+    result = torch.compile(cast, backend="eager", fullgraph=True)(torch.tensor([0.0, 1.0, 1e9]))
+    assert result.dtype is torch.float8_e5m2
+    assert result.to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
 
 
 def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():

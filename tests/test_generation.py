@@ -62,31 +62,31 @@ def small(recipe: str, backend: str = "auto", **shape: Any) -> GPT:
 
 
 def without_cache(model: GPT, prompt: list[int], count: int) -> list[int]:
-    """Greedy, the plain way: the whole window again for each token."""
+    """Greedy generation that computes the complete window again for each token."""
     context = model.config.context
-    window, found = prompt[-context:], list[int]()
+    window, generated = prompt[-context:], list[int]()
     for _ in range(count):
         if len(window) > context:
             window = window[-(context // 2) :]
         with torch.no_grad():
             token = int(model(torch.tensor([window]))[0, -1].argmax())
-        window, found = [*window, token], [*found, token]
-    return found
+        window, generated = [*window, token], [*generated, token]
+    return generated
 
 
 # The cache
 
 
-@pytest.mark.parametrize("parts", [[16], [5] + [1] * 11, [1] * 16, [5, 4, 1, 6]], ids=str)
+@pytest.mark.parametrize("lengths", [[16], [5] + [1] * 11, [1] * 16, [5, 4, 1, 6]], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_cache_gives_the_logits_of_the_full_pass(shape, parts):
+def test_a_cache_gives_the_logits_of_the_full_pass(shape, lengths):
     model = build(init_std=0.2, **shape).eval()
     cache = model.new_cache(batch=3)
     with torch.no_grad():
         expected = model(tokens())
-        found = [model(part, cache=cache) for part in tokens().split(parts, dim=1)]
+        logits = [model(chunk, cache=cache) for chunk in tokens().split(lengths, dim=1)]
     assert cache.length == 16
-    assert_close(torch.cat(found, dim=1), expected, 1e-5)
+    assert_close(torch.cat(logits, dim=1), expected, 1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "mxfp8"])
@@ -97,39 +97,39 @@ def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe):
     assert cache.keys_BGTE[0].dtype == model.backend.attention_dtype
     with torch.no_grad():
         expected = model(tokens())
-        found = [model(part, cache=cache) for part in tokens().split([6] + [1] * 10, dim=1)]
-    assert_close(torch.cat(found, dim=1), expected, 0.05)
+        logits = [model(chunk, cache=cache) for chunk in tokens().split([6] + [1] * 10, dim=1)]
+    assert_close(torch.cat(logits, dim=1), expected, 0.05)
 
 
 def test_an_emptied_cache_forgets_and_more_tokens_than_fit_are_refused():
     model = build(init_std=0.2).eval()
-    whole, short = model.new_cache(batch=3), model.new_cache(batch=3, tokens=8)
+    full, short = model.new_cache(batch=3), model.new_cache(batch=3, tokens=8)
     with torch.no_grad():
-        model(tokens(seed=9), cache=whole)
-        whole.length = 0
-        assert torch.equal(model(tokens(), cache=whole), model(tokens()))
-        whole.length = 8
+        model(tokens(seed=9), cache=full)
+        full.length = 0
+        assert torch.equal(model(tokens(), cache=full), model(tokens()))
+        full.length = 8
         with pytest.raises(ValueError, match="17 tokens are more than the model's context, 16"):
-            model(tokens(length=9), cache=whole)
+            model(tokens(length=9), cache=full)
         model(tokens(length=4), cache=short)
         with pytest.raises(ValueError, match="9 tokens are more than the c"):
             model(tokens(length=5), cache=short)
-        assert (whole.length, short.length) == (8, 4)
-        # Nor is it for training or documents.
-        for in_training, given in ((True, ()), (False, (None, torch.zeros(3, 16)))):
+        assert (full.length, short.length) == (8, 4)
+        # A cache does not support training or documents.
+        for in_training, arguments in ((True, ()), (False, (None, torch.zeros(3, 16)))):
             model.train(in_training)
             with (
                 torch.set_grad_enabled(in_training),
                 pytest.raises(ValueError, match="generation alone"),
             ):
-                model(tokens(length=8), *given, cache=whole)
+                model(tokens(length=8), *arguments, cache=full)
 
 
 # The draw
 
 
 def warped(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """What transformers makes of the logits."""
+    """The logits after the filters of transformers."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
     warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
@@ -154,33 +154,33 @@ def test_tokens_come_as_often_as_they_are_likely():
     logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf]).clamp(min=-50)
     generator = torch.Generator().manual_seed(0)
     sampling = Sampling(temperature=2.0)
-    found = torch.tensor([draw(logits, sampling, generator) for _ in range(4000)])
-    shares = found.bincount(minlength=4) / 4000
+    drawn = torch.tensor([draw(logits, sampling, generator) for _ in range(4000)])
+    shares = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(shares, (logits / 2).softmax(-1), atol=0.03, rtol=0)
 
 
 def test_the_text_depends_on_the_seed_alone():
     model = build(init_std=0.2)
     before, sampling = torch.get_rng_state(), Sampling(temperature=1.0)
-    one = list(generate(model, [1, 2], 12, sampling, seed=3))
+    first = list(generate(model, [1, 2], 12, sampling, seed=3))
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training  # as it was
     torch.manual_seed(99)
-    assert list(generate(model, [1, 2], 12, sampling, seed=3)) == one
-    assert list(generate(model, [1, 2], 12, sampling, seed=4)) != one
+    assert list(generate(model, [1, 2], 12, sampling, seed=3)) == first
+    assert list(generate(model, [1, 2], 12, sampling, seed=4)) != first
 
 
 def test_a_model_in_training_writes_without_dropout_and_no_token_of_what_is_not_finite():
     model = build(init_std=0.2, dropout=0.5)
-    found = list(generate(model, [1, 2], 10, GREEDY, seed=0))
-    assert found == without_cache(model.eval(), [1, 2], 10)
+    generated = list(generate(model, [1, 2], 10, GREEDY, seed=0))
+    assert generated == without_cache(model.eval(), [1, 2], 10)
     with torch.no_grad():
         model.get_parameter("final_norm.weight").fill_(torch.nan)
     with pytest.raises(NumericFailure, match="not finite"):
         next(generate(model, [1], 1, GREEDY, seed=0))
 
 
-# What is written
+# The text
 
 
 @pytest.mark.parametrize("prompt", [[7], [3, 1, 4, 1, 5], list(range(16)), list(range(40))])
@@ -188,47 +188,47 @@ def test_a_model_in_training_writes_without_dropout_and_no_token_of_what_is_not_
 def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(shape, prompt):
     model = build(init_std=0.2, **shape).eval()
     full = []
-    found = list(generate(model, prompt, 30, GREEDY, seed=0, when_full=lambda: full.append(1)))
-    assert found == without_cache(model, prompt, 30)
+    generated = list(generate(model, prompt, 30, GREEDY, seed=0, when_full=lambda: full.append(1)))
+    assert generated == without_cache(model, prompt, 30)
     assert len(full) == {1: 2, 5: 2, 16: 4, 40: 4}[len(prompt)]
 
 
 @pytest.mark.parametrize("twin", [gpt2, llama, qwen3], ids=lambda twin: twin.__name__)
 def test_greedy_text_is_that_of_transformers(twin):
     shape = {} if twin is gpt2 else MODERN | {"kv_heads": 2, "qk_norm": twin is qwen3}
-    theirs = twin(**shape)
+    hf_model = twin(**shape)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in hf_model.parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
-    ours = build(**shape)
-    weights = from_theirs(ours.config, dict(theirs.named_parameters()))
+    model = build(**shape)
+    weights = from_theirs(model.config, dict(hf_model.named_parameters()))
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
+        for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = theirs.eval().generate(torch.tensor([[3, 1, 4]]), **options)[0, 3:].tolist()
-    assert list(generate(ours, [3, 1, 4], 12, GREEDY, seed=0)) == expected
+    expected = hf_model.eval().generate(torch.tensor([[3, 1, 4]]), **options)[0, 3:].tolist()
+    assert list(generate(model, [3, 1, 4], 12, GREEDY, seed=0)) == expected
 
 
 def test_it_stops_before_a_token_that_ends_the_text_and_draws_none_that_is_not_known():
     model = build(init_std=0.2)
-    whole = list(generate(model, [1], 10, GREEDY, seed=0))
-    end = whole[5]
-    found = list(generate(model, [1], 10, GREEDY, seed=0, stop=(end,)))
-    assert found == whole[: whole.index(end)]
+    unstopped = list(generate(model, [1], 10, GREEDY, seed=0))
+    end = unstopped[5]
+    generated = list(generate(model, [1], 10, GREEDY, seed=0, stop=(end,)))
+    assert generated == unstopped[: unstopped.index(end)]
     hot = Sampling(temperature=9.0)
-    found = list(generate(build(init_std=0.01), [1], 14, hot, seed=0, vocabulary=3))
-    assert set(found) == {0, 1, 2}
+    generated = list(generate(build(init_std=0.01), [1], 14, hot, seed=0, vocabulary=3))
+    assert set(generated) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe):
     native, emulated = small(recipe, "torch"), small(recipe, "emulate")
     before = {name: value.clone() for name, value in fp8_state(native).items()}
-    found = list(generate(native, [3, 1, 4], 8, GREEDY, seed=0))
+    generated = list(generate(native, [3, 1, 4], 8, GREEDY, seed=0))
     assert native.backend.fp8_gemms() == 8 * 8  # 2 layers of 4 linears, 8 passes
-    assert found == list(generate(emulated, [3, 1, 4], 8, GREEDY, seed=0))
+    assert generated == list(generate(emulated, [3, 1, 4], 8, GREEDY, seed=0))
     after = fp8_state(native)
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -276,8 +276,8 @@ def test_the_text_alone_is_on_stdout_and_repeats(write, run):
         assert out.startswith("The ")
         assert out.endswith("\n")
         assert "tokens/s" not in out
-        told = (str(run / "checkpoints" / "step-000003"), "read 4 tokens at ", "wrote 40 at ")
-        assert all(piece in err for piece in told)
+        pieces = (str(run / "checkpoints" / "step-000003"), "read 4 tokens at ", "wrote 40 at ")
+        assert all(piece in err for piece in pieces)
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -295,9 +295,9 @@ def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
     flags = ["--prompt", "quick", "--tokens", "12", "--recipe", "fp32"]
     likeliest = (["--top-k", "1"], ["--top-p", "1e-9"], ["--temperature", "1e-40"])
     ways = [["--temperature", "0", "--seed", seed] for seed in ("1", "2")]
-    found = {write(*flags, *more)[0] for more in (*ways, *likeliest)}
+    texts = {write(*flags, *more)[0] for more in (*ways, *likeliest)}
     expected = without_cache(fp8stack.load(run), list(b"quick"), 12)
-    assert found == {shown("quick" + bytes(expected).decode(errors="replace") + "\n")}
+    assert texts == {shown("quick" + bytes(expected).decode(errors="replace") + "\n")}
     # An empty prompt begins as a document does.
     text = write("--tokens", "10", "--temperature", "0", "--recipe", "fp32")[0]
     expected = without_cache(fp8stack.load(run), [255], 10)
@@ -315,14 +315,18 @@ def test_without_a_recipe_it_takes_what_the_machine_multiplies_and_says_so(write
     err = write("--tokens", "1")[1]
     assert ("plan: bf16" in err) or "plan: fp32, plain torch, on cpu (this CPU has no bf16" in err
     machines = (Hardware("cpu"), Hardware("cpu", cpu_bf16=True), Hardware("cuda", (9, 0)))
-    assert [writing.default_recipe(one)[0] for one in machines] == ["fp32", "bf16", "bf16"]
+    assert [writing.default_recipe(hardware)[0] for hardware in machines] == [
+        "fp32",
+        "bf16",
+        "bf16",
+    ]
 
 
 def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(write, tmp_path):
     long = "x" * 300 + TEXT[:100]
     end = long.encode()[-128:].decode()
     assert end.startswith("x")
-    found = []
+    continuations = []
     for name, text in (("long.txt", long), ("end.txt", end)):
         (tmp_path / name).write_text(text, encoding="utf-8")
         out, err = write("--prompt-file", name, "--tokens", "140", "--temperature", "0")
@@ -330,8 +334,8 @@ def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(write, tmp_p
         cut = f"the prompt has {len(long.encode())} tokens: the model reads the last 128"
         assert (cut in err) is (text == long)
         assert err.count("the context of 128 tokens is full") == 1  # of three times
-        found.append(out.removeprefix(text))
-    assert found[0] == found[1]
+        continuations.append(out.removeprefix(text))
+    assert continuations[0] == continuations[1]
 
 
 def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
@@ -369,11 +373,11 @@ def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     short = [*TINY, "--steps", "1", "--recipe", "fp32"]
     assert command("pretrain", "--data", data, "--out", "run", *short) == 0
-    for asked in (["generate", "run"], ["eval", "run", "--data", "text.txt"]):
-        said = refused(*asked)
-        assert "tokenizer of run is unknown" in said
-        assert "Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json" in said
-        assert command(*asked, "--tokenizer", "bytes") == 0
+    for words in (["generate", "run"], ["eval", "run", "--data", "text.txt"]):
+        error = refused(*words)
+        assert "tokenizer of run is unknown" in error
+        assert "Give --tokenizer: bytes, gpt2, or the path of a tokenizer.json" in error
+        assert command(*words, "--tokenizer", "bytes") == 0
     assert command("eval", "run", "--recipes", "fp32") == 0  # its own ids need none
     capsys.readouterr()
     begin = ["--init-from", "run", "--data", "text.txt", "--out", "on", "--steps", "1"]

@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @contextmanager
 def held_by_another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Within, another process holds a file or folder."""
+    """Context in which another process holds a file or folder."""
     words, pipe = [sys.executable, "-c", HOLD, str(path)], subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None

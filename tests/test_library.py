@@ -38,12 +38,12 @@ def test_generate_is_the_text_that_the_command_prints(run, command, capsys):
 
 
 def test_evaluate_gives_the_losses_of_recipes_on_the_same_windows(run):
-    own, exact = fp8stack.evaluate(run, "current", "fp32", windows=4)
+    current, exact = fp8stack.evaluate(run, "current", "fp32", windows=4)
     (alone,) = fp8stack.evaluate([run], windows=4)
     assert alone.recipe == "current"
-    assert alone.loss == own.loss
-    assert exact.difference == pytest.approx(exact.loss - own.loss)
-    assert own.perplexity == math.exp(own.loss)
+    assert alone.loss == current.loss
+    assert exact.difference == pytest.approx(exact.loss - current.loss)
+    assert current.perplexity == math.exp(current.loss)
 
 
 def test_export_writes_a_folder(run, tmp_path):
@@ -76,15 +76,15 @@ def test_the_names_are_functions_whatever_is_imported(name):
 
 @pytest.mark.parametrize("module", [fp8stack, fp8stack.numerics], ids=lambda m: m.__name__)
 def test_every_public_name_is_in_the_document_and_explained_and_so_are_a_classs_methods(module):
-    part = PAGE.split(f"Of `{module.__name__}`:")[1].split("Of `")[0]
-    assert re.findall(r"`(\w+)`", part) == list(module.__all__)
+    section = PAGE.split(f"Of `{module.__name__}`:")[1].split("Of `")[0]
+    assert re.findall(r"`(\w+)`", section) == list(module.__all__)
     for name in module.__all__:
         kind = getattr(module, name)
         if name in VALUES:
             continue
         first = (inspect.getdoc(kind) or "").split("\n\n")[0]
         assert first.endswith("."), name
-        for method, made in vars(kind).items() if inspect.isclass(kind) else ():
-            own = inspect.isfunction(made) or isinstance(made, property | classmethod)
-            if own and not method.startswith("_"):
+        for method, member in vars(kind).items() if inspect.isclass(kind) else ():
+            is_method = inspect.isfunction(member) or isinstance(member, property | classmethod)
+            if is_method and not method.startswith("_"):
                 assert inspect.getdoc(getattr(kind, method)), f"{name}.{method}"

@@ -1,4 +1,4 @@
-"""What a user gets from pip: built, installed and used as they would, without a network."""
+"""The package that pip installs: built, installed and used like a user does, without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS, RECIPES = presets.names("models"), presets.names("recipes")
 
 
 def run(*command: str, cwd: Path, path: str = "") -> str:
-    """What a command prints; its errors are shown if it fails."""
+    """The output of a command; if it fails, the test shows its errors."""
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     options: dict[str, Any] = {"cwd": cwd, "env": environment, "timeout": 80}
     done = subprocess.run(command, capture_output=True, text=True, **options)
@@ -84,15 +84,15 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
     assert shipped == {f"fp8stack/_presets/{name}" for name in PRESETS}
     for name in shipped:
         assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
-    parts = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
-    assert {"page.html.jinja", "style.css"} <= parts
+    files = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
+    assert {"page.html.jinja", "style.css"} <= files
     corpus = {f"fp8stack/conform/golden/{path.name}" for path in FOLDER.glob("*.safetensors")}
     assert corpus
     assert (
         corpus
         | SOURCES
         | {"fp8stack/py.typed", "fp8stack/exports/card.md.jinja"}
-        | {f"fp8stack/report/{name}" for name in parts}
+        | {f"fp8stack/report/{name}" for name in files}
         <= names
     )
 
@@ -103,16 +103,16 @@ def test_the_wheel_says_its_name_license_python_and_command_and_that_te_is_optio
     assert b"Apache License" in license
     metadata = wheel.read(f"{INFO}/METADATA").decode()
     lines = metadata.splitlines()
-    told = ("Name: fp8stack", f"Version: {__version__}", "Requires-Python: >=3.11")
-    assert {*told, "License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
+    expected = ("Name: fp8stack", f"Version: {__version__}", "Requires-Python: >=3.11")
+    assert {*expected, "License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
     assert "\nSummary: " in metadata
     te = [line for line in lines if line.startswith("Requires-Dist: transf")]
     assert te
     assert all("extra ==" in line for line in te)
     points = wheel.read(f"{INFO}/entry_points.txt").decode()
-    found = re.search(r"^fp8stack = ([\w.]+):(\w+)$", points, re.MULTILINE)
-    assert found
-    assert found[1].replace(".", "/") + "/__init__.py" in wheel.namelist()
+    match = re.search(r"^fp8stack = ([\w.]+):(\w+)$", points, re.MULTILINE)
+    assert match
+    assert match[1].replace(".", "/") + "/__init__.py" in wheel.namelist()
 
 
 # Installed
@@ -153,7 +153,7 @@ print(load_recipe("mine.toml").quantizers.weight.block)
     ]
 
 
-# What stands beside the package
+# Files outside the package
 
 
 def test_a_citation_names_the_version_that_this_is():

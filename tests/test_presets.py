@@ -23,7 +23,7 @@ LEAST = "vocabulary = 256\ncontext = 128\nlayers = 2\nwidth = 64\nheads = 4\n"
 
 
 @pytest.fixture
-def own(tmp_path) -> Callable[[str], str]:
+def write_file(tmp_path) -> Callable[[str], str]:
     """Writes a user's own model and gives its path."""
 
     def write(text: str) -> str:
@@ -36,10 +36,10 @@ def own(tmp_path) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("kind", ["models", "recipes"])
 def test_names_are_those_of_the_files_which_are_read_by_name_and_by_path(kind):
-    found = presets.names(kind)
-    assert found == sorted(path.stem for path in presets.folder(kind).iterdir())
-    assert len(found) >= 7
-    for name in found:
+    names = presets.names(kind)
+    assert names == sorted(path.stem for path in presets.folder(kind).iterdir())
+    assert len(names) >= 7
+    for name in names:
         path = presets.folder(kind) / f"{name}.toml"
         held = name, tomllib.loads(path.read_text())
         assert presets.read(kind, name) == presets.read(kind, str(path)) == held
@@ -50,9 +50,9 @@ def test_names_are_those_of_the_files_which_are_read_by_name_and_by_path(kind):
     [("gpt2-124", "gpt2-124m"), ("gpt2-1.5B", "gpt2-1.5b"), ("nano", "gpt-nano"), ("zzzzzzzz", "")],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
-    known = f"Known: {', '.join(presets.names('models'))}."
+    all_names = f"Known: {', '.join(presets.names('models'))}."
     hint = f"Did you mean '{near}'? " if near else ""
-    assert refusal(presets.read, "models", name) == f"No model '{name}'. {hint}{known}"
+    assert refusal(presets.read, "models", name) == f"No model '{name}'. {hint}{all_names}"
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_a_name_is_quoted_so_that_no_control_character_reaches_the_terminal(name
     assert str(unknown("thing", name, ["one"])).isprintable()
 
 
-def test_a_users_own_model_works_by_path_with_gpt2s_choices_as_defaults_and_overrides(own):
-    config = load_config(own(LEAST))
+def test_a_users_own_model_works_by_path_with_gpt2s_choices_as_defaults_and_overrides(write_file):
+    config = load_config(write_file(LEAST))
     assert (config.layers, config.width, config.norm) == (2, 64, "layernorm")
     assert (config.tied, config.bias, config.positions) == (True, True, "learned")
-    config = load_config(own(LEAST), {"layers": 3, "tied": False})
+    config = load_config(write_file(LEAST), {"layers": 3, "tied": False})
     assert (config.layers, config.tied, config.width) == (3, False, 64)
 
 
-WRONG = {  # lines in place of those of the key: what is said
+WRONG = {  # lines that replace the key's line: the message
     "layer = 3": "No key 'layer'. Did you mean 'layers'?",
     "n_embd = 3": "No key 'n_embd'.",
     "[optimizer]\nlr = 1.0": "No key 'optimizer'.",
@@ -103,19 +103,23 @@ WRONG = {  # lines in place of those of the key: what is said
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_model_is_refused_with_the_file_the_key_and_the_value(own, line):
-    kept = [one for one in LEAST.splitlines() if not one.startswith(f"{line.split()[0]} =")]
-    message = refusal(load_config, own("\n".join([*kept, line])))
+def test_a_wrong_model_is_refused_with_the_file_the_key_and_the_value(write_file, line):
+    other_lines = [
+        least_line
+        for least_line in LEAST.splitlines()
+        if not least_line.startswith(f"{line.split()[0]} =")
+    ]
+    message = refusal(load_config, write_file("\n".join([*other_lines, line])))
     assert message.startswith("model 'mine': ")
     assert WRONG[line] in message
 
 
 @pytest.mark.parametrize("key", ["vocabulary", "context", "layers", "width", "heads"])
-def test_a_missing_size_is_named_and_one_that_is_mistyped_is_called_unknown(own, key):
-    missing = own(re.sub(f"{key} = .*", "", LEAST))
+def test_a_missing_size_is_named_and_one_that_is_mistyped_is_called_unknown(write_file, key):
+    missing = write_file(re.sub(f"{key} = .*", "", LEAST))
     assert refusal(load_config, missing) == f"model 'mine': key '{key}' is missing."
     for typo in (f"{key}s_", f"n_{key}"):
-        message = refusal(load_config, own(LEAST.replace(f"{key} =", f"{typo} =")))
+        message = refusal(load_config, write_file(LEAST.replace(f"{key} =", f"{typo} =")))
         assert f"No key '{typo}'. Did you mean '{key}'?" in message
 
 
@@ -130,13 +134,13 @@ def test_wrong_overrides_and_sizes_that_no_machine_can_hold_are_refused():
 
 @pytest.mark.parametrize("key", ["a\nb", "\r", "\x1b[2J", "", "=", "'\"", "日本語"], ids=repr)
 @pytest.mark.parametrize("load", [load_config, load_recipe])
-def test_a_key_of_any_characters_is_refused_in_one_printable_line(own, load, key):
+def test_a_key_of_any_characters_is_refused_in_one_printable_line(write_file, load, key):
     escaped = "".join(f"\\U{ord(character):08x}" for character in key)
     head = LEAST if load is load_config else 'description = "x"\nlike = "mxfp8"\n'
-    assert refusal(load, own(f'{head}"{escaped}" = 1\n')).isprintable()
+    assert refusal(load, write_file(f'{head}"{escaped}" = 1\n')).isprintable()
 
 
-# Whatever a table holds, nothing but a UserError comes out
+# Arbitrary tables raise only a UserError
 
 scalars = st.one_of(
     st.booleans(),
@@ -183,14 +187,14 @@ ASKED: dict[str, tuple[Any, Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, id="long", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", ASKED)
-def test_whatever_is_asked_for_is_found_or_refused_in_one_line(examples, what):
-    like, ask, start = ASKED[what]
+@pytest.mark.parametrize("case", ASKED)
+def test_whatever_is_asked_for_is_found_or_refused_in_one_line(examples, case):
+    like, ask, start = ASKED[case]
 
-    def check(given: Any) -> None:
+    def check(value: Any) -> None:
         message = start
         try:
-            ask(given)
+            ask(value)
         except UserError as error:
             message = str(error)
         assert len(message.splitlines()) <= 1, message

@@ -1,4 +1,4 @@
-"""What is imported to answer a question: the set and the number of modules, no time."""
+"""The modules that commands import: which ones and how many, without measuring time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[1]
 def paths(command: Any) -> list[list[str]]:
     """The words that lead to each command below this one."""
     below = getattr(command, "commands", {}).items()
-    return [[name, *rest] for name, inner in below for rest in [[], *paths(inner)]]
+    return [[name, *deeper] for name, inner in below for deeper in [[], *paths(inner)]]
 
 
 COMMANDS = paths(typer.main.get_command(app))
 assert ["bench", "step"] in COMMANDS
-# Each of these alone takes longer to import than an answer may take, or has no part in it.
+# Modules that take longer to import than an answer may take, or that answers do not need.
 HEAVY = {
     "accelerate", "fp8stack.backends", "fp8stack.model.convert", "fp8stack.model.gpt",
     "fp8stack.telemetry.operands", "fp8stack.training", "matplotlib", "safetensors", "tensorboard",
@@ -35,7 +35,7 @@ HEAVY = {
     "transformer_engine", "transformers",
 }  # fmt: skip
 NO_TORCH = {"fp8stack.numerics", "numpy", "torch"}
-# What only an answer needs, and a help text does not.
+# Modules that answers need and help texts do not.
 NO_ANSWER = {"fp8stack.doctor", "fp8stack.precision", "pydantic", "rich"}
 
 # Modules that Python needs to start, and this for `json`, do not count. The bounds below are a
@@ -53,7 +53,7 @@ ANSWER = "from fp8stack.cli import main; main({})"
 
 
 def observed(code: str) -> tuple[str, set[str]]:
-    """What `code` prints in a new process, and the modules that it imports there."""
+    """The output of `code` in a new process, and the modules that it imports."""
     command = [sys.executable, "-c", OBSERVE.format(code=code)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -124,11 +124,11 @@ def test_what_is_about_data_is_given_without_torch():
 def test_every_public_name_and_no_other_is_listed_found_and_seen_by_type_checkers():
     assert set(fp8stack.__all__) <= set(dir(fp8stack))
     for name in fp8stack.__all__:
-        found = getattr(fp8stack, name)
-        assert getattr(found, "__name__", name).endswith(name) or name == "Recipe"
+        value = getattr(fp8stack, name)
+        assert getattr(value, "__name__", name).endswith(name) or name == "Recipe"
     tree = ast.parse(Path(fp8stack.__file__).read_text(encoding="utf-8"))
-    (seen,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports for alias in node.names]
     assert sorted(names) == sorted(fp8stack.__all__)
     with pytest.raises(AttributeError, match="module 'fp8stack' has no attribute 'probes'"):

@@ -111,11 +111,11 @@ def test_doctor_refuses_what_is_no_capability(capability, refused):
 def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, capsys):
     assert command() == 0
     assert "pretrain" in capsys.readouterr().out
-    shown = set()
+    helps = set()
     for words in (["plan", "--help"], ["plan", "-h"], ["help", "plan"]):
         assert command(*words) == 0
-        shown.add(capsys.readouterr().out)
-    assert len(shown) == 1
+        helps.add(capsys.readouterr().out)
+    assert len(helps) == 1
     assert command("help") == command("-h") == 0
     for words in (["bench"], ["bench", "--help"]):
         capsys.readouterr()
@@ -138,7 +138,7 @@ def test_a_dotted_key_of_100_kb_is_refused_in_one_line(flag, refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ("layers = 3000000", "layers = 3000000: Input should be less than or equal to 2048"),
         ("layers = 1\nmlp_width = 2147483648\nkv_heads = 1", "GiB"),
@@ -146,20 +146,20 @@ def test_a_dotted_key_of_100_kb_is_refused_in_one_line(flag, refused, tmp_path):
     ],
 )
 def test_a_model_that_no_machine_holds_is_refused_before_anything_is_allocated(
-    sizes, said, refused, tmp_path
+    sizes, message, refused, tmp_path
 ):
     shape = "vocabulary = 256\ncontext = 64\nwidth = 32\nheads = 2\n"
     (tmp_path / "large.toml").write_text(shape + sizes)
-    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", said=said)
+    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", said=message)
 
 
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
 def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path):
     setting = f"{key}.{'a.' * 3000}a=1"
     (tmp_path / "run.toml").write_text(setting)
-    asked: Any
-    for asked in ((None, {}, [setting]), (str(tmp_path / "run.toml"), {})):
-        message = refusal(parse_config, *asked)
+    arguments: Any
+    for arguments in ((None, {}, [setting]), (str(tmp_path / "run.toml"), {})):
+        message = refusal(parse_config, *arguments)
         assert key in message
         assert len(message) < 500
 
@@ -186,7 +186,7 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     [("80", 80 * 2**30), ("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5G", 3 * 2**29)],
 )
 def test_memory_has_a_unit(memory, size, command, capsys, monkeypatch):
-    monkeypatch.setattr(Footprint, "largest", lambda *given: 1)
+    monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
     assert command("estimate", "--memory", memory, "--json") == 0
     assert json.loads(capsys.readouterr().out)["memory"] == size
 
@@ -226,8 +226,8 @@ def test_doctor_answers_in_json_for_any_machine(command, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"]["capability"] == "8.0"
     delayed = answer["recipes"]["delayed"]
-    found = (delayed["recipe"], delayed["compute_dtype"], delayed["native"])
-    assert found == ("bf16", "bf16", False)
+    outcome = (delayed["recipe"], delayed["compute_dtype"], delayed["native"])
+    assert outcome == ("bf16", "bf16", False)
     assert "8.9" in delayed["reasons"][0]
     assert answer["recipes"]["auto"]["recipe"] == "bf16"
     assert answer["formats"]["e4m3"]["max"] == 448
@@ -246,13 +246,13 @@ def test_doctor_prints_this_machine_the_recipes_and_the_formats(command, capsys)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "count"),
     [("8.9 --no-te", 1), ("12.0 --no-te", 1), ("9.0", 0), ("8.6 --no-te", 0), ("none --no-te", 0)],
 )
-def test_doctor_says_how_to_add_te_where_it_would_be_of_use(flags, said, command, capsys):
+def test_doctor_says_how_to_add_te_where_it_would_be_of_use(flags, count, command, capsys):
     assert command("doctor", "--capability", *flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines.count(f"Transformer Engine is optional; to add it: {TE_REMEDY}") == said
+    assert lines.count(f"Transformer Engine is optional; to add it: {TE_REMEDY}") == count
 
 
 def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys):
@@ -264,9 +264,11 @@ def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys
 @pytest.mark.parametrize("width", [40, 80, 400])
 def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"
-    here = Hardware("cuda", (9, 0), te_version="2.20.0", te_problem=problem, torch_version="2.13.0")
+    hardware = Hardware(
+        "cuda", (9, 0), te_version="2.20.0", te_problem=problem, torch_version="2.13.0"
+    )
     printed = io.StringIO()
-    doctor.show(here, Console(file=printed, width=width))
+    doctor.show(hardware, Console(file=printed, width=width))
     lines = printed.getvalue().splitlines()
     assert problem in lines
     assert f"auto, delayed, current, block: {problem}; until then torch runs" in lines
@@ -274,4 +276,4 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     assert ("│ nvfp4_forward_high │ nvfp4_forward_high (emulated)" in printed.getvalue()) == (
         width >= 80
     )
-    assert doctor.as_json(here)["hardware"]["te_problem"] == problem
+    assert doctor.as_json(hardware)["hardware"]["te_problem"] == problem

@@ -50,9 +50,11 @@ def test_pretrains_help_has_at_most_75_lines_in_all_groups(helped):
 
 
 def test_every_option_that_a_group_names_is_one_of_a_command():
-    known = {parameter.name for command in ROOT.commands.values() for parameter in command.params}
-    named = {name for names in GROUPS.values() for name in names.split()}
-    assert named - known == set()
+    parameters = {
+        parameter.name for command in ROOT.commands.values() for parameter in command.params
+    }
+    grouped = {name for names in GROUPS.values() for name in names.split()}
+    assert grouped - parameters == set()
 
 
 @pytest.mark.parametrize("name", NAMES)

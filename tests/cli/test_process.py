@@ -34,7 +34,7 @@ def test_training_goes_on_without_a_stdout_that_can_be_written(streams, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "message"),
     [
         ("list recipes >/dev/full", 4, "fp8stack: output: No space left on device\n"),
         ("list recipes >&-", 0, ""),
@@ -47,10 +47,10 @@ def test_training_goes_on_without_a_stdout_that_can_be_written(streams, tmp_path
         ("list models | (exec <&-; sleep 1; true)", 1, ""),
     ],
 )
-def test_a_result_that_cannot_be_printed_is_one_line(command, code, said, tmp_path):
+def test_a_result_that_cannot_be_printed_is_one_line(command, code, message, tmp_path):
     ended, printed = in_shell(f"fp8stack {command}", tmp_path)
     assert ended == code
-    assert said in printed
+    assert message in printed
 
 
 def test_a_file_never_takes_the_place_of_a_closed_stdout(tmp_path):
@@ -103,10 +103,10 @@ def test_ctrl_c_while_modules_are_imported_is_a_quiet_130(module, words, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["torch", "numpy._core.multiarray"])
 def test_a_signal_while_training_is_imported_is_heeded_at_once(module, number, tmp_path):
-    code, said = struck(module, number, "pretrain", "--out", "r", folder=tmp_path)
+    code, errors = struck(module, number, "pretrain", "--out", "r", folder=tmp_path)
     assert code == 75
-    assert said.strip().startswith("fp8stack: Stopped before a step was done; nothing is lost.")
-    assert len(said.strip().splitlines()) == 1
+    assert errors.strip().startswith("fp8stack: Stopped before a step was done; nothing is lost.")
+    assert len(errors.strip().splitlines()) == 1
 
 
 def test_ctrl_c_during_a_commands_work_is_one_line(tmp_path):

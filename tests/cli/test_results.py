@@ -36,15 +36,17 @@ def test_models_are_listed_with_their_sizes_the_smallest_first(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("machine", "recipe", "how"),
+    ("machine", "recipe", "execution"),
     [("9.0", "delayed", "native"), ("none", "delayed", "emulated"), ("7.5", "delayed", "as fp16")],
 )
-def test_recipes_are_listed_with_how_a_machine_runs_them(command, capsys, machine, recipe, how):
+def test_recipes_are_listed_with_how_a_machine_runs_them(
+    command, capsys, machine, recipe, execution
+):
     rows = {
         row["recipe"]: row for row in listed(command, capsys, "recipes", "--capability", machine)
     }
     assert list(rows) == shipped()
-    assert rows[recipe]["runs here"] == how
+    assert rows[recipe]["runs here"] == execution
     assert rows["nvfp4"]["bits"] == 4
     assert rows["bf16"]["bits"] == 16
 
@@ -53,12 +55,12 @@ def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys, run):
     (row,) = listed(command, capsys, "runs")
     assert (row["run"], row["state"], row["steps"]) == ("runs/a", "done", "2 of 2")
     assert command("list", "runs") == command("show", "runs/a") == 0
-    shown = capsys.readouterr().out
-    assert "validation loss" in shown
-    for told in (run, shown):
+    details = capsys.readouterr().out
+    assert "validation loss" in details
+    for output in (run, details):
         for name in ("report", "generate", "forecast", "export"):
-            assert f"  fp8stack {name} runs/a" in told
-        assert "--resume" not in told
+            assert f"  fp8stack {name} runs/a" in output
+        assert "--resume" not in output
 
 
 def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
@@ -66,20 +68,20 @@ def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
     config.write_text(config.read_text().replace("steps = 2", "steps = 4"))
     capsys.readouterr()
     assert command("show", "runs/a") == 0
-    shown = capsys.readouterr().out
-    assert "fp8stack pretrain --resume runs/a" in shown
+    details = capsys.readouterr().out
+    assert "fp8stack pretrain --resume runs/a" in details
 
 
 def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(command, capsys, run):
     assert command("report", "runs/a", "--json") == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["state"], told["steps"]) == ("runs/a", "done", "2 of 2")
-    assert "emulat" in " ".join(told["plan"])
-    # With --out as well, of what is read once.
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert (facts["run"], facts["state"], facts["steps"]) == ("runs/a", "done", "2 of 2")
+    assert "emulat" in " ".join(facts["plan"])
+    # --out also writes a page, from the same analysis.
     assert not Path("runs/a/report.html").exists()
     assert command("report", "runs/a", "--json", "--out", "a.html") == 0
-    said = capsys.readouterr()
-    assert (json.loads(said.out), said.err) == ([told], "report: a.html\n")
+    output = capsys.readouterr()
+    assert (json.loads(output.out), output.err) == ([facts], "report: a.html\n")
     assert Path("a.html").exists()
 
 
@@ -90,7 +92,7 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["list", "model"], "No kind to list 'model'. Did you mean 'models'?"),
         (["list", "runs", "nowhere"], "No folder nowhere. Give the one that your runs are in."),
@@ -100,8 +102,8 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
         (["report", "nowhere", "--json", "--text"], "Give --json or --text, not both."),
     ],
 )
-def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, said):
-    refused(*words, said=said)
+def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):
+    refused(*words, said=message)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ SETS = [word for word in TINY[10:] if word != "--set"]
 SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]
 SMALL += [word for item in SETS for word in ("--set", item)]
 
-# What is said of runs
+# Verdicts
 
 
 def run(recipe: str, seed: int, loss: float | None, **more: Any) -> RunFigures:
@@ -69,7 +69,7 @@ def mxfp8(*factors: float) -> list[RunFigures]:
 
 
 @pytest.mark.parametrize(
-    ("factors", "said"),
+    ("factors", "expected"),
     [
         ((1.010, 1.011, 1.009), "worse by 1.00 ± 0.25 %"),
         ((0.990, 0.989, 0.991), "better by 1.00 ± 0.25 %"),
@@ -80,10 +80,10 @@ def mxfp8(*factors: float) -> list[RunFigures]:
         ((1.2,), "not known yet: 1 pair"),
     ],
 )
-def test_verdicts_are_of_gaps_that_are_paired_by_seed(factors, said):
-    """Seeds differ by half; a recipe that is 1 % above in each is seen to be worse."""
+def test_verdicts_are_of_gaps_that_are_paired_by_seed(factors, expected):
+    """Seeds differ by half, and a recipe 1 % above in each seed is still found to be worse."""
     base = BASE[: len(factors)]
-    assert of(*mxfp8(*factors), base=base).verdict == said
+    assert of(*mxfp8(*factors), base=base).verdict == expected
     assert summarize(base, ["fp32"], "fp32")[0].verdict == "baseline"
 
 
@@ -115,7 +115,7 @@ def test_speed_memory_skips_and_sqnr_are_gathered_over_seeds():
             (0, 50.0, 1.0, 2, worst[0]), (1, 60.0, 3.0, 1, worst[1]), (2, 90.0, 2.0, 0, None),
         ]
     ]  # fmt: skip
-    row = of(*runs, base=[one.model_copy(update={"tokens_per_s": 120.0}) for one in BASE])
+    row = of(*runs, base=[figures.model_copy(update={"tokens_per_s": 120.0}) for figures in BASE])
     assert (row.tokens_per_s, row.relative_speed, row.peak_memory_gib) == (60.0, 0.5, 3.0)
     assert (row.skips, row.events, row.fp8_gemms) == (3, {"skip": 3}, 48)
     expected = {"db": 25.0, "layer": "l25", "operand": "input", "step": 9, "seed": 1}
@@ -129,9 +129,9 @@ def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
     drawn: list[Figure] = []
     save = Figure.savefig
 
-    def saved(figure: Figure, *given: Any, **options: Any) -> None:
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
         drawn.append(figure)
-        save(figure, *given, **options)
+        save(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)
     pngs = [comparison_plot(summarize(runs, names, "fp32"), "fp32", "title") for _ in range(2)]
@@ -148,26 +148,28 @@ def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
 
 def test_a_plot_says_what_it_does_not_know_and_shortens_long_names(monkeypatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: drawn.append(figure))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *arguments, **options: drawn.append(figure)
+    )
     names = ["fp32", "recipes/in/a/folder/that/has/a/long/path/mine.toml"]
     for curve in ((), ((1, 5.0), (2, 9.0))):
         runs = [run(name, 0, None, diverged_at=2, curve=curve) for name in names]
         comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
         losses_panel, gaps_panel = drawn[-1].axes
-        (said,) = gaps_panel.texts
-        assert "no gap to fp32 is known" in said.get_text()
-        assert "long/path/mine.toml: diverged at step 2 (seed 0)" in said.get_text()
+        (message,) = gaps_panel.texts
+        assert "no gap to fp32 is known" in message.get_text()
+        assert "long/path/mine.toml: diverged at step 2 (seed 0)" in message.get_text()
         if curve:
             labels = [text.get_text() for text in losses_panel.get_legend().get_texts()]
             assert labels[0] == "fp32 (diverged at step 2 (seed 0), baseline)"
             assert len(labels[1].partition(" (")[0]) == 32
         else:
-            assert [one.get_text() for one in losses_panel.texts] == [
+            assert [text.get_text() for text in losses_panel.texts] == [
                 "no run has a validation loss"
             ]
 
 
-# What a run folder says
+# Reading a run folder
 
 
 def folder(path: Path, rows: list[dict]) -> RunFolder:
@@ -194,40 +196,40 @@ def test_figures_are_read_from_a_run_folder(tmp_path):
     rows.insert(5, {"step": 6, "event": "skip", "why": "nan", "loss": None, "grad_norm": None})
     rows.insert(3, {"step": 3, "event": "something new", "what": {"is": "this"}})
     rows[0] |= {"skipped": True, "loss_scale": 2.0}
-    found = read(folder(tmp_path, rows), 8)
-    assert (found.status, found.val_loss, found.curve) == ("done", 2.5, ((4, 3.5), (8, 2.5)))
-    assert found.tokens_per_s == 7000.0  # of steps 6, 7 and 8
-    assert found.peak_memory_gib == pytest.approx(0.8)
-    assert (found.skips, found.events) == (2, {"skip": 1, "something new": 1})
-    assert (found.precisions, found.fp8_gemms) == (("mxfp8", "bf16"), 48)
-    # Of steps that were done again the last ones count.
+    figures = read(folder(tmp_path, rows), 8)
+    assert (figures.status, figures.val_loss, figures.curve) == ("done", 2.5, ((4, 3.5), (8, 2.5)))
+    assert figures.tokens_per_s == 7000.0  # of steps 6, 7 and 8
+    assert figures.peak_memory_gib == pytest.approx(0.8)
+    assert (figures.skips, figures.events) == (2, {"skip": 1, "something new": 1})
+    assert (figures.precisions, figures.fp8_gemms) == (("mxfp8", "bf16"), 48)
+    # The last row counts of steps that were trained twice.
     rows = [step(n, val_loss=n + 0.5) for n in range(1, 5)]
     rows += [{"step": 5, "event": "rollback", "why": "", "to_step": 2}, step(3, val_loss=1.5)]
-    found = read(folder(tmp_path, rows), 3)
-    assert found.curve == ((1, 1.5), (2, 2.5), (3, 1.5))
-    assert (found.status, found.val_loss) == ("done", 1.5)
+    figures = read(folder(tmp_path, rows), 3)
+    assert figures.curve == ((1, 1.5), (2, 2.5), (3, 1.5))
+    assert (figures.status, figures.val_loss) == ("done", 1.5)
 
 
 def test_a_run_whose_last_step_left_its_batch_out_keeps_its_figures(tmp_path):
     rows = [step(n, phase="compared") for n in range(1, 9)] + [{"step": 9, "val_loss": 2.5}]
-    found = read(folder(tmp_path, rows), 9)
-    assert (found.status, found.val_loss, found.tokens_per_s) == ("done", 2.5, 7000.0)
-    assert (found.precisions, found.fp8_gemms) == (("mxfp8",), 48)
+    figures = read(folder(tmp_path, rows), 9)
+    assert (figures.status, figures.val_loss, figures.tokens_per_s) == ("done", 2.5, 7000.0)
+    assert (figures.precisions, figures.fp8_gemms) == (("mxfp8",), 48)
 
 
 def test_how_a_run_ended(tmp_path):
     rows = [step(1), step(2), {"step": 3, "event": "stop", "why": "nan"}]
     stopped = folder(tmp_path / "a", rows)
-    found = read(stopped, 9, exit=5, error="Step 3: nan")
-    assert (found.status, found.diverged_at, found.error) == ("diverged", 3, "Step 3: nan")
+    figures = read(stopped, 9, exit=5, error="Step 3: nan")
+    assert (figures.status, figures.diverged_at, figures.error) == ("diverged", 3, "Step 3: nan")
     assert read(stopped, 9, exit=None).status == "unfinished"
     assert read(stopped, 9, exit=-9).status == "failed"
     assert read(RunFolder(tmp_path / "none"), 9, exit=None).status == "unfinished"
     # A uniform guess among 256 has a loss of 5.55.
     grows = [step(n, loss) for n, loss in enumerate([5.5, 7.0, 5.4, 6.5, 6.2, 300.0], start=1)]
     grows[-1] |= {"val_loss": 300.0}
-    found = read(folder(tmp_path / "b", grows), 6)
-    assert (found.status, found.diverged_at, found.val_loss) == ("diverged", 4, None)
+    figures = read(folder(tmp_path / "b", grows), 6)
+    assert (figures.status, figures.diverged_at, figures.val_loss) == ("diverged", 4, None)
     grows[-1] |= {"val_loss": 5.6}
     assert read(folder(tmp_path / "c", grows), 6).status == "done"
 
@@ -331,7 +333,7 @@ AGAIN = ["--recipes", "fp32,delayed", "--seeds", "2", "--set", "telemetry_every=
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, str]:
+def finished(tmp_path_factory) -> tuple[Path, str]:
     """A finished comparison of two recipes with two seeds, and what it printed."""
     out, printed = tmp_path_factory.mktemp("compare") / "c", StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
@@ -342,27 +344,27 @@ def whole(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def copy(whole, tmp_path) -> Path:
-    return Path(shutil.copytree(whole[0], tmp_path / "c"))
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished[0], tmp_path / "c"))
 
 
 def report(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "compare.json").read_text()))
 
 
-def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
-    path, printed = whole
+def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(finished):
+    path, printed = finished
     names = ["delayed-seed0", "delayed-seed1", "fp32-seed0", "fp32-seed1"]
     assert sorted(p.name for p in (path / "runs").iterdir()) == names
-    found = report(path)
-    order = [f"{one['recipe']}-seed{one['seed']}" for one in found["runs"]]
+    saved = report(path)
+    order = [f"{row['recipe']}-seed{row['seed']}" for row in saved["runs"]]
     assert order == ["fp32-seed0", "delayed-seed0", "fp32-seed1", "delayed-seed1"]
-    for one, name in zip(found["runs"], order, strict=True):
-        assert one["val_loss"] == metrics(path / "runs" / name)[-1]["val_loss"]
-        assert (one["status"], one["skips"]) == ("done", 0)
-    recipe = found["recipes"][1]
+    for row, name in zip(saved["runs"], order, strict=True):
+        assert row["val_loss"] == metrics(path / "runs" / name)[-1]["val_loss"]
+        assert (row["status"], row["skips"]) == ("done", 0)
+    recipe = saved["recipes"][1]
     assert recipe["recipe"] == "delayed"
-    fp32, delayed = np.array([one["val_loss"] for one in found["runs"]]).reshape(2, 2).T
+    fp32, delayed = np.array([row["val_loss"] for row in saved["runs"]]).reshape(2, 2).T
     gaps = 100 * (delayed - fp32) / fp32
     half_width = 12.7062047 * np.std(gaps, ddof=1) / np.sqrt(2)
     expected = {"mean": gaps.mean(), "half_width": half_width, "samples": 2}
@@ -375,11 +377,11 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     assert "emulated" in recipe["plan"]["reasons"][0]
     assert recipe["tokens_per_s"] > 0
     assert recipe["peak_memory_gib"] > 0
-    assert found["machine"]["torch"] == torch.__version__
-    assert found["command"].startswith("fp8stack compare --recipes fp32,delayed --steps 12")
+    assert saved["machine"]["torch"] == torch.__version__
+    assert saved["command"].startswith("fp8stack compare --recipes fp32,delayed --steps 12")
     assert (path / "compare.png").read_bytes().startswith(b"\x89PNG")
     page = (path / "compare.md").read_text()
-    assert page.startswith(f"`{found['command']}`")
+    assert page.startswith(f"`{saved['command']}`")
     for piece in ("| delayed | delayed-emulated (emulate) | 4/5 | 12 |", "| baseline |"):
         assert piece in page
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
@@ -389,8 +391,8 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     assert "[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
     assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed
-    assert all(one["events"] == {} for one in found["runs"])
-    assert all(one["seconds"] > 0 for one in found["runs"])
+    assert all(row["events"] == {} for row in saved["runs"])
+    assert all(row["seconds"] > 0 for row in saved["runs"])
     assert "\ndelayed: delayed needs an FP8 GPU" in printed
 
 
@@ -433,80 +435,89 @@ def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeyp
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: StepByStep.now_s))
     ask = ["--recipes", "fp32,delayed", "--seeds", "2", *SMALL, "--steps", "10", "--shared", "0%"]
     assert command("compare", *ask, "--out", "c") == 0
-    lines = [one for one in capsys.readouterr().out.splitlines() if " | step " in one]
-    left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if " | step " in line]
+    time_left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
     # A run takes 20 s or 40 s; one in a recipe that was not seen is taken for one like those seen.
-    assert left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
-    assert left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 times 20
-    assert left["[2/4] delayed, seed 0 | step 5/10"] == "about 80 s"  # 20, 20 and 40
-    assert left["[3/4] fp32, seed 1 | step 9/10"] == "about 42 s"  # 2, and 40
-    assert left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
+    assert time_left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
+    assert time_left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 times 20
+    assert time_left["[2/4] delayed, seed 0 | step 5/10"] == "about 80 s"  # 20, 20 and 40
+    assert time_left["[3/4] fp32, seed 1 | step 9/10"] == "about 42 s"  # 2, and 40
+    assert time_left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
 
 
-def test_the_runs_of_a_comparison_are_those_of_pretrain(whole, command, tmp_path):
-    flags = ["--config", str(whole[0] / "base.toml"), "--seed", "1", "--out", "r"]
+def test_the_runs_of_a_comparison_are_those_of_pretrain(finished, command, tmp_path):
+    flags = ["--config", str(finished[0] / "base.toml"), "--seed", "1", "--out", "r"]
     assert command("pretrain", "--recipe", "delayed", *flags) == 0
-    assert losses(tmp_path / "r") == losses(whole[0] / "runs" / "delayed-seed1")
+    assert losses(tmp_path / "r") == losses(finished[0] / "runs" / "delayed-seed1")
 
 
-def test_recipes_share_the_first_steps_of_a_seed(whole, command, tmp_path, refused):
+def test_recipes_share_the_first_steps_of_a_seed(finished, command, tmp_path, refused):
     """A quarter of 12 steps in the baseline's recipe, to the bit; then each goes its own way."""
-    folders = [whole[0] / "runs" / f"{name}-seed0" for name in ("fp32", "delayed")]
+    folders = [finished[0] / "runs" / f"{name}-seed0" for name in ("fp32", "delayed")]
     fp32, delayed = map(losses, folders)
     assert fp32[:3] == delayed[:3]
-    assert not any(mine[1] == other[1] for mine, other in zip(fp32[3:], delayed[3:], strict=True))
+    assert not any(
+        fp32_row[1] == delayed_row[1]
+        for fp32_row, delayed_row in zip(fp32[3:], delayed[3:], strict=True)
+    )
     assert [row["phase"] for row in metrics(folders[1]) if "loss" in row] == 3 * ["shared"] + 9 * [
         "compared"
     ]
-    assert report(whole[0])["config"]["guard"]["quality"] == 0
-    # None are shared where that is asked for, or where weights are given to begin with.
-    asked = ["--recipes", "fp32,delayed", "--seeds", "1", *SMALL, "--out", "d"]
+    assert report(finished[0])["config"]["guard"]["quality"] == 0
+    # No steps are shared with --shared 0%, or if the runs begin with given weights.
+    words = ["--recipes", "fp32,delayed", "--seeds", "1", *SMALL, "--out", "d"]
     for flags, phases in ((["--shared", "0%"], 0), (["--shared", "50%"], 2)):
-        found = settings.prepare(
+        prepared = settings.prepare(
             "fp32,delayed", 1, str(tmp_path / "e"), None, {"steps": 12}, SETS, shared=flags[1]
         )
-        assert len(found.config.phases) == phases
-    for flags, said in (
+        assert len(prepared.config.phases) == phases
+    for flags, message in (
         (["--shared", "100%"], "--shared 100%: no step is left to compare. Example: --shared 25%"),
         (["--shared", "some"], "--shared 'some' is no share in percent. Example: --shared 25%"),
         (["--shared", "10%", "--set", "phases=default"], "--shared makes phases of its own"),
     ):
-        assert said in refused("compare", *asked, *flags)
+        assert message in refused("compare", *words, *flags)
 
 
 def test_a_comparison_goes_on_with_the_steps_it_shared(copy, command, trained, refused):
     """Also under another baseline, and one that shared none."""
     assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
     assert report(copy)["config"]["phases"][0]["recipe"] == "fp32"
-    said = refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
-    assert "holds another comparison, whose runs share 25% of their steps" in said
+    error = refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
+    assert "holds another comparison, whose runs share 25% of their steps" in error
     assert command("compare", "--out", "c", *AGAIN, "--shared", "25%") == 0
-    found = report(copy)
-    del found["config"]["phases"]
-    found["config"]["guard"]["quality"] = 0.01
-    (copy / "compare.json").write_text(json.dumps(found))
+    saved = report(copy)
+    del saved["config"]["phases"]
+    saved["config"]["guard"]["quality"] = 0.01
+    (copy / "compare.json").write_text(json.dumps(saved))
     assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
     assert report(copy)["config"]["phases"] == []
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
 def test_a_seed_gives_every_recipe_the_same_first_weights_and_batches(recipe, tmp_path):
-    made = {}
+    states = {}
     for name, seed in (("fp32", 1), (recipe, 1), ("other", 2)):
         flags = {"recipe": "fp32" if name == "other" else name, "seed": seed, "steps": 4}
         flags |= {"batch": 4, "context": 32, "out": str(tmp_path / name)}
-        one = set_up(flags, None, SETS, None)
-        made[name] = capture(one.model, one.optimizer), [tokens for _, tokens in batches(one)]
-        one.folder.release()
+        training = set_up(flags, None, SETS, None)
+        states[name] = (
+            capture(training.model, training.optimizer),
+            [tokens for _, tokens in batches(training)],
+        )
+        training.folder.release()
     for group in ("model", "rng"):
-        first, second, other = (made[name][0][group] for name in ("fp32", recipe, "other"))
+        first, second, different = (states[name][0][group] for name in ("fp32", recipe, "other"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-        assert not all(torch.equal(first[name], other[name]) for name in first)
-    assert len(made[recipe][1]) == 4
-    for ours, theirs, others in zip(*(found[1] for found in made.values()), strict=True):
-        assert torch.equal(ours, theirs)
-        assert not torch.equal(ours, others)
+        assert not all(torch.equal(first[name], different[name]) for name in first)
+    assert len(states[recipe][1]) == 4
+    for first_batch, second_batch, different_batch in zip(
+        *(state[1] for state in states.values()), strict=True
+    ):
+        assert torch.equal(first_batch, second_batch)
+        assert not torch.equal(first_batch, different_batch)
 
 
 def test_what_is_done_is_not_done_again(copy, command, capsys):
@@ -528,12 +539,12 @@ def test_what_is_done_is_not_done_again(copy, command, capsys):
 
 @pytest.fixture
 def trained(monkeypatch) -> list[str]:
-    """The runs that a comparison asks to be trained; they come out of nowhere."""
+    """The names of the runs that a comparison trains, by a stand-in that only writes metrics."""
     names: list[str] = []
 
-    def pretend(asked: settings.Comparison, job: settings.Job, *others: object) -> Ended:
+    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
         names.append(job.name)
-        folder(asked.folder(job).path, [step(12, 3.0, val_loss=4.9)])
+        folder(compared.folder(job).path, [step(12, 3.0, val_loss=4.9)])
         return Ended(exit=0, error="")
 
     monkeypatch.setattr("fp8stack.compare.comparison.train", pretend)
@@ -545,15 +556,15 @@ def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
     more = ["--recipes", "fp32,mine.toml,delayed"]
     assert command("compare", "--out", "c", *AGAIN, *more) == 0
     assert trained == ["mine-seed0", "mine-seed1"]
-    found = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
-    assert found == [("fp32", 2), ("mine", 2), ("delayed", 2)]
+    done_by_recipe = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
+    assert done_by_recipe == [("fp32", 2), ("mine", 2), ("delayed", 2)]
     # The file's contents are part of what is compared.
     (copy.parent / "mine.toml").write_text('like = "block"\n')
-    said = refused("compare", "--out", "c", *AGAIN, *more)
-    assert "recipes.mine.quantizers." in said
+    error = refused("compare", "--out", "c", *AGAIN, *more)
+    assert "recipes.mine.quantizers." in error
 
 
-# What `contents.recipes` was before recipes were tables of quantizers.
+# `contents.recipes` before recipes were tables of quantizers.
 OLD_RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"},
     "delayed": {
@@ -568,23 +579,23 @@ OLD_RECIPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", [{"asked": {"seeds": 2}}, {"runs": [5]}, {"config": None}])
 def test_a_report_with_a_wrong_value_is_refused(change, copy, refused):
     (copy / "compare.json").write_text(json.dumps(report(copy) | change))
-    said = refused("compare", "--out", "c", *AGAIN)
-    assert "compare.json is no comparison's, or is damaged" in said
+    error = refused("compare", "--out", "c", *AGAIN)
+    assert "compare.json is no comparison's, or is damaged" in error
 
 
 def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
-    found = report(copy)
-    found["contents"]["recipes"] = OLD_RECIPES
-    (copy / "compare.json").write_text(json.dumps(found))
+    saved = report(copy)
+    saved["contents"]["recipes"] = OLD_RECIPES
+    (copy / "compare.json").write_text(json.dumps(saved))
     assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
     assert trained == ["fp32-seed2", "delayed-seed2"]
-    # What its recipes were is still held to.
-    found["contents"]["recipes"] = OLD_RECIPES | {
+    # Its recipes must still be the same.
+    saved["contents"]["recipes"] = OLD_RECIPES | {
         "delayed": OLD_RECIPES["delayed"] | {"history_length": 16}
     }
-    (copy / "compare.json").write_text(json.dumps(found))
-    said = refused("compare", "--out", "c", *AGAIN)
-    assert "history_length is 1024 here and 16 there" in said
+    (copy / "compare.json").write_text(json.dumps(saved))
+    error = refused("compare", "--out", "c", *AGAIN)
+    assert "history_length is 1024 here and 16 there" in error
 
 
 def test_added_seeds_are_all_that_is_trained_and_intervals_then_hold_at_every_look(
@@ -604,15 +615,15 @@ def test_added_seeds_are_all_that_is_trained_and_intervals_then_hold_at_every_lo
 
 def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
     """Gaps of "delayed" spread ten times as much as those of "current"; "block" diverges."""
-    made: list[str] = []
+    trained_names: list[str] = []
 
-    def pretend(asked: settings.Comparison, job: settings.Job, *others: object) -> Ended:
-        made.append(job.name)
+    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
+        trained_names.append(job.name)
         spread = {"fp32": 0.0, "current": 0.001, "delayed": 0.01, "block": 0.0}[job.recipe]
         loss = 4.0 * (1 + spread * (-1) ** job.seed)
         if job.recipe == "block" and job.seed == 1:
             loss = 99.0
-        folder(asked.folder(job).path, [step(12, 3.0, val_loss=loss)])
+        folder(compared.folder(job).path, [step(12, 3.0, val_loss=loss)])
         return Ended(exit=0, error="", seconds=60.0)
 
     monkeypatch.setattr("fp8stack.compare.comparison.train", pretend)
@@ -630,18 +641,18 @@ def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monke
     expected = pairs_needed(100 * 0.01 * math.sqrt(2), 1.5, always_valid=True) - 2
     assert f"expected: about {expected} more pairs, {2 * expected + 1} min" in printed
     assert "every interval is at most ± 1.5 %" in printed
-    # It goes on where it was, with less width, and stops before the pair that has no time.
-    made.clear()
+    # A smaller width continues the comparison, which stops before a pair without time.
+    trained_names.clear()
     assert command("compare", *ask, "--until", "1.2%", "--hours", "0.03") == 0
-    assert made == []
+    assert trained_names == []
     assert "0.03 hours are over, or would be before the next pair" in capsys.readouterr().out
     assert command("compare", *ask, "--until", "1.2%") == 0
-    assert made[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
-    assert not any("current" in name for name in made)
+    assert trained_names[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
+    assert not any("current" in name for name in trained_names)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--until", "narrow"], "--until 'narrow' is no share in percent. Example: --until 0.25%"),
         (["--until", "0%"], "--until '0%' is no share in percent"),
@@ -650,17 +661,17 @@ def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monke
         (["--hours", "1"], "--hours limits --until, which is not given"),
     ],
 )
-def test_shares_and_hours_that_are_none_are_refused(flags, said, refused):
-    assert said in refused("compare", "--out", "c", *SMALL, *flags)
+def test_shares_and_hours_that_are_none_are_refused(flags, message, refused):
+    assert message in refused("compare", "--out", "c", *SMALL, *flags)
 
 
 def test_a_verdict_names_the_time_that_is_expected():
     gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
     judging = Judging(until=0.5, always_valid=True)
     more = pairs_needed(0.4, 0.5, always_valid=True) - 3
-    said = judged(gap, "fp32", judging, pair_s=1200)
+    text = judged(gap, "fp32", judging, pair_s=1200)
     assert (
-        said == f"not known yet: ± 0.60 %, about {more} more pairs ({more / 3:.1f} h) for ± 0.5 %"
+        text == f"not known yet: ± 0.60 %, about {more} more pairs ({more / 3:.1f} h) for ± 0.5 %"
     )
 
 
@@ -706,7 +717,7 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     assert (log.parent / "checkpoints" / f"step-{done:06d}").is_dir()
     assert report(tmp_path / "c")["recipes"][0]["verdict"] == "baseline, 1 of 1 seeds to do"
     assert "seeds to do" in (tmp_path / "c" / "compare.md").read_text()
-    # Then it goes on, and the processes that train are killed: that is a result.
+    # The next start resumes it. Runs whose processes are killed are a result.
     monkeypatch.setattr(runs, "subprocess", stand_in(Killed))
     assert command("compare", "--out", "c", *flags) == 2
     verdicts = [row["verdict"] for row in report(tmp_path / "c")["recipes"]]
@@ -715,8 +726,8 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     assert command("compare", "--out", "c", *flags) == 0
     assert command("pretrain", "--out", "r", "--recipe", "fp32", *longer) == 0
     assert losses(log.parent) == losses(tmp_path / "r")
-    found = report(tmp_path / "c")["recipes"]
-    assert [row["verdict"] for row in found] == ["baseline", "not known yet: 1 pair"]
+    rows = report(tmp_path / "c")["recipes"]
+    assert [row["verdict"] for row in rows] == ["baseline", "not known yet: 1 pair"]
 
 
 def _wait_until(true: Callable[[], bool], process: Child) -> None:
@@ -748,13 +759,13 @@ def test_a_run_that_diverges_is_a_result(lr, exit, command, tmp_path, capsys):
     flags += ["--set", "schedule=constant", "--set", "clip=0.0"]
     assert command("compare", "--out", "c", *SMALL, *flags) == 0
     printed = capsys.readouterr().out
-    found = report(tmp_path / "c")
-    assert [one["exit"] for one in found["runs"]] == [exit]
-    at = found["runs"][0]["diverged_at"]
-    assert 1 <= at <= 12
-    assert found["recipes"][0]["verdict"] == f"diverged at step {at} (seed 0), baseline"
-    assert f"diverged at step {at}" in printed
-    assert found["recipes"][0]["val_loss"] is None
+    saved = report(tmp_path / "c")
+    assert [row["exit"] for row in saved["runs"]] == [exit]
+    diverged_at = saved["runs"][0]["diverged_at"]
+    assert 1 <= diverged_at <= 12
+    assert saved["recipes"][0]["verdict"] == f"diverged at step {diverged_at} (seed 0), baseline"
+    assert f"diverged at step {diverged_at}" in printed
+    assert saved["recipes"][0]["val_loss"] is None
     # It would diverge again: it is not trained again.
     assert command("compare", "--out", "c", *SMALL, *flags) == 0
     assert "done before" in capsys.readouterr().out
@@ -781,18 +792,18 @@ def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refu
     fork = ["--recipes", "fp32,mxfp8", "--seeds", "1", "--from", "source", "--lr", "1e-9"]
     fork += ["--steps", "2", "--batch", "4", "--context", "32", "--set", "eval_windows=4"]
     assert command("compare", "--out", "c", *fork) == 0
-    found = report(tmp_path / "c")
+    saved = report(tmp_path / "c")
     end = metrics(tmp_path / "source")[-1]["val_loss"]
-    fp32, mxfp8 = (one["val_loss"] for one in found["runs"])
+    fp32, mxfp8 = (row["val_loss"] for row in saved["runs"])
     assert fp32 == pytest.approx(end, rel=1e-6)  # the weights do not move
     assert mxfp8 == pytest.approx(end, rel=1e-2)
     assert mxfp8 != fp32
-    assert found["contents"]["model"]["width"] == 32
+    assert saved["contents"]["model"]["width"] == 32
     source = str((tmp_path / "source").resolve() / "checkpoints" / "step-000012")
-    assert found["config"]["init_from"] == source
+    assert saved["config"]["init_from"] == source
     assert f"begun with the weights of {source}" in (tmp_path / "c" / "compare.md").read_text()
-    said = refused("compare", "--out", "d", *fork, "--set", "model_overrides.width=64")
-    assert "width is 64 here and 32" in said
+    error = refused("compare", "--out", "d", *fork, "--set", "model_overrides.width=64")
+    assert "width is 64 here and 32" in error
 
 
 @pytest.mark.parametrize("compile", [True, False])
@@ -807,15 +818,17 @@ def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
         "4",
     ]
     flags += ["--until", "0.1%", "--hours", "2", "--margin", "1%", "--shared", "10%"]
-    seen = []
-    monkeypatch.setattr(settings, "prepare", lambda *asked, **own: seen.append((asked, own)))
-    monkeypatch.setattr("fp8stack.compare.comparison.compare", lambda asked: 0)
+    calls = []
+    monkeypatch.setattr(
+        settings, "prepare", lambda *options, **keywords: calls.append((options, keywords))
+    )
+    monkeypatch.setattr("fp8stack.compare.comparison.compare", lambda options: 0)
     parse = typer.main.get_command(app)
     parse(["compare", *flags], standalone_mode=False)
-    (recipes, seeds, out, baseline, flags, sets), own = seen[0]
-    asked = {**flags, "seeds": seeds, "baseline": baseline, **own}
-    command = settings._command(recipes, out, asked, sets)
+    (recipes, seeds, out, baseline, flags, sets), keywords = calls[0]
+    options = {**flags, "seeds": seeds, "baseline": baseline, **keywords}
+    command = settings._command(recipes, out, options, sets)
     parse(shlex.split(command)[1:], standalone_mode=False)
-    assert seen[0] == seen[1]
-    assert seen[0][0][4]["compile"] is compile
-    assert own == {"shared": "10%", "until": "0.1%", "margin": "1%", "hours": 2.0}
+    assert calls[0] == calls[1]
+    assert calls[0][0][4]["compile"] is compile
+    assert keywords == {"shared": "10%", "until": "0.1%", "margin": "1%", "hours": 2.0}

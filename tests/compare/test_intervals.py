@@ -46,10 +46,10 @@ def martingale(samples: np.ndarray, mean: float) -> float:
     x, n = samples - mean, len(samples)
     effects, step = np.linspace(-60, 60, 240_001, retstep=True)
     total, squares = x.sum(), (x**2).sum()
-    # With u = 1 / sigma: the integral of u^(n-1) exp(-(u^2 squares - 2 u d total + n d^2) / 2).
+    # Integrate over u = 1 / sigma: u^(n-1) exp(-(u^2 squares - 2 u d total + n d^2) / 2).
     grid = np.linspace(1e-9, 40 / math.sqrt(squares), 4001)
 
-    def of(effect: np.ndarray) -> np.ndarray:
+    def density(effect: np.ndarray) -> np.ndarray:
         u = grid[:, None]
         power = -(u**2 * squares - 2 * u * effect * total + n * effect**2) / 2
         return np.trapezoid(u ** (n - 1) * np.exp(power), grid, axis=0)
@@ -57,29 +57,29 @@ def martingale(samples: np.ndarray, mean: float) -> float:
     near = np.abs(effects) < 8
     prior = math.sqrt(MIXTURE / (2 * math.pi)) * np.exp(-MIXTURE * effects**2 / 2)
     weighted = sum(
-        float((of(part) * weight).sum() * step)
-        for part, weight in zip(
+        float((density(chunk) * weight).sum() * step)
+        for chunk, weight in zip(
             np.array_split(effects[near], 200), np.array_split(prior[near], 200), strict=True
         )
     )
-    return weighted / float(of(np.zeros(1))[0])
+    return weighted / float(density(np.zeros(1))[0])
 
 
 @pytest.mark.parametrize("n", [4, 9])
 def test_an_always_valid_interval_ends_where_the_mixture_of_likelihoods_says(n):
     samples = np.random.default_rng(n).normal(3.0, 2.0, n)
-    found = mean_interval(samples.tolist(), always_valid=True)
-    assert found.half_width is not None
-    edge = found.mean + found.half_width
+    interval = mean_interval(samples.tolist(), always_valid=True)
+    assert interval.half_width is not None
+    edge = interval.mean + interval.half_width
     level = 1 / (1 - CONFIDENCE)
     assert martingale(samples, edge) == pytest.approx(level, rel=0.01)
 
 
 def test_two_samples_are_too_few_for_an_always_valid_interval():
     assert always_valid_factor(2) == math.inf
-    found = mean_interval([1.0, 2.0], always_valid=True)
-    assert (found.half_width, found.deviation) == (None, pytest.approx(math.sqrt(0.5)))
-    assert found.contains_zero
+    interval = mean_interval([1.0, 2.0], always_valid=True)
+    assert (interval.half_width, interval.deviation) == (None, pytest.approx(math.sqrt(0.5)))
+    assert interval.contains_zero
 
 
 def test_looking_after_every_pair_keeps_the_error_rate_of_always_valid_intervals_alone():

@@ -1,4 +1,4 @@
-"""A comparison that is killed: its runs end, saved, and the same command goes on with them."""
+"""The runs of a killed comparison save and end, and the same command resumes them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_
     assert ended.code == 0, ended
     assert f"fp32, seed 0: waiting for another process that trains in {run}\n" in ended.stdout
     report = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [one["status"] for one in report["runs"]] == ["done"]
+    assert [row["status"] for row in report["runs"]] == ["done"]
     printed = (tmp_path / "c" / "logs" / "fp32-seed0.txt").read_text()
     assert "resumed from" in printed  # the first saved when its comparison was gone
     twin = ["pretrain", "--recipe", "fp32", "--out", "r", *RUN]
@@ -78,5 +78,5 @@ def test_two_comparisons_do_not_work_in_one_folder(tmp_path):
     first.signal(signal.SIGTERM)
     assert first.wait().code == 75
     assert second.code == 2
-    told = f"Another process compares in {tmp_path / 'c'}. Wait for it or give another --out."
-    assert second.stderr == f"fp8stack: {told}\n"
+    message = f"Another process compares in {tmp_path / 'c'}. Wait for it or give another --out."
+    assert second.stderr == f"fp8stack: {message}\n"

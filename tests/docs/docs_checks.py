@@ -1,4 +1,4 @@
-"""Checks of commands in the documents that are not run: what they name must be there."""
+"""Checks of documented commands that are not run: the things that they name must exist."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 from bench import runner
 from tests.docs.docs_found import ROOT
 
-# Of commands that docs_runner.py does not run.
+# Packages that documented commands use and no extra installs.
 OTHERS_PACKAGES = {"vllm", "lm-eval", "lm_eval", "twine"}
 
 
 def check_pip(words: Sequence[str]) -> None:
-    """See that what is to be installed is an extra of ours, or a package that one asks for."""
+    """Check that pip installs an extra of fp8stack, or a package that an extra requires."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    listed = [*project["dependencies"], *(one for extra in extras.values() for one in extra)]
+    listed = [
+        *project["dependencies"],
+        *(requirement for extra in extras.values() for requirement in extra),
+    ]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().splitlines()
     values = iter(words)
     for word in values:
@@ -31,13 +34,13 @@ def check_pip(words: Sequence[str]) -> None:
                 assert extra in extras, f"pyproject.toml has no extra {extra}"
         elif not word.startswith("-"):
             name = re.split(r"[\[<>=!~ ]", word)[0]
-            known = {re.split(r"[\[<>=!~; ]", one)[0].lower() for one in listed}
-            assert name.lower() in known | OTHERS_PACKAGES, f"no extra asks for {name}"
+            names = {re.split(r"[\[<>=!~; ]", requirement)[0].lower() for requirement in listed}
+            assert name.lower() in names | OTHERS_PACKAGES, f"no extra asks for {name}"
             assert "==" not in word or word in pinned, f"constraints.txt has no {word}"
 
 
 def check_pytest(words: Sequence[str]) -> None:
-    """See that pytest knows the options and markers, and that the files are there."""
+    """Check that pytest knows the options and markers, and that the files exist."""
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     markers = {marker.partition(":")[0] for marker in tool["pytest"]["ini_options"]["markers"]}
     values = iter(words)
@@ -54,14 +57,14 @@ def check_pytest(words: Sequence[str]) -> None:
 
 
 def check_target(words: Sequence[str]) -> None:
-    """See that `make` has the targets."""
+    """Check that the Makefile has the targets."""
     text = (ROOT / "Makefile").read_text()
     for target in words:
         assert re.search(rf"^{re.escape(target)}\b[^:=\n]*:(?!=)", text, re.M), target
 
 
 def check_bench(words: Sequence[str], folder: Path) -> None:
-    """See that a scenario of `python -m bench` takes these options; without running it."""
+    """Check that a scenario of `python -m bench` accepts the options, without running it."""
     if not words:
         return
     if words[0] == "check":

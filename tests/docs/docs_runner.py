@@ -1,7 +1,7 @@
 """Runs the commands of the documents, made small: fewer steps of a smaller model on small files.
 
-What a command means stays: its flags are kept, and later ones that win make it cheap. Run as a
-program, it is the `fp8stack` or the launcher of a shell script in a document.
+The flags of a command are kept; flags added at the end override them and make it cheap. As a
+program, this file stands in for `fp8stack` or a launcher in a shell script of a document.
 docs_found.py finds the commands.
 """
 
@@ -30,7 +30,7 @@ RUN = ["--set=eval_windows=2", "--set=sample_tokens=4", "--set=warmup_steps=1"]
 PLACEHOLDERS = {"RUN": "runs/gpt-nano-delayed", "X.Y": "9.0", "N": "2"}
 _PLACEHOLDER = re.compile(r"<[^<>|]+>|[A-Z][A-Z_.]*$")
 
-# Commands that are not run, whole or by how they begin, each with the reason.
+# Commands, or beginnings of commands, that are not run, each with the reason.
 NOT_RUN = {
     "git clone ": "the repository is here",
     "cd ": "tests have a folder of their own",
@@ -48,22 +48,22 @@ NOT_RUN = {
 
 
 def substituted(words: Sequence[str]) -> list[str]:
-    """`words` with placeholders and alternatives replaced by what they may stand for.
+    """`words` with values in place of placeholders and alternatives.
 
     Raises:
-        AssertionError: nobody said what a placeholder stands for.
+        AssertionError: a placeholder has no value here.
     """
     if words[0] == "torchrun" and "..." in words and "-m" not in words:
         words = [words[0], "--nproc-per-node=2", "-m", "fp8stack", "pretrain", *words[2:]]
-    found = [PLACEHOLDERS.get(word, word) for word in words if word not in ("...", "…")]
-    found = [re.sub(r"^(\w+)\|[\w|]+$", r"\1", word) for word in found]
-    for word in found:
+    result = [PLACEHOLDERS.get(word, word) for word in words if word not in ("...", "…")]
+    result = [re.sub(r"^(\w+)\|[\w|]+$", r"\1", word) for word in result]
+    for word in result:
         assert not _PLACEHOLDER.fullmatch(word), f"what does {word} stand for? docs_runner.py"
-    return found
+    return result
 
 
 def scaled(words: Sequence[str]) -> list[str]:
-    """The words of a `fp8stack` command and those that make it small."""
+    """The words of a `fp8stack` command, and words that make it small."""
     words = [re.sub(r"^/shared/", "shared/", word) for word in words]
     command = words[0]
     if command == "pretrain" and "--resume" in words and _is_there(words):
@@ -78,29 +78,29 @@ def scaled(words: Sequence[str]) -> list[str]:
 
 
 def _is_there(words: Sequence[str]) -> bool:
-    """Whether the run that is to go on is there: then it is small already."""
-    given = dict(itertools.pairwise(words))
-    return (Path(given.get("--out", given["--resume"])) / "run.toml").is_file()
+    """Whether the run to resume exists; then it is already small."""
+    values = dict(itertools.pairwise(words))
+    return (Path(values.get("--out", values["--resume"])) / "run.toml").is_file()
 
 
 def _steps(words: Sequence[str]) -> int:
-    """As many as it takes for a phase of each kind, a profile, or going on; else two."""
+    """Enough steps for phases of each kind, a profile or a resumption; else two."""
     most = {"--phases": 10, "--profile": 6, "--resume": 4}
     return next((steps for flag, steps in most.items() if flag in words), 2)
 
 
 def _sizes(words: Sequence[str]) -> list[str]:
-    """A small batch and context, where the words do not have smaller ones."""
-    given = dict(itertools.pairwise(words))
+    """Flags for a small batch and context, unless `words` set smaller ones."""
+    values = dict(itertools.pairwise(words))
     most = {"--batch": 8, "--context": 32}
-    return [f"{flag}={n}" for flag, n in most.items() if int(given.get(flag, n)) >= n]
+    return [f"{flag}={n}" for flag, n in most.items() if int(values.get(flag, n)) >= n]
 
 
-# What the documents speak of
+# Files that the documents mention
 
 
 def make_goods(folder: Path, invoke: Invoke) -> None:
-    """Make the files that the documents speak of in `folder`, by their names there."""
+    """Create the files that the documents mention in `folder`, under the same names."""
     stories = [f"Once there was a number {n}, and it was {n * n} squared.\n" for n in range(200)]
     (folder / "texts").mkdir(parents=True)
     (folder / "texts" / "a.txt").write_text("".join(stories))
@@ -118,13 +118,13 @@ def make_goods(folder: Path, invoke: Invoke) -> None:
     for name in ("a", "b", "c", "x"):
         shutil.copytree(run, folder / "runs" / name)
     lines = (run / "run.toml").read_text().splitlines()
-    own = "\n".join(line for line in lines if not line.startswith("out "))
-    (folder / "run.toml").write_text(own + "\n")
+    config = "\n".join(line for line in lines if not line.startswith("out "))
+    (folder / "run.toml").write_text(config + "\n")
 
 
 def furnish(folder: Path, goods: Path, commands: Sequence[Command]) -> None:
-    """Copy into `folder` what `make_goods` made, but for what `commands` will make there."""
-    made = {
+    """Copy the files of `make_goods` to `folder`, except files that `commands` will write."""
+    written = {
         mate
         for command in commands
         if "--resume" not in command.text
@@ -133,7 +133,7 @@ def furnish(folder: Path, goods: Path, commands: Sequence[Command]) -> None:
     }
     for path in [*goods.glob("[!r]*"), goods / "run.toml", *(goods / "runs").iterdir()]:
         name = path.relative_to(goods)
-        if str(name) in made:
+        if str(name) in written:
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -142,19 +142,19 @@ def furnish(folder: Path, goods: Path, commands: Sequence[Command]) -> None:
             shutil.copy(path, folder / name)
 
 
-# How each kind of command is checked
+# Checks by kind of command
 
 
 def not_run(command: Command) -> str | None:
-    """Why a command is not run; None: it is."""
-    for start, why in NOT_RUN.items():
+    """The reason that a command is not run; None if it runs."""
+    for start, reason in NOT_RUN.items():
         if command.text == start or (start.endswith(" ") and command.text.startswith(start)):
-            return why
+            return reason
     return None
 
 
 def check_name(words: Sequence[str], invoke: Invoke) -> bool:
-    """Whether this only names a command, or a flag of it; then see that both exist."""
+    """Whether `words` only name a command, or a flag of it. Checks then that both exist."""
     flag = words[-1].startswith("--") and not _is_switch(words)
     if not flag and len(words) > (2 if words[0] == "bench" else 1):
         return False
@@ -163,7 +163,7 @@ def check_name(words: Sequence[str], invoke: Invoke) -> bool:
 
 
 def _is_switch(words: Sequence[str]) -> bool:
-    """Whether the last of the words is a flag of the command that takes no value.
+    """Whether the last word is a flag of the command that takes no value.
 
     Raises:
         AssertionError: the command has no such flag.
@@ -172,42 +172,42 @@ def _is_switch(words: Sequence[str]) -> bool:
 
     from fp8stack.cli import app as cli
 
-    found = get_command(cli.app)
+    parsed = get_command(cli.app)
     for word in words:
-        found = getattr(found, "commands", {}).get(word, found)
-    for parameter in found.params:
+        parsed = getattr(parsed, "commands", {}).get(word, parsed)
+    for parameter in parsed.params:
         if words[-1] in (*parameter.opts, *parameter.secondary_opts):
             return bool(getattr(parameter, "is_flag", False))
     raise AssertionError(f"{' '.join(words)}: no such flag")
 
 
 def launched(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of torchrun or `accelerate launch`: the module to run, and what it is given. Their own
-    options are read as they read them."""
+    """The module that torchrun or `accelerate launch` runs, and its arguments. The launcher's own
+    parser reads its options."""
     if words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        asked = get_args_parser().parse_args(words[1:])
+        options = get_args_parser().parse_args(words[1:])
     else:
         from accelerate.commands.launch import launch_command_parser
 
-        asked = launch_command_parser().parse_args(words[2:])
-    assert asked.module, "launched otherwise than by -m"
-    return [asked.training_script], list(asked.training_script_args)
+        options = launch_command_parser().parse_args(words[2:])
+    assert options.module, "launched otherwise than by -m"
+    return [options.training_script], list(options.training_script_args)
 
 
 def on_two_ranks(words: Sequence[str]) -> list[str]:
-    """torchrun or `accelerate launch` on this machine: two ranks on the CPU, made small."""
-    (module,), given = launched(words)
-    at = given.index("pretrain")
-    given = [*given[:at], *scaled(given[at:]), "--device=cpu", "--set=rank_timeout=60"]
+    """The command that replaces torchrun or `accelerate launch`: two small ranks on the CPU."""
+    (module,), arguments = launched(words)
+    at = arguments.index("pretrain")
+    arguments = [*arguments[:at], *scaled(arguments[at:]), "--device=cpu", "--set=rank_timeout=60"]
     if words[0] == "accelerate":
-        own = [word for word in words[2 : words.index("-m")] if word != "--multi_gpu"]
-        launcher = ["accelerate.commands.launch", "--cpu", *own]
-        return [sys.executable, "-m", *launcher, "-m", module, *given]
+        launcher_flags = [word for word in words[2 : words.index("-m")] if word != "--multi_gpu"]
+        launcher = ["accelerate.commands.launch", "--cpu", *launcher_flags]
+        return [sys.executable, "-m", *launcher, "-m", module, *arguments]
     restarts = [w for k, w in enumerate(words) if "--max-restarts" in (w, words[k - 1])]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", *restarts]
-    return [sys.executable, "-m", *launcher, "-m", module, *given]
+    return [sys.executable, "-m", *launcher, "-m", module, *arguments]
 
 
 # Shell scripts
@@ -230,8 +230,8 @@ def run_script(text: str, folder: Path, *, launch: bool) -> list[list[str]]:
     """Run a shell script of a document.
 
     Args:
-        launch: `fp8stack` and torchrun, on two ranks, run in it, made small; else what they are
-            called with is noted and returned.
+        launch: whether `fp8stack` and torchrun (on two ranks) run, made small. Otherwise the words
+            that they are called with are returned.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
@@ -251,7 +251,7 @@ def run_script(text: str, folder: Path, *, launch: bool) -> list[list[str]]:
 
 
 def main() -> None:
-    """Be `fp8stack` or torchrun for a script: the same words, made small."""
+    """Stand in for `fp8stack` or torchrun in a script, with words that make it small."""
     program, *words = sys.argv[1:]
     if program == "torchrun":
         raise SystemExit(subprocess.run(on_two_ranks([program, *words])).returncode)

@@ -1,4 +1,4 @@
-"""What the documents say is so: defaults, names, predictions, examples, figures, links."""
+"""Tests that the documents are true: defaults, names, predictions, examples, figures, links."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_every_key_is_documented_with_its_default():
     flags = {option.name for option in COMMANDS["pretrain"].params}
     text = _text("docs/configuration.md")
     for key, field in RunConfig.model_fields.items():
-        shown = f"--{key.replace('_', '-')}" if key in flags else key
-        row = re.search(rf"^\| `{shown}` \| (.*?) \|", text, re.M)
-        assert row, shown
+        name = f"--{key.replace('_', '-')}" if key in flags else key
+        row = re.search(rf"^\| `{name}` \| (.*?) \|", text, re.M)
+        assert row, name
         if isinstance(field.default, GuardConfig):  # it has a table of its own
             assert row[1] == "see below"
         else:
@@ -80,9 +80,9 @@ def test_every_flag_is_documented_and_every_documented_flag_exists():
 @pytest.mark.parametrize("command", ["pretrain", "compare", "plan", "estimate"])
 def test_the_defaults_in_the_help_are_the_defaults(command):
     for option in COMMANDS[command].params:
-        found = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
-        if found and option.name in RunConfig.model_fields:
-            assert found[1] == str(RunConfig.model_fields[option.name].default), option.name
+        match = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
+        if match and option.name in RunConfig.model_fields:
+            assert match[1] == str(RunConfig.model_fields[option.name].default), option.name
 
 
 def test_recipe_and_model_keys_are_documented():
@@ -111,10 +111,10 @@ def test_every_capability_names_tests_that_exist():
     text = _text("docs/capabilities.md")
     rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
     counts = {"A": 13, "B": 10, "C": 3, "D": 13, "E": 4}
-    wanted = [f"{part}{number}" for part, n in counts.items() for number in range(1, n + 1)]
-    assert [row for row, _ in rows] == wanted
-    for row, told in rows:
-        assert "::" in told, row
+    expected = [f"{letter}{number}" for letter, n in counts.items() for number in range(1, n + 1)]
+    assert [row for row, _ in rows] == expected
+    for row, cell in rows:
+        assert "::" in cell, row
     named = re.findall(r"`([\w/]*test_\w+\.py)::(test_\w+)`", text)
     assert len(named) > 80
     for file, test in named:
@@ -134,13 +134,13 @@ def test_the_table_of_costs_is_that_of_the_committed_study():
     cells = json.loads(_text("bench/results/cpu/study.json"))["cells"]
     rows = re.findall(r"^\| FP[468]: (.*?) \| (.*?) \| (.*?) \|$", _text(COSTS), re.M)
     assert len(rows) == 5
-    for told, *ranges in rows:
-        names = re.findall(r"`(\w+)`", told)
-        for ratio, said in zip((2, 8), ranges, strict=True):
-            found = [c for c in cells if c["recipe"] in names and c["ratio"] == ratio]
-            gaps = sorted(round(cell["gap"]["mean"], 2) + 0.0 for cell in found)
+    for title, *ranges in rows:
+        names = re.findall(r"`(\w+)`", title)
+        for ratio, cell in zip((2, 8), ranges, strict=True):
+            chosen = [c for c in cells if c["recipe"] in names and c["ratio"] == ratio]
+            gaps = sorted(round(cell["gap"]["mean"], 2) + 0.0 for cell in chosen)
             least, most = f"{gaps[0]:.2f}", f"{gaps[-1]:.2f}"
-            assert said == (least if least == most else f"{least} to {most}"), told
+            assert cell == (least if least == most else f"{least} to {most}"), title
     in_bf16 = re.findall(r"it is ([\d.]+) % for `delayed`, ([\d.]+) % for `current`", _text(COSTS))
     means = {cell["recipe"]: f"{cell['gap']['mean']:.2f}" for cell in cells}
     assert in_bf16 == [tuple(means[f"{name}_bf16_residual"] for name in ("delayed", "current"))]
@@ -152,16 +152,16 @@ def test_the_table_of_costs_is_that_of_the_committed_study():
 def test_every_module_that_the_list_of_rooms_names_is_there():
     rooms = re.search(r"## Rooms\n\n```\n(.*?)```", _text("docs/architecture.md"), re.S)
     assert rooms is not None
-    gone = []
-    for room, told in re.findall(r"^  ([\w/]+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
-        plain = re.sub(r"\([^)]*\)", "", " ".join(told.split())).partition(":")
+    missing = []
+    for room, description in re.findall(r"^  ([\w/]+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
+        plain = re.sub(r"\([^)]*\)", "", " ".join(description.split())).partition(":")
         for word in re.split(r"[,;]|\band\b", plain[2] or plain[0]):
             name = word.strip()
             if re.fullmatch(r"[a-z_0-9]+", name) and name not in WORDS:
-                gone += [f"{room}/{name}"] * (
+                missing += [f"{room}/{name}"] * (
                     not (ROOT / "fp8stack" / room / f"{name}.py").exists()
                 )
-    assert gone == []
+    assert missing == []
 
 
 def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there():
@@ -173,15 +173,19 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
     for path in sorted((ROOT / "fp8stack").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        told = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-        texts[str(path.relative_to(ROOT))] = "\n".join(told)
-    gone = []
+        docstrings = [
+            ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)
+        ]
+        texts[str(path.relative_to(ROOT))] = "\n".join(docstrings)
+    missing = []
     for name, text in texts.items():
         text = re.sub(r"https?://\S+|Source:[^.]*\.", "", text)
-        for found in re.findall(r"(?<![\w*/.-])(?:\w+/)*\w+\.py\b", text):
-            if found not in MADE_UP and not any(file.endswith(f"/{found}") for file in files):
-                gone.append(f"{name}: {found}")
-    assert gone == []
+        for mentioned in re.findall(r"(?<![\w*/.-])(?:\w+/)*\w+\.py\b", text):
+            if mentioned not in MADE_UP and not any(
+                file.endswith(f"/{mentioned}") for file in files
+            ):
+                missing.append(f"{name}: {mentioned}")
+    assert missing == []
 
 
 @pytest.mark.parametrize(
@@ -194,9 +198,9 @@ def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, 
     for capability, names in GPUS.items():
         words = ["--model", model, "--capability", capability, "--batch", sizes[0]]
         assert command("bench", "roofline", *words, "--context", sizes[1]) == 0
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         for recipe in names:
-            (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", said, re.M)
+            (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", printed, re.M)
             cells.append(row)
     assert f"| {model} | {' | '.join(cells)} |" in _text("docs/choosing_a_recipe.md")
 
@@ -206,20 +210,20 @@ def test_where_fp8_pays_is_what_plans_go_by(scaling):
     text = _text("docs/performance.md")
     (names,) = re.findall(r"^\| scaling \| [^|]*c \| (.*) \|$", text, re.M)
     (bounds,) = re.findall(rf"^\| {scaling} \| [^|]* read[^|]*\| (.*) \|$", text, re.M)
-    for one in scaling.split(", "):
-        quantizers = recipes.load_recipe(one).quantizers
+    for recipe in scaling.split(", "):
+        quantizers = recipes.load_recipe(recipe).quantizers
         assert quantizers is not None
-        found = [least_ratio(gpu_named(name), quantizers) for name in names.split(" | ")]
-        assert [f"{bound:.0f}" for bound in found] == bounds.split(" | ")
+        ratios = [least_ratio(gpu_named(name), quantizers) for name in names.split(" | ")]
+        assert [f"{bound:.0f}" for bound in ratios] == bounds.split(" | ")
 
 
 def test_the_memory_that_the_faq_tells_is_the_estimate(command, capsys):
     text = _text("docs/faq.md")
-    (asked,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)
-    assert command(*asked.split(), "--json") == 0
+    (words,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)
+    assert command(*words.split(), "--json") == 0
     text = " ".join(text.split())
-    found = json.loads(capsys.readouterr().out)
-    peaks = {recipe: one["peak"] / 2**30 for recipe, one in found["recipes"].items()}
+    estimate = json.loads(capsys.readouterr().out)
+    peaks = {recipe: memory["peak"] / 2**30 for recipe, memory in estimate["recipes"].items()}
     assert f"{peaks['delayed']:.2f} GiB in delayed scaling, {peaks['bf16']:.2f} GiB in bf16" in text
     model = fp8stack.load_config("gpt2-1.5b")
     assert f"of which {16 * model.parameters() / 2**30:.0f} GiB are" in text
@@ -242,7 +246,7 @@ def test_the_backend_of_the_example_computes_what_the_casts_give(recipe):
 
 
 def _anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of the headings."""
+    """The anchors that GitHub derives from the headings."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}
@@ -251,20 +255,20 @@ def _anchors(text: str) -> set[str]:
 def test_links_lead_to_a_file_and_a_heading_of_it():
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", _text(page)):
-            other = (ROOT / page).parent / target if target else ROOT / page
-            assert other.exists(), (page, target)
+            file = (ROOT / page).parent / target if target else ROOT / page
+            assert file.exists(), (page, target)
             if anchor:
-                anchors = _anchors(other.read_text(encoding="utf-8"))
+                anchors = _anchors(file.read_text(encoding="utf-8"))
                 assert anchor in anchors, f"{page}: {target}#{anchor}"
 
 
 def test_make_and_ci_call_the_same_checks():
     makefile, script = _text("Makefile"), _text(".ci/check")
-    known = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
+    checks = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
     called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
-    assert known == called == {"lint", "types", "audit", "conform", "tests", "kinds"}
+    assert checks == called == {"lint", "types", "audit", "conform", "tests", "kinds"}
     (usual,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", script, re.M)
-    assert set(usual.split()) == known - {"kinds"}  # it runs the tests twice
+    assert set(usual.split()) == checks - {"kinds"}  # it runs the tests twice
     assert _text(".ci/run").rstrip().endswith("\n.ci/check")
     ended = subprocess.run([ROOT / ".ci/check", "nope"], capture_output=True, text=True)
     assert (ended.returncode, "Known: lint, types" in ended.stderr) == (2, True)

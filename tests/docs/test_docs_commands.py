@@ -1,8 +1,8 @@
-"""Every command in the documents runs, made small; docs_runner.py says how.
+"""Runs every command in the documents, made small by docs_runner.py.
 
-Commands of one code block are one session in one folder. Those that take longer are slow tests, and
-here their words alone are read, by what will read them: several ranks (here one does the work),
-comparisons, and the scenarios of `python -m bench`.
+The commands of a code block run in one session, in the same folder. Commands that take long
+(several ranks, comparisons, scenarios of `python -m bench`) run completely only in slow tests; the
+other tests only parse them, or run them on one rank.
 """
 
 from __future__ import annotations
@@ -52,23 +52,22 @@ def _kills(command: Command) -> bool:
     return command.text.startswith("python -m tests.faults.harness")
 
 
-# Slow: ranks that meet take 10 s and more; scenarios measure, even in their short form; a
-# comparison starts a process for each run, a fault that kills one of its own; a report draws for
-# 5 s and more.
+# Slow: starting ranks takes 10 s and more, scenarios measure even in their short form, a comparison
+# starts a process for each run, a fault kills a process, and a report draws for 5 s and more.
 LONG = (_launches, _measures, _compares, _draws, _kills)
-SLOW = [one for one in HERE if any(is_long(one) for is_long in LONG)]
+SLOW = [command for command in HERE if any(is_long(command) for is_long in LONG)]
 
 
 @pytest.fixture(scope="module")
 def goods(tmp_path_factory, one_thread) -> Path:
-    """The files that the documents speak of, small."""
+    """Small versions of the files that the documents mention."""
     folder = tmp_path_factory.mktemp("goods")
     runner.make_goods(folder, exit_code)
     return folder
 
 
 class Sessions:
-    """The folders of code blocks, and which of their commands were run there."""
+    """The folders of code blocks, and the commands that have run in them."""
 
     def __init__(self, goods: Path, factory: pytest.TempPathFactory) -> None:
         self.goods = goods
@@ -77,7 +76,7 @@ class Sessions:
         self.done: set[Command] = set()
 
     def folder(self, command: Command) -> Path:
-        """Where a command is to be run, with what the documents speak of."""
+        """The folder to run a command in, with the files that the documents mention."""
         key = (command.page, -1 if command.block is None else command.block)
         if command.block is None or key not in self.folders:
             mates = [c for c in ALL if c.page == command.page and c.block == command.block]
@@ -87,7 +86,7 @@ class Sessions:
         return self.folders[key]
 
     def before(self, command: Command) -> list[Command]:
-        """The commands of the same block that come first and were not run yet."""
+        """Earlier commands of the same block that have not run yet."""
         if command.block is None:
             return []
         mates = [c for c in HERE if (c.page, c.block) == (command.page, command.block)]
@@ -104,9 +103,9 @@ def test_a_command_of_the_documents_runs(command, sessions, monkeypatch):
     folder = sessions.folder(command)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for one in (*sessions.before(command), command):
-        sessions.done.add(one)
-        _run(one, folder, monkeypatch)
+    for current in (*sessions.before(command), command):
+        sessions.done.add(current)
+        _run(current, folder, monkeypatch)
 
 
 def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,25 +122,25 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     words = runner.substituted(command.words)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    program, *rest = words
+    program, *arguments = words
     if program == "pip":
-        assert rest[0] == "install"
-        checks.check_pip(rest[1:])
+        assert arguments[0] == "install"
+        checks.check_pip(arguments[1:])
     elif program == "pytest":
-        checks.check_pytest(rest)
+        checks.check_pytest(arguments)
     elif program == "make":
-        checks.check_target(rest)
+        checks.check_target(arguments)
     elif program in _LAUNCHERS:
-        _, given = runner.launched(words)
-        given = given[given.index("pretrain") :]
-        assert exit_code(*runner.scaled(given)) == 0
+        _, launched = runner.launched(words)
+        launched = launched[launched.index("pretrain") :]
+        assert exit_code(*runner.scaled(launched)) == 0
     elif words[:3] == ["python", "-m", "bench"]:
         checks.check_bench(words[3:], folder)
     elif _kills(command):
         assert harness.parse(words[3])
         assert exit_code(*runner.scaled(words[5:])) == 0
     elif program == "fp8stack" or words[:3] == ["python", "-m", "fp8stack"]:
-        _fp8stack(rest if program == "fp8stack" else rest[2:], command, monkeypatch)
+        _fp8stack(arguments if program == "fp8stack" else arguments[2:], command, monkeypatch)
     else:
         pytest.fail(f"{command.place}: nobody knows how to check {command.text}")
 
@@ -152,7 +151,7 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
     if _compares(command):
         from fp8stack.compare import comparison
 
-        monkeypatch.setattr(comparison, "compare", lambda asked: 0)
+        monkeypatch.setattr(comparison, "compare", lambda comparison: 0)
     if _draws(command):
         import fp8stack.report
 
@@ -179,9 +178,9 @@ def _be_killed(words: list[str], folder: Path) -> None:
 def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
     folder = sessions.folder(command)
     monkeypatch.chdir(folder)
-    for one in sessions.before(command):
-        sessions.done.add(one)
-        _run(one, folder, monkeypatch)
+    for earlier in sessions.before(command):
+        sessions.done.add(earlier)
+        _run(earlier, folder, monkeypatch)
     sessions.done.add(command)
     if command.script:
         runner.run_script(command.text, folder, launch=True)
@@ -275,8 +274,8 @@ fp8stack plan --model ./a.toml
 
 
 def test_commands_are_found_wherever_they_stand():
-    found = [(one.line, one.text, one.block) for one in commands("a.md", PAGE)]
-    assert found == [
+    places = [(command.line, command.text, command.block) for command in commands("a.md", PAGE)]
+    assert places == [
         (2, "fp8stack plan --model gpt-nano", None),
         (10, "fp8stack doctor --json", 1),
         (15, "fp8stack plan --json  # as JSON", 2),
@@ -305,8 +304,8 @@ def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
 
 def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
-    made = {"reliability": ["--short"], "gpu": ["--quick"], "startup": ["--rounds=2"]}
-    made["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
+    options = {"reliability": ["--short"], "gpu": ["--quick"], "startup": ["--rounds=2"]}
+    options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
     timed = ("emulation", "step", "grid", "scaling", "operations", "telemetry")
     few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
-    return [*made.get(words[0], ["--tiny", *few]), "--out", "measured"]
+    return [*options.get(words[0], ["--tiny", *few]), "--out", "measured"]

@@ -63,22 +63,25 @@ def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
 
 def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, capsys):
     assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
-    told = capsys.readouterr()
-    assert "Qwen3ForCausalLM" in told.out
-    assert "918,912 parameters" in told.out
+    output = capsys.readouterr()
+    assert "Qwen3ForCausalLM" in output.out
+    assert "918,912 parameters" in output.out
     honour = "hidden_act silu, rope_theta 10000, rms_norm_eps 1e-05, a norm of each head's queries"
-    assert told.err.count("note:") == 1
-    assert honour in told.err
-    theirs, ours = loaded(Path("x")), fp8stack.load(nano)
+    assert output.err.count("note:") == 1
+    assert honour in output.err
+    hf_model, model = loaded(Path("x")), fp8stack.load(nano)
     tokenizer = transformers.AutoTokenizer.from_pretrained("x")
     assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    assert tokenizer.eos_token_id == 255 == theirs.generation_config.eos_token_id
-    require_same_logits(ours, theirs)
+    assert tokenizer.eos_token_id == 255 == hf_model.generation_config.eos_token_id
+    require_same_logits(model, hf_model)
     x = torch.tensor([tokenizer.encode("import ")])
-    said = theirs.generate(x, max_new_tokens=8, do_sample=False)[0].tolist()
-    for count in range(x.shape[1], len(said)):
-        assert int(logits(ours, torch.tensor([said[:count]]))[0, -1].argmax()) == said[count]
+    generated = hf_model.generate(x, max_new_tokens=8, do_sample=False)[0].tolist()
+    for count in range(x.shape[1], len(generated)):
+        assert (
+            int(logits(model, torch.tensor([generated[:count]]))[0, -1].argmax())
+            == generated[count]
+        )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -119,11 +122,11 @@ def test_a_checkpoint_that_was_moved_knows_that_its_tokens_are_bytes(nano, comma
 def test_in_fp8_a_run_in_delayed_scaling_says_the_same(nano, command):
     assert command("export", str(nano), "--format", "fp8", "--out", "x") == 0
     x = tokens(256)
-    theirs, exact = logits(loaded(Path("x")), x), logits(fp8stack.load(nano), x)
-    ours = logits(fp8stack.load(nano, recipe="delayed"), x)
-    own = (ours - exact).square().mean().sqrt()
-    assert own > 1e-3
-    assert (theirs - ours).square().mean().sqrt() < 0.3 * own
+    hf_logits, exact = logits(loaded(Path("x")), x), logits(fp8stack.load(nano), x)
+    fp8_logits = logits(fp8stack.load(nano, recipe="delayed"), x)
+    fp8_error = (fp8_logits - exact).square().mean().sqrt()
+    assert fp8_error > 1e-3
+    assert (hf_logits - fp8_logits).square().mean().sqrt() < 0.3 * fp8_error
 
 
 def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(nano, command):
@@ -171,18 +174,18 @@ def test_safetensors_hold_our_names_and_a_model_file(nano, command):
     assert command("export", str(nano), "--format", "safetensors", "--out", "x") == 0
     assert sorted(path.name for path in Path("x").iterdir()) == ["model.safetensors", "model.toml"]
     with safetensors.safe_open("x/model.safetensors", framework="pt") as file:
-        told = file.metadata()
-    assert (told["recipe"], told["step"]) == ("delayed", "6")
-    made, ours = GPT(load_config("x/model.toml"), seed=5), fp8stack.load(nano)
-    safetensors.torch.load_model(made, "x/model.safetensors")
-    assert made.config == ours.config
-    assert same(weights_of(made), weights_of(ours))
+        metadata = file.metadata()
+    assert (metadata["recipe"], metadata["step"]) == ("delayed", "6")
+    rebuilt, model = GPT(load_config("x/model.toml"), seed=5), fp8stack.load(nano)
+    safetensors.torch.load_model(rebuilt, "x/model.safetensors")
+    assert rebuilt.config == model.config
+    assert same(weights_of(rebuilt), weights_of(model))
     # A tied model is one again.
     tied = random_model(GPTConfig(**SHAPES["gpt2"]))
     replace_folder(Path("y"), safetensors_files(source_of(tied)))
-    made = GPT(load_config("y/model.toml"), seed=5).eval()
-    safetensors.torch.load_model(made, "y/model.safetensors")
-    assert torch.equal(logits(made, tokens(50)), logits(tied, tokens(50)))
+    rebuilt = GPT(load_config("y/model.toml"), seed=5).eval()
+    safetensors.torch.load_model(rebuilt, "y/model.safetensors")
+    assert torch.equal(logits(rebuilt, tokens(50)), logits(tied, tokens(50)))
 
 
 def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(nano, command, capsys):
@@ -267,25 +270,25 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(nano, refused):
     model["vocab"] = {token: id for token, id in model["vocab"].items() if "a" not in token}
     Path("other.json").write_text(json.dumps(table | {"model": model | {"merges": []}}))
     shutil.copytree(nano, "run")
-    said = refused("export", "run", "--tokenizer", "other.json", "--out", "x")
-    assert "was trained on tokens of bytes, not of --tokenizer" in said
+    error = refused("export", "run", "--tokenizer", "other.json", "--out", "x")
+    assert "was trained on tokens of bytes, not of --tokenizer" in error
     Path("run/tokenizer.json").unlink()
     for checkpoint in Path("run/checkpoints").glob("step-*"):  # as older versions wrote them
         rewrite(checkpoint, lambda body: body["info"].pop("tokenizer"))
-    said = refused("export", "run", "--tokenizer", "more.json", "--out", "x")
-    assert "257 tokens, the model a vocabulary of 256" in said
+    error = refused("export", "run", "--tokenizer", "more.json", "--out", "x")
+    assert "257 tokens, the model a vocabulary of 256" in error
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no modes")
 def test_an_export_that_is_written_again_keeps_its_modes(nano, command):
     words = ["export", str(nano), "--out", "x"]
     assert command(*words) == 0
-    kept = {"x": 0o700, "x/config.json": 0o600, "x/model.safetensors": 0o640}
-    for name, mode in kept.items():
+    modes = {"x": 0o700, "x/config.json": 0o600, "x/model.safetensors": 0o640}
+    for name, mode in modes.items():
         Path(name).chmod(mode)
     Path("x/README.md").unlink()
     assert command(*words, "--overwrite") == 0
-    assert {name: Path(name).stat().st_mode & 0o777 for name in kept} == kept
+    assert {name: Path(name).stat().st_mode & 0o777 for name in modes} == modes
     assert Path("x/README.md").stat().st_mode & 0o077 == 0
 
 

@@ -61,7 +61,7 @@ def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, co
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
     parameters = fp8stack.load(run).config.parameters()
-    for said in (
+    for line in (
         f"| parameters | {parameters:,} |",
         "| layers, width, heads | 1, 32, 2 |",
         "| recipe | `current`, computed by the backend emulate |",
@@ -71,7 +71,7 @@ def test_a_card_says_what_is_known_and_claims_no_gap_without_a_reference(run, co
         f"| made with | fp8stack {fp8stack.__version__}, torch {torch.__version__} |",
         'AutoModelForCausalLM.from_pretrained("FOLDER")',
     ):
-        assert said in card, card
+        assert line in card, card
     assert "Forecast" not in card
     assert "Measured" not in card
     assert str(run.parent) not in card  # no path of this machine
@@ -94,14 +94,14 @@ def test_a_card_tells_the_gap_that_a_comparison_measured(trained, command, tmp_p
     rows = [{"recipe": "fp32", "gap_percent": None}, {"recipe": "current", "gap_percent": gap}]
     report = {"asked": {"baseline": "fp32"}, "config": {"steps": 12}, "recipes": rows}
     phases = [{"name": "shared", "recipe": "fp32", "until": 0.25}, {"name": "compared"}]
-    for steps, told in ((12, True), (24, False)):
+    for steps, is_expected in ((12, True), (24, False)):
         report["config"] = {"steps": steps, "phases": phases}
         (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
         assert command("export", "out/runs/current-seed0", "--out", f"x{steps}") == 0
         card = Path(f"x{steps}", CARD).read_text()
-        assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == told
+        assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == is_expected
         shared = "In this gap, the first 25% of the steps are in fp32 in all runs of a seed."
-        assert (shared in card) == told
+        assert (shared in card) == is_expected
 
 
 def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
@@ -115,12 +115,12 @@ def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
 def test_what_was_written_is_json_on_request(run, command, capsys):
     assert command("export", "run", "--out", "x", "--format", "fp8", "--json") == 0
     printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert told.keys() == {"out", "format", "title", "parameters", "dtype", "source", "notes"}
-    assert (told["out"], told["format"], told["dtype"]) == ("x", "fp8", "fp32")
-    assert told["parameters"] == fp8stack.load(run).config.parameters()
-    assert told["source"] == "run/checkpoints/step-000012"
-    assert printed.err.splitlines() == [f"note: {note}" for note in told["notes"]]
+    result = json.loads(printed.out)
+    assert result.keys() == {"out", "format", "title", "parameters", "dtype", "source", "notes"}
+    assert (result["out"], result["format"], result["dtype"]) == ("x", "fp8", "fp32")
+    assert result["parameters"] == fp8stack.load(run).config.parameters()
+    assert result["source"] == "run/checkpoints/step-000012"
+    assert printed.err.splitlines() == [f"note: {note}" for note in result["notes"]]
     card = Path("x", CARD).read_text()
     assert "compressed-tensors" in front_matter(card)["tags"]
     assert "vllm serve" in card
@@ -138,10 +138,10 @@ def test_what_is_pushed_is_loaded_again_to_the_bit(hub: Hub, run, command, capsy
     files = {path.name: path.read_bytes() for path in Path("x").iterdir()}
     assert stored.commits[stored.main] == files | {".gitattributes": b""}
     assert 'from_pretrained("me/mine")' in files[CARD].decode()
-    source, ours = find_source("hf:me/mine"), weights_of(fp8stack.load(run))
+    source, weights = find_source("hf:me/mine"), weights_of(fp8stack.load(run))
     assert source.name == f"hf:me/mine@{stored.main}"
-    assert source.weights.keys() == ours.keys()
-    assert all(torch.equal(source.weights[name], ours[name]) for name in ours)
+    assert source.weights.keys() == weights.keys()
+    assert all(torch.equal(source.weights[name], weights[name]) for name in weights)
     assert source.tokenizer is not None
     assert source.tokenizer.read_bytes() == files["tokenizer.json"]
     require_same_logits(fp8stack.load(run), loaded(source.tokenizer.parent))
@@ -167,19 +167,21 @@ def unpushed(hub: Hub, run, command, capsys) -> Callable[..., str]:
     def ask(*more: str) -> str:
         capsys.readouterr()
         assert command("export", "run", "--out", "x", "--overwrite", "--push", *more) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert told[-1].startswith(f"fp8stack: x is written, but not pushed to {more[0]}: "), told
-        assert "then give the same command with --overwrite." in told[-1]
+        errors = capsys.readouterr().err.splitlines()
+        assert errors[-1].startswith(f"fp8stack: x is written, but not pushed to {more[0]}: "), (
+            errors
+        )
+        assert "then give the same command with --overwrite." in errors[-1]
         loaded(Path("x"))
-        return told[-1]
+        return errors[-1]
 
     return ask
 
 
 def test_a_push_that_is_refused_loses_nothing(hub: Hub, unpushed, monkeypatch):
-    told = unpushed("me/mine")
+    error = unpushed("me/mine")
     for remedy in ("there is no token", "hf auth login", "huggingface-cli login", "HF_TOKEN"):
-        assert remedy in told
+        assert remedy in error
     assert not hub.requests
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.forbidden.add("them")

@@ -68,7 +68,7 @@ def test_the_law_is_its_formula_and_its_interval_is_of_90_percent():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "tokens", "forward", "said"),
+    ("parameters", "tokens", "forward", "reason"),
     [
         (50_000, 100_000, 0.5, ""),
         (4_000, 8_000, 0.1, "models of 0.01 to 0.1 million parameters, and this has 0.004"),
@@ -78,10 +78,10 @@ def test_the_law_is_its_formula_and_its_interval_is_of_90_percent():
         (50_000, 100_000, 3.0, "its divergence of 3 nats per token is above the 1"),
     ],
 )
-def test_the_law_says_what_it_does_not_cover(parameters, tokens, forward, said):
-    found = LAW.beyond(parameters, tokens, forward)
-    assert said in found
-    assert bool(found) == bool(said)
+def test_the_law_says_what_it_does_not_cover(parameters, tokens, forward, reason):
+    text = LAW.beyond(parameters, tokens, forward)
+    assert reason in text
+    assert bool(text) == bool(reason)
 
 
 def test_the_law_that_comes_with_the_package_is_one():
@@ -97,35 +97,35 @@ def test_the_law_that_comes_with_the_package_is_one():
 
 @pytest.mark.usefixtures("covered")
 def test_a_forecast_is_the_law_of_what_was_measured(run):
-    found = of(run, "nvfp4", "mxfp8")
-    for one in found.recipes:
-        assert one.reason == ""
-        assert one.gap == LAW.gap(one.forward, one.backward)
-        assert len(one.worst) == 5
-        rest = found.measured[one.recipe].without(one.worst)
-        assert one.without_worst == LAW.gap(rest.forward, rest.backward)
-    nvfp4, mxfp8 = (one.gap.mean for one in found.recipes if one.gap)
+    forecast = of(run, "nvfp4", "mxfp8")
+    for expected in forecast.recipes:
+        assert expected.reason == ""
+        assert expected.gap == LAW.gap(expected.forward, expected.backward)
+        assert len(expected.worst) == 5
+        remaining = forecast.measured[expected.recipe].without(expected.worst)
+        assert expected.without_worst == LAW.gap(remaining.forward, remaining.backward)
+    nvfp4, mxfp8 = (expected.gap.mean for expected in forecast.recipes if expected.gap)
     assert nvfp4 > 3 * mxfp8 > 0
-    assert found.trained.tokens == 30 * 4 * 32
-    told = found.result()
-    text = "\n".join(told.as_text())
-    loss = found.trained.loss
+    assert forecast.trained.tokens == 30 * 4 * 32
+    result = forecast.result()
+    text = "\n".join(result.as_text())
+    loss = forecast.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
     assert "million parameters, trained on" in text
     assert "the first quarter of training is in fp32 in such a gap" in text
-    assert told.recipes[0].gap is not None
-    assert told.recipes[0].gap.mean == nvfp4
-    assert type(told).model_validate_json(told.model_dump_json()) == told
+    assert result.recipes[0].gap is not None
+    assert result.recipes[0].gap.mean == nvfp4
+    assert type(result).model_validate_json(result.model_dump_json()) == result
 
 
 @pytest.mark.usefixtures("covered")
 def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     assert command("forecast", "run", "--recipes", "nvfp4,mxfp8", "--windows", "8") == 0
-    said = capsys.readouterr().out
-    assert "written: run/forecast.json, which `fp8stack report` shows" in said
-    told = ForecastResult.model_validate_json((copy / "forecast.json").read_text())
-    (row, _) = told.rows()
+    output = capsys.readouterr().out
+    assert "written: run/forecast.json, which `fp8stack report` shows" in output
+    result = ForecastResult.model_validate_json((copy / "forecast.json").read_text())
+    (row, _) = result.rows()
     assert command("report", "run") == 0
     html = (copy / "report.html").read_text()
     assert "What recipes would cost" in html
@@ -157,10 +157,10 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_the_one_before_is_used(
     (damaged / "checkpoint.json").write_text("{}")
     args = ("forecast", "run", "--recipes", "mxfp8", "--windows", "8", "--json")
     assert command(*args) == 0
-    said = capsys.readouterr()
-    assert said.err.startswith("passed over: run/checkpoints/step-000031/checkpoint.json is no ")
-    told = json.loads(said.out)
-    assert (told["checkpoint"], told["tokens"]) == ("step-000030", 30 * 4 * 32)
+    output = capsys.readouterr()
+    assert output.err.startswith("passed over: run/checkpoints/step-000031/checkpoint.json is no ")
+    result = json.loads(output.out)
+    assert (result["checkpoint"], result["tokens"]) == ("step-000030", 30 * 4 * 32)
 
 
 @pytest.mark.parametrize(
@@ -189,22 +189,22 @@ def test_what_cannot_be_told_is_said_before_anything_is_computed(
         monkeypatch.setattr(forecasts, name, compute)
     text = ["--data", "text.txt"] * (uncovered is None)
     assert command(*command_line.split(), source, "--recipes", "mxfp8", *text) == 2
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     if command_line == "forecast":
-        first, then = said.splitlines()
+        first, then = errors.splitlines()
         assert first.startswith(f"cannot tell the gap of any recipe: {reason}")
         assert then == "fp8stack: It computes."
     else:
-        assert f"No recipe can be tuned for {source}: {reason}" in said
-        assert "It computes." not in said
+        assert f"No recipe can be tuned for {source}: {reason}" in errors
+        assert "It computes." not in errors
 
 
 def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
     """The run's model is smaller than any that the law was fitted to; its layers are told."""
     assert command("forecast", str(run), "--recipes", "nvfp4,delayed", "--windows", "8") == 0
-    said = capsys.readouterr()
-    assert "cannot tell the gap of nvfp4, delayed: the law is of models of" in said.out
-    assert "blocks.0" in said.out
+    output = capsys.readouterr()
+    assert "cannot tell the gap of nvfp4, delayed: the law is of models of" in output.out
+    assert "blocks.0" in output.out
     args = ("forecast", str(run), "--recipes", "mxfp4", "--windows", "8", "--json")
     assert command(*args) == 0
     (recipe,) = json.loads(capsys.readouterr().out)["recipes"]
@@ -213,7 +213,7 @@ def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--recipes", "fp32,bf16"], "fp32, bf16: nothing is quantized. Name other --recipes."),
         (["--recipes", ","], "--recipes ',' has an empty name. Example: fp32,bf16,delayed"),
@@ -222,8 +222,8 @@ def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
         (["--tokens", "0"], "--tokens 0: a model is trained on 1 or more."),
     ],
 )
-def test_bad_input_of_a_forecast_is_refused(flags, said, run, refused):
-    assert said in refused("forecast", str(run), *flags)
+def test_bad_input_of_a_forecast_is_refused(flags, message, run, refused):
+    assert message in refused("forecast", str(run), *flags)
 
 
 def test_a_run_that_is_not_there_is_refused(refused):
@@ -232,35 +232,37 @@ def test_a_run_that_is_not_there_is_refused(refused):
 
 def test_a_forecast_says_which_keys_of_a_recipe_it_leaves_out(run, covered, tmp_path, capsys):
     (tmp_path / "mine.toml").write_text('like = "mxfp8"\nresidual = "bf16"\n')
-    found = of(run, str(tmp_path / "mine.toml"), "mxfp8")
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith("mine.toml: the forecast is of linear layers, without residual = 'bf16'")
-    assert found.recipes[0].gap == found.recipes[1].gap
+    forecast = of(run, str(tmp_path / "mine.toml"), "mxfp8")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.endswith(
+        "mine.toml: the forecast is of linear layers, without residual = 'bf16'"
+    )
+    assert forecast.recipes[0].gap == forecast.recipes[1].gap
 
 
 @pytest.mark.usefixtures("covered")
 def test_a_folder_that_cannot_be_written_to_loses_no_table(run, command, monkeypatch, capsys):
-    def full(*given: object) -> None:
+    def full(*arguments: object) -> None:
         raise StorageError("Cannot write there.")
 
     monkeypatch.setattr(forecasts, "write_atomically", full)
     assert command("forecast", str(run), "--recipes", "mxfp8", "--windows", "8") == 0
-    said = capsys.readouterr()
-    assert "worst layers" in said.out
-    assert said.err == "fp8stack: the report will not show this: Cannot write there.\n"
+    output = capsys.readouterr()
+    assert "worst layers" in output.out
+    assert output.err == "fp8stack: the report will not show this: Cannot write there.\n"
 
 
 # Tuning
 
 
 def choices(bits: Any, forward: Any, backward: Any, weights: Any) -> tune.Choices:
-    made: tune.Choices = object.__new__(tune.Choices)
-    made.figures = np.array([bits, forward, backward, np.zeros_like(bits)])
-    made.times = None
-    made.weights = np.array(weights)
-    made.layers = [f"l{n}" for n in range(len(weights))]
-    made.pairs = [(f"r{n}", f"r{n}") for n in range(made.figures.shape[2])]
-    return made
+    table: tune.Choices = object.__new__(tune.Choices)
+    table.figures = np.array([bits, forward, backward, np.zeros_like(bits)])
+    table.times = None
+    table.weights = np.array(weights)
+    table.layers = [f"l{n}" for n in range(len(weights))]
+    table.pairs = [(f"r{n}", f"r{n}") for n in range(table.figures.shape[2])]
+    return table
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -270,24 +272,24 @@ def test_the_assignment_is_the_best_of_all(seed):
     bits = np.sort(draw.uniform(4, 16, (5, 4)), axis=1)
     forward = -np.sort(-draw.uniform(0, 0.02, (5, 4)), axis=1)
     backward = -np.sort(-draw.uniform(0, 0.05, (5, 4)), axis=1)
-    made = choices(bits, forward, backward, draw.dirichlet(np.ones(5)))
-    every = [made.assigned(chosen, LAW) for chosen in itertools.product(range(4), repeat=5)]
+    table = choices(bits, forward, backward, draw.dirichlet(np.ones(5)))
+    assignments = [table.assigned(chosen, LAW) for chosen in itertools.product(range(4), repeat=5)]
     for budget in (0.01, 0.02, 0.03):
-        within = [one for one in every if one.gap.mean <= budget]
-        found = made.cheapest(LAW, budget)
-        if not within:
-            assert found is None
+        possible = [assignment for assignment in assignments if assignment.gap.mean <= budget]
+        cheapest = table.cheapest(LAW, budget)
+        if not possible:
+            assert cheapest is None
             continue
-        assert found is not None
-        assert found.gap.mean <= budget * (1 + 1e-6)
-        assert found.bits <= min(one.bits for one in within) + 1e-9
+        assert cheapest is not None
+        assert cheapest.gap.mean <= budget * (1 + 1e-6)
+        assert cheapest.bits <= min(assignment.bits for assignment in possible) + 1e-9
     for limit in (7.0, 9.0, 12.0):
-        within = [one for one in every if one.bits <= limit]
-        best = made.best(LAW, limit)
-        assert (best is None) == (not within)
+        possible = [assignment for assignment in assignments if assignment.bits <= limit]
+        best = table.best(LAW, limit)
+        assert (best is None) == (not possible)
         if best is not None:
             assert best.bits <= limit + 1e-6
-            assert best.gap.mean <= min(one.gap.mean for one in within) * (1 + 1e-9)
+            assert best.gap.mean <= min(assignment.gap.mean for assignment in possible) * (1 + 1e-9)
 
 
 def test_what_the_solver_prints_is_not_in_the_output(monkeypatch, capfd):
@@ -299,8 +301,8 @@ def test_what_the_solver_prints_is_not_in_the_output(monkeypatch, capfd):
 
     monkeypatch.setattr(tune, "milp", loud)
     numbers = np.full((2, 2), 0.01)
-    made = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
-    assert made.best(LAW, 6.0) is not None
+    table = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
+    assert table.best(LAW, 6.0) is not None
     ctypes.CDLL(None).puts(b"after")
     ctypes.CDLL(None).fflush(None)
     assert capfd.readouterr().out == "after\n"
@@ -312,8 +314,8 @@ def test_recipes_are_chosen_where_ctypes_cannot_open_the_program_itself(monkeypa
 
     monkeypatch.setattr(ctypes, "CDLL", on_windows)
     numbers = np.full((2, 2), 0.01)
-    made = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
-    assert made.best(LAW, 6.0) is not None
+    table = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
+    assert table.best(LAW, 6.0) is not None
 
 
 def test_bits_are_those_of_the_wider_operand():
@@ -333,19 +335,19 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     loss = of(run, "mxfp8").trained.loss
     ask = ["--windows", "8", "--recipes", "nvfp4,mxfp8,bf16"]
     assert command("tune", str(run), "--bits", "6", "--out", "six.toml", *ask) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     file = run / "run.toml"
     then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
-    assert f"written: six.toml. Train in it:\n  {then}" in said
-    assert "gap: the first quarter of training is in fp32 in such a gap" in said
+    assert f"written: six.toml. Train in it:\n  {then}" in output
+    assert "gap: the first quarter of training is in fp32 in such a gap" in output
     forecast = of(run, "nvfp4", "mxfp8")
     target = tune.Target(bits=6, path=tmp_path / "x.toml")
-    found = tune.tuned(tune.Choices(forecast), forecast, target)
-    assert found.bits <= 6
+    assignment = tune.tuned(tune.Choices(forecast), forecast, target)
+    assert assignment.bits <= 6
     recipe = load_recipe(str(tmp_path / "six.toml"))
     plan = plan_for(load_config("gpt-nano", SMALL), recipe, Hardware("cpu"))
     tables = {n: load_recipe(n).quantizers for n in ("nvfp4", "mxfp8")} | {"bf16": None}
-    for path, (forward, backward) in found.layers.items():
+    for path, (forward, backward) in assignment.layers.items():
         table, ahead, back = plan.layer(path).quantizers, tables[forward], tables[backward]
         assert (table is None) == (ahead is None)
         if table is not None and ahead is not None:
@@ -355,9 +357,9 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
             assert table.weight_dgrad == (back and back.weight_dgrad)
     # A budget: at most that gap, and no more bits than it takes.
     assert command("tune", str(run), "--budget", "0.5%", "--out", "b.toml", *ask, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["gap"]["mean"] <= 0.005 * loss * (1 + 1e-6)
-    assert told["bits"] < 16
+    result = json.loads(capsys.readouterr().out)
+    assert result["gap"]["mean"] <= 0.005 * loss * (1 + 1e-6)
+    assert result["bits"] < 16
 
 
 @pytest.mark.usefixtures("covered")
@@ -366,13 +368,13 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
     forecast = of(run, "delayed", "nvfp4")
     for bits in (4.5, 6, 9, 13.4):
         target = tune.Target(bits=bits, path=Path("x.toml"))
-        found = tune.tuned(tune.Choices(forecast), forecast, target)
-        assert ("delayed", "bf16") not in found.layers.values()
+        assignment = tune.tuned(tune.Choices(forecast), forecast, target)
+        assert ("delayed", "bf16") not in assignment.layers.values()
 
 
 @pytest.mark.usefixtures("covered")
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--budget", "0.00001%", "--recipes", "nvfp4"], "the smallest gap of these recipes is"),
         (["--bits", "3"], "--bits 3: these recipes need at least 4.00. Give more"),
@@ -387,9 +389,9 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
         (["--bits", "5", "--out", "there.toml"], "there.toml exists. Give another --out"),
     ],
 )
-def test_bad_input_of_tuning_is_refused(flags, said, run, refused, tmp_path):
+def test_bad_input_of_tuning_is_refused(flags, message, run, refused, tmp_path):
     (tmp_path / "there.toml").touch()
-    assert said in refused("tune", str(run), "--windows", "8", *flags)
+    assert message in refused("tune", str(run), "--windows", "8", *flags)
     assert [path.name for path in tmp_path.glob("*.toml")] == ["there.toml"]
 
 
@@ -398,13 +400,13 @@ def test_a_recipe_is_tuned_for_the_time_of_its_layers(run, command, monkeypatch,
     """On a machine whose GEMMs take as long as they have bits, and which gains nothing from FP4
     where a layer widens: FP4 goes where it gains."""
 
-    def side_by_side(plans, shape, bias, *, compiled, **how):
+    def side_by_side(plans, shape, bias, *, compiled, **options):
         assert compiled  # Transformer Engine's layers too are held to bf16 as it would train
         _, inputs, outputs = shape
 
         def ms(plan):
             bits = tune.bits_of(plan.recipe.quantizers).values()
-            return outputs * sum(16 if outputs > inputs and one == 4 else one for one in bits)
+            return outputs * sum(16 if outputs > inputs and width == 4 else width for width in bits)
 
         return {name: summarize([float(ms(plan))]) for name, plan in plans.items()}
 
@@ -414,21 +416,21 @@ def test_a_recipe_is_tuned_for_the_time_of_its_layers(run, command, monkeypatch,
     for share in (0.45, 0.6, 0.8):
         out = f"{share}.toml"
         assert command("tune", str(run), "--time", f"{100 * share}%", "--out", out, *ask) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert share - 0.1 < told["time"] <= share
-        in_fp4 = {path for path, pair in told["layers"].items() if "nvfp4" in pair}
+        result = json.loads(capsys.readouterr().out)
+        assert share - 0.1 < result["time"] <= share
+        in_fp4 = {path for path, pair in result["layers"].items() if "nvfp4" in pair}
         assert all(path.endswith(("output", "down")) for path in in_fp4)  # the others widen
         assert in_fp4 or share > 0.5
         assert f"{100 * share:g} % of bf16's time at most" in Path(out).read_text()
     # The other way round: the least time for a gap, where times are what counts.
-    budget = f"{100 * told['gap']['mean'] / of(run, 'mxfp8').trained.loss * 1.001}%"
-    monkeypatch.setattr(tune.Target, "is_timed", lambda *given: True)
+    budget = f"{100 * result['gap']['mean'] / of(run, 'mxfp8').trained.loss * 1.001}%"
+    monkeypatch.setattr(tune.Target, "is_timed", lambda *arguments: True)
     assert command("tune", str(run), "--budget", budget, "--out", "b.toml", *ask) == 0
-    assert json.loads(capsys.readouterr().out)["time"] <= told["time"] + 1e-6
+    assert json.loads(capsys.readouterr().out)["time"] <= result["time"] + 1e-6
     ask[-2] = "nvfp4"
     assert command("tune", str(run), "--time", "30%", "--out", "c.toml", *ask) == 2
-    said = capsys.readouterr().err
-    assert "--time 30%: these recipes need at least 78.6% of bf16's time here. Give more" in said
+    error = capsys.readouterr().err
+    assert "--time 30%: these recipes need at least 78.6% of bf16's time here. Give more" in error
 
 
 @pytest.mark.usefixtures("covered")
@@ -454,8 +456,8 @@ def test_times_are_what_counts_on_a_gpu_that_runs_a_candidate():
 
 
 def test_a_model_that_the_law_does_not_cover_is_not_tuned(run, refused):
-    said = refused("tune", str(run), "--bits", "5", "--windows", "8", "--recipes", "mxfp8")
-    assert f"No recipe can be tuned for {run}: the law is of models of" in said
+    error = refused("tune", str(run), "--bits", "5", "--windows", "8", "--recipes", "mxfp8")
+    assert f"No recipe can be tuned for {run}: the law is of models of" in error
 
 
 def test_a_recipe_takes_the_backward_pass_of_another(tmp_path):
@@ -469,12 +471,12 @@ def test_a_recipe_takes_the_backward_pass_of_another(tmp_path):
     assert back is not None
     assert mine.gemms["fprop"] == ahead.gemms["fprop"]
     assert (mine.gemms["dgrad"], mine.gemms["wgrad"]) == (back.gemms["dgrad"], back.gemms["wgrad"])
-    for text, said in (
+    for text, message in (
         ('like = "mxfp8"\nbackward = "bf16"\n', "Use backward = 'high_precision'"),
         ('like = "mxfp8"\nbackward = "fp3"\n', "No recipe 'fp3'"),
     ):
         path.write_text(text)
-        assert said in refusal(load_recipe, str(path))
+        assert message in refusal(load_recipe, str(path))
 
 
 @pytest.mark.usefixtures("covered")
@@ -483,10 +485,12 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
     export_to(tmp_path / "theirs", random_model(shape))
     (tmp_path / "text.txt").write_text("some text that is not much, again and again\n" * 300)
     ask = ["forecast", "hf:theirs", "--recipes", "mxfp8", "--windows", "8", "--tokenizer", "bytes"]
-    said = refused(*ask)
-    assert "hf:theirs comes without text. Give some that it was not trained on: --data FILE" in said
+    error = refused(*ask)
+    assert (
+        "hf:theirs comes without text. Give some that it was not trained on: --data FILE" in error
+    )
     assert command(*ask, "--data", "text.txt", "--json") == 0
-    found = forecasts.forecast(
+    forecast = forecasts.forecast(
         forecasts.Request(
             run=f"hf:{tmp_path / 'theirs'}",
             recipes=["mxfp8"],
@@ -496,7 +500,7 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
             tokenizer="bytes",
         )
     )
-    (recipe,) = found.recipes
+    (recipe,) = forecast.recipes
     assert recipe.reason == ""
     assert recipe.gap is not None
     assert recipe.gap.mean > 0
@@ -504,4 +508,4 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
         "windows": 8, "data": str(tmp_path / "text.txt"), "tokenizer": "bytes"
     }  # fmt: skip
     (score,) = fp8stack.evaluate(f"hf:{tmp_path / 'theirs'}", **held)  # the same windows
-    assert found.trained.loss == pytest.approx(score.loss, abs=1e-6)
+    assert forecast.trained.loss == pytest.approx(score.loss, abs=1e-6)

@@ -1,4 +1,4 @@
-"""What a recipe does to a model, held to quantized products written out with `numerics` alone."""
+"""The sensitivity to a recipe, compared with quantized products written with `numerics` alone."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SHAPE = GPTConfig(
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    made = GPT(SHAPE, build_backend(plan_for(SHAPE, "fp32", CPU)))
-    for parameter in made.parameters():
+    gpt = GPT(SHAPE, build_backend(plan_for(SHAPE, "fp32", CPU)))
+    for parameter in gpt.parameters():
         parameter.data.mul_(3)  # so that it says something
-    return made.eval()
+    return gpt.eval()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def as_quantized(x: Tensor, quantizer: Quantizer | None, dim: int = -1) -> Tenso
 
 
 def by_hand(model: GPT, windows: Tensor, quantizers: dict[str, tuple]) -> Tensor:
-    """The model's log-probabilities with some layers' products taken of quantized operands."""
+    """The model's log-probabilities with quantized operands in the products of some layers."""
     handles = []
     for path, layer in model.named_modules():
         if path in quantizers:
@@ -68,70 +68,74 @@ def by_hand(model: GPT, windows: Tensor, quantizers: dict[str, tuple]) -> Tensor
             of_input, of_weight = quantizers[path]
 
             def product(
-                own: nn.Module, given: tuple, result: Tensor, a: Quantizer = of_input,
+                module: nn.Module, inputs: tuple, result: Tensor, a: Quantizer = of_input,
                 b: Quantizer = of_weight, layer: nn.Linear = layer,
             ) -> Tensor:  # fmt: skip
-                x = given[0].reshape(-1, given[0].shape[-1])
+                x = inputs[0].reshape(-1, inputs[0].shape[-1])
                 y = F.linear(as_quantized(x, a), as_quantized(layer.weight, b))
                 return y.view_as(result)
 
             handles.append(layer.register_forward_hook(product))
-    found = log_probabilities(model, windows)
+    result = log_probabilities(model, windows)
     for handle in handles:
         handle.remove()
-    return found
+    return result
 
 
 def test_divergence_is_that_of_scipy():
     generator = np.random.default_rng(0)
-    one, other = generator.normal(size=(2, 3, 5, 7))
-    p, q = (special.softmax(logits, axis=-1) for logits in (one, other))
+    first, second = generator.normal(size=(2, 3, 5, 7))
+    p, q = (special.softmax(logits, axis=-1) for logits in (first, second))
     expected = special.rel_entr(p, q).sum(-1).mean()
-    ours = divergence(*(F.log_softmax(torch.tensor(x), -1) for x in (one, other)))
-    assert float(ours.mean()) == pytest.approx(expected)
+    divergences = divergence(*(F.log_softmax(torch.tensor(x), -1) for x in (first, second)))
+    assert float(divergences.mean()) == pytest.approx(expected)
     assert float(divergence(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))) == 0
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "mxfp6_e2m3", "nvfp4", "block"])
 def test_the_forward_pass_is_measured_layer_by_layer_and_as_a_whole(name, model, windows):
-    found = measured(model, windows, name)[name]
+    sensitivity = measured(model, windows, name)[name]
     table = load_recipe(name).quantizers
     assert table is not None
-    assert sorted(found.layers) == sorted(p for p in SHAPE.linear_shapes() if p != "lm_head")
+    assert sorted(sensitivity.layers) == sorted(p for p in SHAPE.linear_shapes() if p != "lm_head")
     reference = log_probabilities(model, windows)
-    own = (table.input, table.weight)
-    whole = by_hand(model, windows, dict.fromkeys(found.layers, own))
-    assert found.forward == pytest.approx(float(divergence(reference, whole).mean()), rel=2e-3)
+    quantizers = (table.input, table.weight)
+    all_quantized = by_hand(model, windows, dict.fromkeys(sensitivity.layers, quantizers))
+    assert sensitivity.forward == pytest.approx(
+        float(divergence(reference, all_quantized).mean()), rel=2e-3
+    )
     for path in ("blocks.0.attention.qkv", "blocks.1.mlp.down"):
-        alone = by_hand(model, windows, {path: own})
-        assert found.layers[path] == pytest.approx(
+        alone = by_hand(model, windows, {path: quantizers})
+        assert sensitivity.layers[path] == pytest.approx(
             float(divergence(reference, alone).mean()), rel=2e-3
         )
-    assert found.forward == pytest.approx(sum(found.layers.values()), rel=0.25)
+    assert sensitivity.forward == pytest.approx(sum(sensitivity.layers.values()), rel=0.25)
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", NEAREST])
 def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model, windows):
-    found = measured(model, windows, name)[name]
+    sensitivity = measured(model, windows, name)[name]
     table = load_recipe(name).quantizers
     assert table is not None
-    seen: dict[str, Tensor] = {}
+    operands: dict[str, Tensor] = {}
     layer = model.get_submodule("blocks.1.mlp.up")
     assert isinstance(layer, nn.Linear)
     handles = [
-        layer.register_forward_hook(lambda own, given, y: seen.update(input=given[0].detach())),
+        layer.register_forward_hook(
+            lambda module, inputs, y: operands.update(input=inputs[0].detach())
+        ),
         layer.register_full_backward_hook(
-            lambda own, dx, dy: seen.update(grad_output=dy[0])  # type: ignore[index]
+            lambda module, dx, dy: operands.update(grad_output=dy[0])  # type: ignore[index]
         ),
     ]
     model(windows[:, :-1], windows[:, 1:]).backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    seen["weight"] = layer.weight.detach()
+    operands["weight"] = layer.weight.detach()
 
     def error(operand: str, quantizer: Quantizer | str | None, dim: int) -> float:
-        x = seen[operand].reshape(-1, seen[operand].shape[-1])
+        x = operands[operand].reshape(-1, operands[operand].shape[-1])
         if quantizer == "forward":
             quantizer, dim = getattr(table, operand), 1
         assert isinstance(quantizer, Quantizer)
@@ -142,29 +146,31 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
 
     dgrad = error("grad_output", table.grad_output, 1) + error("weight", table.weight_dgrad, 0)
     if name == NEAREST:
-        assert 0.5 * dgrad < found.backward_layers["blocks.1.mlp.up"] < 2 * dgrad
+        assert 0.5 * dgrad < sensitivity.backward_layers["blocks.1.mlp.up"] < 2 * dgrad
         return
     wgrad = error("grad_output", table.grad_output_wgrad, 0) + error("input", table.input_wgrad, 0)
     expected = (dgrad + wgrad) / 2
-    assert found.backward_layers["blocks.1.mlp.up"] == pytest.approx(expected, rel=1e-4)
-    total = sum(found.backward_layers[path] * size for path, size in found.sizes.items())
-    assert found.backward == pytest.approx(total / sum(found.sizes.values()))
+    assert sensitivity.backward_layers["blocks.1.mlp.up"] == pytest.approx(expected, rel=1e-4)
+    total = sum(
+        sensitivity.backward_layers[path] * size for path, size in sensitivity.sizes.items()
+    )
+    assert sensitivity.backward == pytest.approx(total / sum(sensitivity.sizes.values()))
 
 
 def test_a_pass_that_is_not_quantized_costs_nothing(model, windows):
-    found = measured(model, windows, "nvfp4_forward_high", BACKWARD_HIGH, "nvfp4")
-    assert found["nvfp4_forward_high"].forward == 0
-    assert set(found["nvfp4_forward_high"].layers.values()) == {0.0}
-    assert found[BACKWARD_HIGH].backward == 0
-    assert found["nvfp4"].forward == found[BACKWARD_HIGH].forward > 0
-    assert found["nvfp4"].backward == found["nvfp4_forward_high"].backward > 0
+    by_recipe = measured(model, windows, "nvfp4_forward_high", BACKWARD_HIGH, "nvfp4")
+    assert by_recipe["nvfp4_forward_high"].forward == 0
+    assert set(by_recipe["nvfp4_forward_high"].layers.values()) == {0.0}
+    assert by_recipe[BACKWARD_HIGH].backward == 0
+    assert by_recipe["nvfp4"].forward == by_recipe[BACKWARD_HIGH].forward > 0
+    assert by_recipe["nvfp4"].backward == by_recipe["nvfp4_forward_high"].backward > 0
 
 
 def test_delayed_scaling_is_measured_as_current(model, windows):
     recipe = without_delay(load_recipe("delayed"))
     assert not recipe.delayed
-    found = measured(model, windows, "delayed", "current")
-    assert found["delayed"].forward == found["current"].forward
+    by_recipe = measured(model, windows, "delayed", "current")
+    assert by_recipe["delayed"].forward == by_recipe["current"].forward
 
 
 @pytest.mark.parametrize("attention", ["mxfp8", "delayed"])
@@ -172,9 +178,9 @@ def test_linear_layers_alone_are_measured_whatever_the_rest_is_in(model, windows
     alone = measured(model, windows, "mxfp8")["mxfp8"]
     changed = {"residual": "bf16", "attention": attention}
     recipes = {"first": load_recipe("mxfp8", changed), "mxfp8": load_recipe("mxfp8")}
-    both = dict(sensitivities(model, recipes, windows, CPU, batch=8))
-    for one in both.values():
-        assert (one.forward, one.layers) == (alone.forward, alone.layers)
+    by_recipe = dict(sensitivities(model, recipes, windows, CPU, batch=8))
+    for sensitivity in by_recipe.values():
+        assert (sensitivity.forward, sensitivity.layers) == (alone.forward, alone.layers)
 
 
 def test_nothing_of_the_model_is_changed(model, windows):
@@ -187,15 +193,19 @@ def test_nothing_of_the_model_is_changed(model, windows):
 
 
 def test_layers_that_are_left_out_take_their_share_with_them(model, windows):
-    found = measured(model, windows, "mxfp4")["mxfp4"]
-    worst = max(found.layers, key=lambda path: found.layers[path])
-    rest = found.without([worst])
-    assert worst not in rest.layers
-    share = found.layers[worst] / sum(found.layers.values())
-    assert rest.forward == pytest.approx(found.forward * (1 - share))
-    gone = found.backward_layers[worst] * found.sizes[worst] / sum(found.sizes.values())
-    assert rest.backward == pytest.approx(found.backward - gone)
-    none = found.without([*found.layers])
+    sensitivity = measured(model, windows, "mxfp4")["mxfp4"]
+    worst = max(sensitivity.layers, key=lambda path: sensitivity.layers[path])
+    remaining = sensitivity.without([worst])
+    assert worst not in remaining.layers
+    share = sensitivity.layers[worst] / sum(sensitivity.layers.values())
+    assert remaining.forward == pytest.approx(sensitivity.forward * (1 - share))
+    removed = (
+        sensitivity.backward_layers[worst]
+        * sensitivity.sizes[worst]
+        / sum(sensitivity.sizes.values())
+    )
+    assert remaining.backward == pytest.approx(sensitivity.backward - removed)
+    none = sensitivity.without([*sensitivity.layers])
     assert (none.forward, none.backward) == (0, 0)
 
 
@@ -205,6 +215,6 @@ def test_vocabularies_that_are_padded_or_taken_in_parts_are_measured(vocabulary)
     shape = SHAPE.model_copy(update={"vocabulary": vocabulary, "width": 32, "layers": 1})
     backend = build_backend(plan_for(shape, "fp32", CPU))
     text = torch.randint(0, vocabulary, (2, 33))
-    found = measured(GPT(shape, backend), text, "mxfp8")["mxfp8"]
-    assert found.forward > 0
-    assert found.backward > 0
+    sensitivity = measured(GPT(shape, backend), text, "mxfp8")["mxfp8"]
+    assert sensitivity.forward > 0
+    assert sensitivity.backward > 0

@@ -32,12 +32,15 @@ def model_of(vocabulary: int = 256):
 @pytest.fixture
 def files(tmp_path) -> dict[str, bytes]:
     folder = export_to(tmp_path / "exported", model_of())
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return found | {"model-card.md": b"x" * 10, "original/consolidated.00.safetensors": b"x" * 99}
+    exported = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return exported | {
+        "model-card.md": b"x" * 10,
+        "original/consolidated.00.safetensors": b"x" * 99,
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "repository"),
     [
         ("hf:a/b", Repository(name="a/b")),
         ("hf:Qwen/Qwen3-0.6B@v1.0", Repository(name="Qwen/Qwen3-0.6B", revision="v1.0")),
@@ -45,8 +48,8 @@ def files(tmp_path) -> dict[str, bytes]:
         *((name, None) for name in ("a/b", "hf:a", "hf:/a/b", "hf:./b", "hf:a/b/c", "hf:a/b@")),
     ],
 )
-def test_what_reads_as_a_repository(name, found):
-    assert repository_in(name) == found
+def test_what_reads_as_a_repository(name, repository):
+    assert repository_in(name) == repository
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(hub: Hub, files, tmp_path, monkeypatch):
@@ -61,9 +64,9 @@ def test_a_folder_of_that_name_comes_before_the_hub(hub: Hub, files, tmp_path, m
 def test_weights_come_from_the_hub_to_the_bit_and_once(hub: Hub, files, capsys):
     sha = hub.add("a/b", files)
     source = find_source("hf:a/b")
-    ours = weights_of(model_of())
-    assert source.weights.keys() == ours.keys()
-    assert all(torch.equal(source.weights[name], ours[name]) for name in ours)
+    weights = weights_of(model_of())
+    assert source.weights.keys() == weights.keys()
+    assert all(torch.equal(source.weights[name], weights[name]) for name in weights)
     assert source.name == f"hf:a/b@{sha}"
     assert capsys.readouterr().err == ""
     fetched = {path.rsplit("/", 1)[1] for path in hub.asked("GET", "/resolve/")}
@@ -87,9 +90,9 @@ def test_without_a_network_what_was_fetched_before_is_taken(hub: Hub, files, mon
     dead = "http://127.0.0.1:9"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", dead)
     assert find_source("hf:a/b").name == f"hf:a/b@{sha}"
-    told = refusal(find_source, "hf:a/c")
-    assert "hf:a/c cannot be fetched" in told
-    assert "Check the network" in told
+    error = refusal(find_source, "hf:a/c")
+    assert "hf:a/c cannot be fetched" in error
+    assert "Check the network" in error
 
 
 def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused, tmp_path):
@@ -98,27 +101,29 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused
     hub.add("a/empty", {"README.md": b""})
     hub.add("a/bare", {"model.safetensors": files["model.safetensors"]})
     hub.add("a/fine", files)
-    for name, said in (
+    for name, message in (
         ("a/none", "No folder 'a/none' here, and no model 'a/none' on the Hugging Face Hub."),
         ("a/fine@v7", "hf:a/fine has no revision 'v7'. Give a branch, a tag or a commit"),
     ):
-        refused("pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", said=said)
-        refused("forecast", f"hf:{name}", "--data", "x.txt", said=said)
-    for name, said in (
+        refused(
+            "pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", said=message
+        )
+        refused("forecast", f"hf:{name}", "--data", "x.txt", said=message)
+    for name, message in (
         ("a/pickled", "has no safetensors file; pickled weights are not read. Give"),
         ("a/empty", "hf:a/empty has no safetensors file"),
         ("a/bare", "has no config.json"),
     ):
-        assert said in refusal(find_source, f"hf:{name}")
-    told = refusal(find_source, "hf:a/gated")
-    assert told.startswith("hf:a/gated is gated. Accept its terms at http")
-    assert "HF_TOKEN" in told
+        assert message in refusal(find_source, f"hf:{name}")
+    error = refusal(find_source, "hf:a/gated")
+    assert error.startswith("hf:a/gated is gated. Accept its terms at http")
+    assert "HF_TOKEN" in error
 
 
 def test_without_huggingface_hub_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    told = "hf:a/b needs huggingface_hub. Install it: pip install huggingface_hub."
-    assert refusal(find_source, "hf:a/b") == told
+    message = "hf:a/b needs huggingface_hub. Install it: pip install huggingface_hub."
+    assert refusal(find_source, "hf:a/b") == message
 
 
 def test_a_process_that_has_not_used_huggingface_hub_before_may_push():
@@ -139,10 +144,10 @@ def test_a_run_records_the_commit_and_is_resumed_from_there(hub: Hub, files, com
     again = ["pretrain", "--resume", "run", "--steps", "4", "--init-from"]
     assert command(*again, "hf:a/b") == 0
     assert not hub.requests
-    for asked in ("hf:a/b", "hf:a/b@main", f"hf:a/b@{sha[:8]}", saved):
-        assert same_source(asked, saved), asked
-    for other in ("hf:a/c", "hf:a/b@v2", "hf:run", "run"):
-        assert not same_source(other, saved), other
+    for name in ("hf:a/b", "hf:a/b@main", f"hf:a/b@{sha[:8]}", saved):
+        assert same_source(name, saved), name
+    for different in ("hf:a/c", "hf:a/b@v2", "hf:run", "run"):
+        assert not same_source(different, saved), different
 
 
 def test_a_resumed_run_fetches_only_weights_that_the_command_names(
@@ -152,7 +157,7 @@ def test_a_resumed_run_fetches_only_weights_that_the_command_names(
     assert command("pretrain", "--init-from", "hf:a/b", "--out", "run", *TRAIN) == 0
     shutil.rmtree("run/checkpoints")
     hub.requests.clear()
-    told = refused("pretrain", "--resume", "run")
-    assert "run has no checkpoint yet and begins with hf:a/b@" in told
-    assert "add --init-from hf:a/b@" in told
+    error = refused("pretrain", "--resume", "run")
+    assert "run has no checkpoint yet and begins with hf:a/b@" in error
+    assert "add --init-from hf:a/b@" in error
     assert not hub.requests

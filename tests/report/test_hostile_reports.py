@@ -50,8 +50,8 @@ class _Tags(HTMLParser):
 def _poisoned(value: Any, evil: str, key: str = "") -> Any:
     """Every string in JSON data, and every name in a table of names, ends in something evil."""
     if isinstance(value, dict):
-        told = {name: _poisoned(inner, evil, name) for name, inner in value.items()}
-        return told | {evil: evil, "extra": {evil: [evil]}}
+        table = {name: _poisoned(inner, evil, name) for name, inner in value.items()}
+        return table | {evil: evil, "extra": {evil: [evil]}}
     if isinstance(value, list):
         return [_poisoned(inner, evil, key) for inner in value] + [evil]
     if isinstance(value, str) and key not in ("event", "operand"):
@@ -100,9 +100,9 @@ def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_p
 
 
 def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed():
-    shown = visible("abc\u202etxt.exe\u2066")
-    assert shown == "abc\\u202etxt.exe\\u2066"
-    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", shown)
+    escaped = visible("abc\u202etxt.exe\u2066")
+    assert escaped == "abc\\u202etxt.exe\\u2066"
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", escaped)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,15 +138,15 @@ def _many(stream: Any, start: str, piece: str, count: int, end: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "telemetry.jsonl"])
-@pytest.mark.parametrize("what", ABSURD)
-def test_an_absurd_file_takes_bounded_memory_and_time(what, file, tmp_path):
+@pytest.mark.parametrize("case", ABSURD)
+def test_an_absurd_file_takes_bounded_memory_and_time(case, file, tmp_path):
     run = make_run(tmp_path / "r", steps=200, blocks=1, every=100)
     with (run / file).open("a") as stream:
-        ABSURD[what](stream)
+        ABSURD[case](stream)
     ended = bounded(lambda: report([run], None, True), 3 * 2**28, 40)
     assert ended.code == 0, ended.stderr[-2000:]
-    assert "200 of 200" in ended.stdout or "30000" in what or "201" in ended.stdout
-    if "MB" in what:
+    assert "200 of 200" in ended.stdout or "30000" in case or "201" in ended.stdout
+    if "MB" in case:
         assert f"{file} is damaged: line " in ended.stdout
 
 

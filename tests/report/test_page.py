@@ -48,10 +48,10 @@ def analyzed(run: Path) -> Analysis:
     return analyze(read_run(run))
 
 
-def told(run: Path, *levels: str) -> list[str]:
-    """The findings about a run, of some levels; by default those that ask for attention."""
+def findings_of(run: Path, *levels: str) -> list[str]:
+    """The findings about a run of some levels, by default the levels that need attention."""
     levels = levels or ("alarm", "warning")
-    return [one.text for one in analyzed(run).findings if one.level in levels]
+    return [finding.text for finding in analyzed(run).findings if finding.level in levels]
 
 
 def html_of(*runs: Path) -> str:
@@ -77,8 +77,8 @@ def test_of_a_step_that_is_done_again_the_last_row_and_sample_count_and_all_even
     ]
     run = read_run(make_run(tmp_path / "r", metrics=rows, telemetry=samples))
     assert [row["step"] for row in run.rows] == list(range(1, 36))
-    kept = [*(row["loss"] for row in rows[28:30]), 9.0, 9.0]
-    assert [row["loss"] for row in run.rows[28:32]] == kept
+    expected = [*(row["loss"] for row in rows[28:30]), 9.0, 9.0]
+    assert [row["loss"] for row in run.rows[28:32]] == expected
     assert run.events == [back]
     assert [row["step"] for row in run.models] == [10, 20]
     for operand in run.operands:
@@ -88,14 +88,14 @@ def test_of_a_step_that_is_done_again_the_last_row_and_sample_count_and_all_even
 
 def test_a_line_that_is_being_written_is_left_out_in_silence_and_a_damaged_one_is_said(tmp_path):
     path = make_run(tmp_path / "r")
-    whole = read_run(path)
+    complete = read_run(path)
     for name in ("metrics.jsonl", "telemetry.jsonl"):
         with (path / name).open("a") as stream:
             stream.write('{"step": 201, "lo')
     run = read_run(path)
     assert run.notes == []
-    assert len(run.rows) == len(whole.rows) == 200
-    assert len(run.models) == len(whole.models)
+    assert len(run.rows) == len(complete.rows) == 200
+    assert len(run.models) == len(complete.models)
     lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (path / "metrics.jsonl").write_text("".join([*lines[:50], "\x00\x00\n", *lines[50:]]))
     run = read_run(path)
@@ -156,10 +156,10 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     write_lines(run / "sessions.jsonl", [begin])
     assert headline(analyzed(run))["took"] == "not known yet"
     write_lines(run / "sessions.jsonl", [begin, end, again])
-    said = headline(analyzed(run))
-    assert said["began"] == "2026-03-01 08:30 UTC"
-    assert said["took"] == "at least 1:00:00, in 2 sessions"
-    assert said["with"] == "fp8stack 0.1.0, torch 2.13.0"
+    facts = headline(analyzed(run))
+    assert facts["began"] == "2026-03-01 08:30 UTC"
+    assert facts["took"] == "at least 1:00:00, in 2 sessions"
+    assert facts["with"] == "fp8stack 0.1.0, torch 2.13.0"
     html = html_of(run)
     assert "stopped by a signal, and saved" in html
     assert "killed, or still running" in html
@@ -173,13 +173,13 @@ def test_what_is_missing_is_noted_and_telemetry_that_holds_nothing_is_not_missin
     assert {finding.level for finding in analyzed(run).findings} == {"note"}
     assert verdict(analyzed(run)).startswith("Nothing alarming: ")
     (run / "telemetry.jsonl").write_text('{"event": "plan", "plan": {}}\n')
-    said = "No telemetry yet: telemetry.jsonl holds no sample."
-    assert summary.without_telemetry(read_run(run)) == said
+    sentence = "No telemetry yet: telemetry.jsonl holds no sample."
+    assert summary.without_telemetry(read_run(run)) == sentence
     (run / "telemetry.jsonl").unlink()
     assert "there is no telemetry.jsonl" in summary.without_telemetry(read_run(run))
 
 
-# What stands out
+# Outliers
 
 
 def at(layer: str, kind: str, figures: Callable[[int], dict[str, Any]]) -> Change:
@@ -197,7 +197,7 @@ def at(layer: str, kind: str, figures: Callable[[int], dict[str, Any]]) -> Chang
 def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
     rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
     run = make_run(tmp_path / "r", 400, 6, recipe, telemetry=rows)
-    assert told(run) == []
+    assert findings_of(run) == []
     assert verdict(analyzed(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
 
 
@@ -205,7 +205,7 @@ def test_scales_that_have_not_settled_are_no_alarm(tmp_path):
     rows = operand_rows(4, [1])
     assert min(row["sqnr_db"] for row in rows[1:]) == 3.0
     run = make_run(tmp_path / "r", telemetry=rows)
-    assert told(run) == []
+    assert findings_of(run) == []
     assert "had not settled" in verdict(analyzed(run))
 
 
@@ -217,10 +217,12 @@ def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
 ):
     change = outlier("blocks.2.mlp.up", kind, since)
     run = make_run(tmp_path / "r", 200, 4, recipe, change=change)
-    found = analyzed(run).outliers
-    assert [(out.operand.layer, out.operand.kind) for out in found] == [("blocks.2.mlp.up", kind)]
+    outliers = analyzed(run).outliers
+    assert [(out.operand.layer, out.operand.kind) for out in outliers] == [
+        ("blocks.2.mlp.up", kind)
+    ]
     when = "from step 120 on" if since else "all along"
-    sentence = next(text for text in told(run, "warning") if "stands out" in text)
+    sentence = next(text for text in findings_of(run, "warning") if "stands out" in text)
     assert sentence.startswith(f"blocks.2.mlp.up, {kind} stands out {when}.")
     assert "underflow 31 %" in sentence
     assert "SQNR 17.5 dB" in sentence
@@ -233,10 +235,10 @@ def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
     change = at(
         "blocks.1.attention.qkv", "input", lambda step: {figure: value} if step > 100 else {}
     )
-    found = analyzed(make_run(tmp_path / "r", change=change)).outliers
-    assert [out.operand.name for out in found] == ["blocks.1.attention.qkv, input"]
-    assert list(found[0].values) == [figure]
-    assert found[0].step == 120
+    outliers = analyzed(make_run(tmp_path / "r", change=change)).outliers
+    assert [out.operand.name for out in outliers] == ["blocks.1.attention.qkv, input"]
+    assert list(outliers[0].values) == [figure]
+    assert outliers[0].step == 120
 
 
 def test_what_passed_after_one_sample_is_a_note(tmp_path):
@@ -246,23 +248,23 @@ def test_what_passed_after_one_sample_is_a_note(tmp_path):
         return make_run(tmp_path / str(step), change=change)
 
     passed, newest = run(100), run(200)
-    assert told(passed) == []
-    said = "blocks.1.mlp.up, grad_output was out of line at step 100 alone"
-    assert said in told(passed, "note")[0]
-    assert "grad_output stands out at step 200: SQNR 10.7 dB" in told(newest, "warning")[0]
+    assert findings_of(passed) == []
+    sentence = "blocks.1.mlp.up, grad_output was out of line at step 100 alone"
+    assert sentence in findings_of(passed, "note")[0]
+    assert "grad_output stands out at step 200: SQNR 10.7 dB" in findings_of(newest, "warning")[0]
 
 
 @pytest.mark.parametrize(
-    "which",
+    "is_changed",
     [
         lambda row: row["step"] >= 100,
         lambda row: row["layer"].endswith("mlp.down") and row["operand"] == "input",
     ],
     ids=["all layers", "one kind of layer"],
 )
-def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, which):
+def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, is_changed):
     def change(row):
-        if "amax" in row and which(row):
+        if "amax" in row and is_changed(row):
             row["amax"] *= 40
             row["underflow"] += 0.2
             row["sqnr_db"] -= 4
@@ -271,7 +273,7 @@ def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, w
 
 
 def in_fp4(row):
-    """What the last block shows in a recipe that has it in FP4."""
+    """Give the last block the figures of a recipe that has it in FP4."""
     if row.get("layer", "").startswith("blocks.5."):
         row |= {"format": "e2m1", "scale": None, "headroom_bits": 0.0}
         row |= {"sqnr_db": 19.0 + row["amax"] % 0.1, "underflow": 0.2 + row["amax"] % 0.01}
@@ -292,24 +294,26 @@ def test_layers_in_another_format_are_no_peers(tmp_path):
 
 def test_another_recipe_of_a_later_phase_does_not_stand_out(tmp_path):
     def change(row):
-        """From step 200 on in FP4, which costs one layer most."""
+        """Switch to FP4 at step 200, which costs one layer most."""
         if row["step"] >= 200 and "amax" in row:
             row |= {"format": "e2m1", "underflow": 0.1 + 0.2 * row["layer"].endswith("2.mlp.up")}
             row["sqnr_db"] -= 12
 
     phase = {"step": 190, "event": "phase", "phase": "late", "why": "nvfp4 was asked for"}
     rows = [*metric_rows(400), phase]
-    for name, metrics, said in (("one", None, True), ("two", rows, False)):
+    for name, metrics, is_reported in (("one", None, True), ("two", rows, False)):
         run = make_run(tmp_path / name, 400, 6, metrics=metrics, change=change)
-        assert any("from step 200 on" in text for text in told(run, "warning")) == said
+        assert (
+            any("from step 200 on" in text for text in findings_of(run, "warning")) == is_reported
+        )
 
 
 def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
     bad = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
     change = at("blocks.0.mlp.down", "grad_output", lambda step: bad if step == 160 else {})
-    (alarm,) = told(make_run(tmp_path / "r", change=change), "alarm")
-    said = "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
-    assert alarm.startswith(said)
+    (alarm,) = findings_of(make_run(tmp_path / "r", change=change), "alarm")
+    sentence = "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
+    assert alarm.startswith(sentence)
     assert "2 % of them" in alarm
     change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
     extremes = analyzed(make_run(tmp_path / "s", change=change)).extremes
@@ -323,8 +327,8 @@ def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_pa
         lambda step: {"headroom_bits": -bits if step == 80 else 0.5, "saturated": 1e-6},
     )  # fmt: skip
     run = make_run(tmp_path / "r", change=change)
-    assert len(told(run)) == (level == "warning")
-    assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in told(run, level)[0]
+    assert len(findings_of(run)) == (level == "warning")
+    assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in findings_of(run, level)[0]
 
 
 def test_an_amax_that_rounding_takes_back_is_not_clipped(tmp_path):
@@ -335,9 +339,9 @@ def test_an_amax_that_rounding_takes_back_is_not_clipped(tmp_path):
         if "headroom_bits" in row:
             row |= {"format": "e2m1", "scale": None, "headroom_bits": -0.08}
 
-    found = analyzed(make_run(tmp_path / "r", change=change))
-    assert not any("clipped" in finding.text for finding in found.findings)
-    assert "triangle" not in amaxes(found, "r").caption
+    analysis = analyzed(make_run(tmp_path / "r", change=change))
+    assert not any("clipped" in finding.text for finding in analysis.findings)
+    assert "triangle" not in amaxes(analysis, "r").caption
     change = at(
         "blocks.3.mlp.up", "weight",
         lambda step: {"headroom_bits": -0.6, "saturated": 1e-6} if step == 80 else {},
@@ -378,7 +382,7 @@ def test_equal_events_in_a_row_are_one_line_and_unknown_ones_stay():
 def test_what_the_guard_did_is_said(tmp_path):
     rows = metric_rows(200)
     run = make_run(tmp_path / "r", metrics=[*rows[:44], *events()[:5], *rows[30:], *events()[5:]])
-    text = " ".join(told(run))
+    text = " ".join(findings_of(run))
     assert "4 steps were skipped (steps 42, 43, 44 and 131)" in text
     assert "Step 44: the run went back to step 30, because three bad steps in a row." in text
     assert "blocks.1.mlp.up (grad_output) was taken out of FP8 to bf16 until step 120" in text
@@ -390,7 +394,7 @@ def test_a_run_that_failed_says_why_first(tmp_path):
     stop = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
     run = make_run(tmp_path / "r", metrics=[*rows, stop])
     assert headline(analyzed(run))["state"] == "failed"
-    assert told(run)[0] == "The run stopped at step 71: The loss is nan. Lower --lr."
+    assert findings_of(run)[0] == "The run stopped at step 71: The loss is nan. Lower --lr."
     going_on = [*rows, stop, *metric_rows(200)[70:]]
     resumed = make_run(tmp_path / "s", metrics=going_on)
     assert headline(analyzed(resumed))["state"] == "done"
@@ -404,18 +408,18 @@ def test_a_few_skipped_steps_of_fp16_are_usual_and_many_are_not(tmp_path):
         ]
         return make_run(tmp_path / name, recipe="fp16", metrics=rows, every=0)
 
-    assert told(run("few", 3)) == []
-    assert "3 steps were skipped" in told(run("few again", 3), "note")[0]
-    assert "30 steps were skipped" in told(run("many", 30), "warning")[0]
+    assert findings_of(run("few", 3)) == []
+    assert "3 steps were skipped" in findings_of(run("few again", 3), "note")[0]
+    assert "30 steps were skipped" in findings_of(run("many", 30), "warning")[0]
 
 
 def test_skipped_steps_of_the_guard_and_of_fp16_are_told_apart(tmp_path):
     rows = [row | {"skipped": row["step"] < 3} for row in metric_rows(200)]
     rows += [{"step": 90, "event": "skip", "why": "a spike"}]
     rows += [{"step": 95, "event": "another", "fp16": True}]
-    found = told(make_run(tmp_path / "r", metrics=rows, every=0), "warning", "note")
-    assert found[0] == "1 step was skipped (step 90): a spike."
-    assert "2 steps were skipped because the gradient overflowed" in found[1]
+    findings = findings_of(make_run(tmp_path / "r", metrics=rows, every=0), "warning", "note")
+    assert findings[0] == "1 step was skipped (step 90): a spike."
+    assert "2 steps were skipped because the gradient overflowed" in findings[1]
 
 
 # Other recipes
@@ -429,14 +433,16 @@ def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path)
             row["sqnr_db"] = exact.get((row["recipe"], row["operand"]), 25.0)
 
     run = make_run(tmp_path / "r", change=change, what_if=("current", "mxfp8"))
-    found = what_if(analyzed(run))
-    assert found is not None
-    rows = {name: dict(zip(found.kinds, cells, strict=True)) for name, cells, _ in found.rows}
+    comparison = what_if(analyzed(run))
+    assert comparison is not None
+    rows = {
+        name: dict(zip(comparison.kinds, cells, strict=True)) for name, cells, _ in comparison.rows
+    }
     assert rows["mxfp8"]["input"] == (34.1, pytest.approx(4.1))
     assert rows["current"]["input"] == (28.5, pytest.approx(-1.5))
     assert rows["delayed"]["input"] == (30.0, None)
     assert rows["mxfp8"]["weight"] == (25.0, 0.0)
-    assert found.sentence.startswith(
+    assert comparison.sentence.startswith(
         "mxfp8 would have cost 4.1 dB less on input; current would have cost 1.5 dB more on input."
     )
     assert what_if(analyzed(make_run(tmp_path / "none"))) is None
@@ -446,7 +452,7 @@ def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path)
 
 
 class Page(HTMLParser):
-    """What a page refers to and holds; fails where tags do not match."""
+    """Parses a page's tags and words, and fails if tags do not match."""
 
     VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
     RESOURCES = ("src", "href", "xlink:href", "data", "poster", "srcset", "action")
@@ -459,7 +465,7 @@ class Page(HTMLParser):
         self.feed(html)
         self.close()
         assert self.open == []
-        self.said = " ".join(" ".join(self.words).split())
+        self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, {key: value or "" for key, value in attrs}))
@@ -481,41 +487,41 @@ SECTIONS = ("attention", "training", "fp8", "plan", "events", "configuration")
 
 def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
     change = outlier("blocks.1.mlp.up", "input", 100)
-    one = make_run(tmp_path / "a", blocks=2, change=change, what_if=["mxfp8"])
-    html = html_of(one, make_run(tmp_path / "b", blocks=2, recipe="mxfp8"))
+    run = make_run(tmp_path / "a", blocks=2, change=change, what_if=["mxfp8"])
+    html = html_of(run, make_run(tmp_path / "b", blocks=2, recipe="mxfp8"))
     assert html.startswith("<!DOCTYPE html>")
-    seen = Page(html)
-    ids = [values["id"] for _, values in seen.tags if values.get("id")]
+    parsed = Page(html)
+    ids = [values["id"] for _, values in parsed.tags if values.get("id")]
     assert len(set(ids)) == len(ids)
-    wanted = {f"run{at}-{section}" for at in (1, 2) for section in SECTIONS}
-    assert wanted | {"overview", "compared", "run1-what-if"} <= set(ids)
-    links = [values.get("href", "") for tag, values in seen.tags if tag == "a"]
+    expected = {f"run{at}-{section}" for at in (1, 2) for section in SECTIONS}
+    assert expected | {"overview", "compared", "run1-what-if"} <= set(ids)
+    links = [values.get("href", "") for tag, values in parsed.tags if tag == "a"]
     assert all(link.startswith("#") and link[1:] in ids for link in links)
-    for tag, values in seen.tags:
+    for tag, values in parsed.tags:
         for resource in (values[name] for name in Page.RESOURCES if values.get(name)):
             assert tag == "a" or resource.startswith(("data:", "#")), resource
             assert resource[0] != "#" or resource[1:] in ids
     assert not re.search(r"https?://|@import|<script", html)
     assert set(re.findall(r"url\((.)", html)) <= {"#"}
-    tags = [tag for tag, _ in seen.tags]
+    tags = [tag for tag, _ in parsed.tags]
     assert {"script", "iframe", "object"} & set(tags) == set()
     assert tags.count("h1") == 1
-    images = [v.get("aria-label", "") for _, v in seen.tags if v.get("role") == "img"]
+    images = [v.get("aria-label", "") for _, v in parsed.tags if v.get("role") == "img"]
     assert len(images) == 2 + 2 * 7
     assert all(len(alt) > 30 for alt in images)
-    assert "blocks.1.mlp.up, input stands out from step 100 on." in seen.said
+    assert "blocks.1.mlp.up, input stands out from step 100 on." in parsed.said
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("recipe", "why"),
+    ("recipe", "sentence"),
     [
         ("fp32", "No operands to show: no layer of this run is in FP8 (fp32)"),
         ("delayed", "No telemetry: it was switched off"),
     ],
 )
-def test_a_run_without_telemetry_says_so(tmp_path, recipe, why):
-    assert why in Page(html_of(make_run(tmp_path / "r", recipe=recipe, every=0))).said
+def test_a_run_without_telemetry_says_so(tmp_path, recipe, sentence):
+    assert sentence in Page(html_of(make_run(tmp_path / "r", recipe=recipe, every=0))).text
 
 
 def test_losses_that_are_not_finite_are_said_and_left_out_of_the_plot(tmp_path):
@@ -523,7 +529,7 @@ def test_losses_that_are_not_finite_are_said_and_left_out_of_the_plot(tmp_path):
     for row in rows[20:23]:
         row |= {"loss": None, "grad_norm": None}
     run = make_run(tmp_path / "r", 60, metrics=rows, every=0)
-    assert "The loss is not finite at steps 21, 22 and 23." in told(run, "alarm")
+    assert "The loss is not finite at steps 21, 22 and 23." in findings_of(run, "alarm")
     assert "run1-loss" in html_of(run)
 
 
@@ -539,19 +545,19 @@ def test_a_long_line_keeps_its_extremes_and_spikes_do_not_set_the_axis():
     assert 5.0 < view_range([5.0, 2.0, 6.0, 1e9], [])[1] < 7.0  # one of the runs diverged
     values = np.zeros(100_000)
     values[[777, 60_001]] = [9.0, -9.0]
-    steps, kept, _ = thinned(list(range(100_000)), list(values))
+    steps, thinned_values, _ = thinned(list(range(100_000)), list(values))
     assert len(steps) <= MOST_POINTS
-    assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[777] == 9.0
-    assert kept.min() == -9.0
+    assert dict(zip(steps.tolist(), thinned_values.tolist(), strict=True))[777] == 9.0
+    assert thinned_values.min() == -9.0
     assert (np.diff(steps) > 0).all()
 
 
 def test_the_curves_of_a_single_step_are_dots(tmp_path):
     runs = [read_run(make_run(tmp_path / name, steps=1)) for name in ("one", "other")]
-    for some in (runs[:1], runs):
-        names = [run.name for run in some]
-        pictures = [curves.loss(some, names, "l"), curves.throughput(some, names, "t")]
-        pictures.append(curves.rates(some[0], "r"))
+    for selected in (runs[:1], runs):
+        names = [run.name for run in selected]
+        pictures = [curves.loss(selected, names, "l"), curves.throughput(selected, names, "t")]
+        pictures.append(curves.rates(selected[0], "r"))
         for picture in pictures:
             assert picture is not None
             drawn = [line for axes in picture.figure.axes for line in axes.lines]
@@ -720,8 +726,8 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
     )  # fmt: skip
     match = re.search(r"<p>(\{.*?\})</p>", done.stdout)
     assert match, done.stderr[-2000:]
-    seen = json.loads(match[1].replace("&quot;", '"'))
-    assert seen["client"] == width
-    assert seen["scroll"] <= width
-    assert seen["fetched"] == []
-    assert seen["plots"] == seen["shown"] == 2 + 2 * 7
+    measured = json.loads(match[1].replace("&quot;", '"'))
+    assert measured["client"] == width
+    assert measured["scroll"] <= width
+    assert measured["fetched"] == []
+    assert measured["plots"] == measured["shown"] == 2 + 2 * 7
