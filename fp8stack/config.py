@@ -339,19 +339,20 @@ def at_home(table: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _changed_files(table: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """The keys of `table` whose files get another name by `change`, with the new names."""
 
-    def of(value: Any, ending: str = ".toml") -> Any:
+    def renamed(value: Any, ending: str = ".toml") -> Any:
         return change(value) if isinstance(value, str) and value.endswith(ending) else value
 
-    new_names = {key: of(table[key]) for key in ("model", "recipe") if key in table}
+    new_names = {key: renamed(table[key]) for key in ("model", "recipe") if key in table}
     if table.get("tokenizer") not in (None, *NAMED):
-        new_names["tokenizer"] = of(table["tokenizer"], "")
+        new_names["tokenizer"] = renamed(table["tokenizer"], "")
     if isinstance(names := table.get("what_if"), list | tuple):
-        new_names["what_if"] = type(names)(of(name) for name in names)
+        new_names["what_if"] = type(names)(renamed(name) for name in names)
     changed = {key: value for key, value in new_names.items() if value != table[key]}
     phases = table.get("phases")
     if isinstance(phases, list | tuple) and any(isinstance(phase, dict) for phase in phases):
         new_phases = [
-            phase | {"recipe": of(phase["recipe"])} if isinstance(phase, dict) and "recipe" in phase
+            phase | {"recipe": renamed(phase["recipe"])}
+            if isinstance(phase, dict) and "recipe" in phase
             else phase
             for phase in phases
         ]  # fmt: skip

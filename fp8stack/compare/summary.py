@@ -81,7 +81,7 @@ def _recipe(
     is_baseline = name == baseline
     gap = None if is_baseline else paired_gap(runs, base, always_valid=judging.always_valid)
     speeds = (
-        _over_runs(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base)
+        _over_runs(group, lambda run: run.tokens_per_s, statistics.median) for group in (runs, base)
     )
     speed, base_speed = speeds
     plan = next((run.plan for run in runs if run.plan), {})

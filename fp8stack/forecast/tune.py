@@ -61,14 +61,16 @@ def bits_of(table: Quantizers | None) -> dict[str, float]:
     """The bits of a linear's GEMMs, by name. A GEMM has the bits of its wider operand, which
     determines the rate of tensor cores. None is a linear that is not quantized."""
 
-    def of(quantizer: Quantizer | None) -> float:
+    def operand_bits(quantizer: Quantizer | None) -> float:
         return PLAIN_BITS if quantizer is None else float(FORMATS[quantizer.format].bits)
 
     if table is None:
         return dict.fromkeys(GEMMS, PLAIN_BITS)
     forward = {"dgrad": table.weight, "wgrad": table.input}
     return {
-        gemm: max(of(first), of(forward[gemm] if second == "forward" else second))
+        gemm: max(
+            operand_bits(first), operand_bits(forward[gemm] if second == "forward" else second)
+        )
         for gemm, (first, second) in table.gemms.items()
     }
 

@@ -12,7 +12,7 @@ from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.report.events import ending, failure, from_events
-from fp8stack.report.formatting import Finding, Level, in_steps, percent, shown
+from fp8stack.report.formatting import Finding, Level, in_steps, percent, with_unit
 from fp8stack.report.gradients import gradient_findings
 from fp8stack.report.outliers import Outlier, find_outliers, settled
 from fp8stack.report.read import Operand, Run, of_linears, table
@@ -112,20 +112,20 @@ def verdict(analysis: Analysis) -> str:
 
 def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
     for operand in operands:
-        share = operand.figures["nonfinite"]
-        bad = np.flatnonzero(share > 0)
-        if len(bad):
-            first, worst = bad[0], bad[np.argmax(share[bad])]
+        share, steps = operand.figures["nonfinite"], operand.steps
+        samples = np.flatnonzero(share > 0)
+        if len(samples):
+            first, worst = samples[0], samples[np.argmax(share[samples])]
             yield Finding(
                 "alarm",
-                f"{operand.name}: values that are not finite at {in_steps(operand.steps[bad])}, "
-                f"first at step {operand.steps[first]}, at most {percent(share[worst])} of them "
+                f"{operand.name}: values that are not finite at {in_steps(steps[samples])}, "
+                f"first at step {steps[first]}, at most {percent(share[worst])} of them "
                 f"(step {operand.steps[worst]}). Its amax is infinite there.",
             )
 
 
 def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
-    called = {"sqnr_db": "SQNR"}
+    labels = {"sqnr_db": "SQNR"}
     for out in outliers[:MOST]:
         start = f"from step {out.step} on" if out.changed else "all along"
         where = f"stands out {start}. At step {out.worst_step}:"
@@ -134,8 +134,9 @@ def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
         elif out.changed and out.step == out.operand.steps[-1]:
             where = f"stands out at step {out.step}:"
         figures = "; ".join(
-            f"{called.get(figure, figure)} {shown(figure, value)}, its peers {shown(figure, peers)}"
-            + ("" if before is None else f", itself {shown(figure, before)} before")
+            f"{labels.get(figure, figure)} {with_unit(figure, value)}, "
+            f"its peers {with_unit(figure, peers)}"
+            + ("" if before is None else f", itself {with_unit(figure, before)} before")
             for figure, (value, peers, before) in out.values.items()
         )
         yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
@@ -159,29 +160,31 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
     """Count the amaxes that exceeded the range of their scale, and name the worst."""
     count = samples = 0
     worst: tuple[float, Operand, int] | None = None
-    most = 0.0
+    largest_share = 0.0
     for operand in operands:
         bits = operand.figures["headroom_bits"]
         samples += int(np.isfinite(bits).sum())
         clipped = np.flatnonzero(operand.clipped)
         count += len(clipped)
         if len(clipped):
-            at = int(clipped[np.argmin(bits[clipped])])
-            most = max(most, float(np.nanmax([0.0, *operand.figures["saturated"][clipped]])))
-            if worst is None or bits[at] < worst[0]:
-                worst = (float(bits[at]), operand, at)
+            sample = int(clipped[np.argmin(bits[clipped])])
+            largest_share = max(
+                largest_share, float(np.nanmax([0.0, *operand.figures["saturated"][clipped]]))
+            )
+            if worst is None or bits[sample] < worst[0]:
+                worst = (float(bits[sample]), operand, sample)
     if worst is None:
         return
-    bits_over, operand, at = worst
-    saturated = operand.figures["saturated"][at]
+    bits_over, operand, sample = worst
+    saturated = operand.figures["saturated"][sample]
     share = "" if math.isnan(saturated) else f", {percent(saturated)} of its elements saturated"
     text = (
         f"{count} of {samples} sampled amaxes were clipped, being larger than their scale can "
-        f"hold. The worst: {operand.name} at step {operand.steps[at]}, by "
+        f"hold. The worst: {operand.name} at step {operand.steps[sample]}, by "
         f"{-bits_over:.2g} bits{share}."
     )
-    bad = -bits_over >= CLIPPED_BITS or most >= CLIPPED_SHARE
-    yield Finding("warning" if bad else "note", text)
+    is_severe = -bits_over >= CLIPPED_BITS or largest_share >= CLIPPED_SHARE
+    yield Finding("warning" if is_severe else "note", text)
 
 
 def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Iterable[Finding]:
@@ -221,5 +224,5 @@ def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
         if peaks:
             value, values, operand = max(peaks, key=lambda peak: peak[0])
             step = int(operand.steps[np.nanargmax(values)])
-            extremes.append((label, operand.name, step, shown(figure, sign * value)))
+            extremes.append((label, operand.name, step, with_unit(figure, sign * value)))
     return extremes

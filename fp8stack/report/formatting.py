@@ -18,7 +18,7 @@ class Finding:
     text: str
 
 
-def shown(figure: str, value: float) -> str:
+def with_unit(figure: str, value: float) -> str:
     """A figure with its unit."""
     if not math.isfinite(value):
         return "unknown"

@@ -137,8 +137,8 @@ def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
 def _mark(axes: Any, run: Run, steps: Any) -> None:
     """Mark each event by a triangle above the map."""
     for kind, color in EVENT_COLORS.items():
-        at = sorted({event["step"] for event in run.events if event.get("event") == kind})
-        if at:
-            places = np.interp(at, steps, np.arange(len(steps)))
+        event_steps = sorted({event["step"] for event in run.events if event.get("event") == kind})
+        if event_steps:
+            places = np.interp(event_steps, steps, np.arange(len(steps)))
             axes.plot(places, np.full(len(places), 1.012), "v", color=color, markersize=4,
                       transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip

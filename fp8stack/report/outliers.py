@@ -87,10 +87,10 @@ def _of_one_kind(operands: list[Operand], switches: Sequence[int]) -> list[Outli
         warnings.simplefilter("ignore", RuntimeWarning)
         grids = {figure: _Grid(operands, figure, switches) for figure in BOUNDS}
         for figure, figure_grid in grids.items():
-            for at, hit in [*figure_grid.changed(), *figure_grid.different()]:
-                if figure not in hits[at] or hit.score > hits[at][figure].score:
-                    hits[at][figure] = hit
-    return [_outlier(operands[at], at, figure_hits, grids) for at, figure_hits in hits.items()]
+            for row, hit in [*figure_grid.changed(), *figure_grid.different()]:
+                if figure not in hits[row] or hit.score > hits[row][figure].score:
+                    hits[row][figure] = hit
+    return [_outlier(operands[row], row, figure_hits, grids) for row, figure_hits in hits.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,10 @@ class _Grid:
         self.peer_bound = np.empty(len(operands))
         formats: dict[str, list[int]] = defaultdict(list)
         roles: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for at, operand in enumerate(operands):
+        for row, operand in enumerate(operands):
             format = "" if figure == "amax" else operand.format  # an amax does not depend on it
-            formats[format].append(at)
-            roles[format, role(operand.layer)].append(at)
+            formats[format].append(row)
+            roles[format, role(operand.layer)].append(row)
         for (format, _), members in roles.items():
             same = len(members) >= PEERS
             group = self.values[members if same else formats[format]]
@@ -148,17 +148,17 @@ class _Grid:
         is_unusual = distance > np.maximum(
             self.bound, SPREADS * np.maximum(spread, usual_variation)
         )
-        for at in np.flatnonzero(is_unusual.any(axis=1)).tolist():
-            worst = int(np.nanargmax(np.where(is_unusual[at], distance[at], np.nan)))
-            last = int(np.flatnonzero(np.isfinite(self.values[at]))[-1])
+        for row in np.flatnonzero(is_unusual.any(axis=1)).tolist():
+            worst = int(np.nanargmax(np.where(is_unusual[row], distance[row], np.nan)))
+            last = int(np.flatnonzero(np.isfinite(self.values[row]))[-1])
             yield (
-                at,
+                row,
                 _Hit(
-                    score=float(distance[at, worst] / self.bound),
-                    first=int(np.argmax(is_unusual[at])),
+                    score=float(distance[row, worst] / self.bound),
+                    first=int(np.argmax(is_unusual[row])),
                     worst=worst,
                     changed=True,
-                    lasting=bool(is_unusual[at].sum() > 1 or is_unusual[at, last]),
+                    lasting=bool(is_unusual[row].sum() > 1 or is_unusual[row, last]),
                 ),
             )
 
@@ -167,13 +167,13 @@ class _Grid:
         distance = self.sign * (self.values - self.peers)
         usual, spread = np.nanmedian(distance, axis=1), np.nanmedian(self.spread, axis=1)
         is_unusual = usual > np.fmax(self.peer_bound, SPREADS * spread)
-        for at in np.flatnonzero(is_unusual).tolist():
+        for row in np.flatnonzero(is_unusual).tolist():
             yield (
-                at,
+                row,
                 _Hit(
-                    score=float(usual[at] / self.peer_bound[at]),
-                    first=int(np.argmax(np.isfinite(self.values[at]))),
-                    worst=int(np.nanargmax(distance[at])),
+                    score=float(usual[row] / self.peer_bound[row]),
+                    first=int(np.argmax(np.isfinite(self.values[row]))),
+                    worst=int(np.nanargmax(distance[row])),
                     changed=False,
                     lasting=True,
                 ),
@@ -184,10 +184,10 @@ def _past(values: Figures, since: Sequence[int]) -> Figures:
     """For each sample, the median of at most `LONG_PAST` previous samples in the same recipe, whose
     first sample is `since`. NaN if there are fewer than `PAST`."""
     past = np.full_like(values, np.nan)
-    for at in range(PAST, values.shape[1]):
-        before = values[:, max(since[at], at - LONG_PAST) : at]
-        past[:, at] = np.nanmedian(before, axis=1)
-        past[np.isfinite(before).sum(axis=1) < PAST, at] = np.nan
+    for sample in range(PAST, values.shape[1]):
+        before = values[:, max(since[sample], sample - LONG_PAST) : sample]
+        past[:, sample] = np.nanmedian(before, axis=1)
+        past[np.isfinite(before).sum(axis=1) < PAST, sample] = np.nan
     return past
 
 

@@ -113,8 +113,8 @@ def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
         loss = curves.loss(inner, names, "runs-loss")
         compared = _drawn(loss, curves.throughput(inner, names, "runs-throughput"))
     sections = [
-        _section(analysis, name, f"run{at}")
-        for at, (analysis, name) in enumerate(zip(runs, names, strict=True), start=1)
+        _section(analysis, name, f"run{number}")
+        for number, (analysis, name) in enumerate(zip(runs, names, strict=True), start=1)
     ]
     environment = Environment(
         autoescape=True,

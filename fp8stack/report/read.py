@@ -144,13 +144,15 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
     plan, forecast = path / "plan.json", path / NAME
-    text = _tried(lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes)
+    text = _read_or_note(
+        lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes
+    )
     run = Run(
         path=path,
         name=path.resolve().name or str(path),
-        config=_tried(lambda: read_toml(config), config, {}, notes),
+        config=_read_or_note(lambda: read_toml(config), config, {}, notes),
         config_text=text,
-        plan=_tried(lambda: table(read_json(plan)), plan, {}, notes),
+        plan=_read_or_note(lambda: table(read_json(plan)), plan, {}, notes),
         rows=rows,
         events=events,
         written=written,
@@ -161,13 +163,15 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     )
     if forecast.exists():
         read = ForecastResult.model_validate_json
-        run.forecast = _tried(lambda: read(forecast.read_text("utf-8")), forecast, None, notes)
+        run.forecast = _read_or_note(
+            lambda: read(forecast.read_text("utf-8")), forecast, None, notes
+        )
     if telemetry:
         _read_telemetry(path / "telemetry.jsonl", run)
     return run
 
 
-def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
+def _read_or_note(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
     """The result of `read`; if that fails, `otherwise`, with a note."""
     if not path.exists():
         notes.append(f"{path.name} is missing.")
@@ -221,7 +225,11 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
             events.append({"step": step, "event": "skip", "why": reason, "fp16": True})
         back = row.get("to_step")
         if row.get("event") == "rollback" and type(back) is int:
-            rows = {at: earlier for at, earlier in rows.items() if at <= back}
+            rows = {
+                logged_step: logged_row
+                for logged_step, logged_row in rows.items()
+                if logged_step <= back
+            }
         if {"loss", "lr", "val_loss"} & row.keys():
             values = {key: value for key, value in row.items() if value is not None}
             rows[step] = rows.get(step, {"loss": None}) | values if "event" in row else row
@@ -276,14 +284,14 @@ def _read_telemetry(path: Path, run: Run) -> None:
             continue
         if "operand" not in row:
             if step <= newest:  # rolled back: these samples are taken again
-                models = {at: model for at, model in models.items() if at < step}
+                models = {earlier: model for earlier, model in models.items() if earlier < step}
                 for sampled in (*series.values(), *by_module.values()):
                     sampled.forget_from(step)
             newest = step
             models[step] = row
             continue
-        tried = str(row.get("recipe")) if row.get("what_if") is True else ""
-        key = (tried, str(row.get("layer")), str(row["operand"]))
+        what_if_recipe = str(row.get("recipe")) if row.get("what_if") is True else ""
+        key = (what_if_recipe, str(row.get("layer")), str(row["operand"]))
         series.setdefault(key, _Rows(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
     run.gradients = [
@@ -291,11 +299,11 @@ def _read_telemetry(path: Path, run: Run) -> None:
         for module, sampled in by_module.items()
         if sampled.rows
     ]
-    order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
+    order = {str(table(layer).get("name")): i for i, layer in enumerate(layers(run.plan))}
     for key in sorted(series, key=lambda key: order.get(key[1], len(order))):
         if (rows := series[key]).rows:
-            tried, layer, kind = key
-            group = run.what_if.setdefault(tried, []) if tried else run.operands
+            what_if_recipe, layer, kind = key
+            group = run.what_if.setdefault(what_if_recipe, []) if what_if_recipe else run.operands
             group.append(Operand(layer=layer, kind=kind, format=rows.format, **rows.arrays()))
 
 
@@ -319,12 +327,16 @@ class _Rows:
         self.format = str(row.get("format", ""))
 
     def forget_from(self, step: int) -> None:
-        self.rows = {at: values for at, values in self.rows.items() if at < step}
+        self.rows = {
+            sampled_step: values
+            for sampled_step, values in self.rows.items()
+            if sampled_step < step
+        }
 
     def arrays(self) -> dict[str, Any]:
         steps = sorted(self.rows)
         values = np.array([self.rows[step] for step in steps], dtype=np.float64)
-        figures = {key: values[:, at] for at, key in enumerate(self.figures)}
+        figures = {key: values[:, column] for column, key in enumerate(self.figures)}
         return {"steps": np.array(steps, dtype=np.int64), "figures": figures}
 
 

@@ -58,14 +58,14 @@ def _run(analysis: Analysis, console: Console) -> None:
         console.print(_text(missing, style="dim"))
     else:
         console.print(_map(run, console.width))
-    if (tried := summary.what_if(analysis)) is not None:
-        table = _table(["median SQNR, dB", *tried.kinds])
-        for name, cells, is_run_recipe in tried.rows:
+    if (what_if := summary.what_if(analysis)) is not None:
+        table = _table(["median SQNR, dB", *what_if.kinds])
+        for name, cells, is_run_recipe in what_if.rows:
             table.add_row(
                 _text(f"{name} (this run)" if is_run_recipe else name), *map(_cell, cells)
             )
         console.print(table)
-        console.print(_text(tried.sentence))
+        console.print(_text(what_if.sentence))
     if run.forecast is not None:
         console.print(_text(f"what recipes would cost, by {run.forecast.checkpoint}"))
         table = _table(run.forecast.header[:-1])

@@ -509,7 +509,7 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
     images = [v.get("aria-label", "") for _, v in parsed.tags if v.get("role") == "img"]
     assert len(images) == 2 + 2 * 7
     assert all(len(alt) > 30 for alt in images)
-    assert "blocks.1.mlp.up, input stands out from step 100 on." in parsed.said
+    assert "blocks.1.mlp.up, input stands out from step 100 on." in parsed.text
 
 
 @pytest.mark.usefixtures("undrawn")
