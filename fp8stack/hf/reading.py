@@ -195,7 +195,8 @@ def _activation(layout: Layout, name: str, where: str, key: str) -> str:
 def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
     """The base of RoPE's angles. Only plain RoPE is supported."""
     theta: Any = table.get("rope_theta")
-    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 prefers the first
+    # A base in these tables, which transformers 5 writes, overrides the key of transformers 4.
+    for key in ("rope_parameters", "rope_scaling"):
         rope = table.get(key)
         if rope is None:
             continue

@@ -25,7 +25,7 @@ import numpy as np
 from fp8stack.report.read import Figures, Operand, grid
 
 SPREADS = 8.0
-PEERS = 4  # a median is taken of at least so many
+PEERS = 4  # minimum number of operands for a median
 PAST, LONG_PAST = 2, 32  # minimum and maximum number of previous samples
 
 # Per figure: 1 if large values are bad, -1 if small ones are; bounds for a change, for the distance
