@@ -16,7 +16,7 @@ from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by
 MOST_SAMPLES = 240  # columns of a map; neighbouring samples are merged into their worst
 DEAD = "#dc2626"
 NONE = (0.55, 0.6, 0.65, 0.22)
-LEAST_SHARE = 1e-4  # smaller shares are drawn in grey
+LEAST_SHARE = 1e-4  # smaller shares are drawn as `NONE`
 # Figure: title, colour bar, colour map, whether larger is worse, caption.
 MAPS = {
     "sqnr_db": ("Signal to quantization noise", "SQNR (dB)", "YlOrRd_r", False,
