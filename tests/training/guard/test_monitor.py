@@ -86,7 +86,7 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
     watched.step(2, 2.0, INF)
     look = watched.poll()
     assert [bad.step for bad in look.bad] == [1, 2]
-    assert [bad.why for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
+    assert [bad.reason for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
     assert look.streak == 2
     watched.step(3, 2.0, 1.0)
     assert watched.poll() == look.__class__(
@@ -157,7 +157,7 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count):
     bad = watched.poll().bad
     assert [one.causes for one in bad] == [Cause.GRADIENT_SPIKE, Cause.LOSS_SPIKE]
     assert bad[1].loss_limit == pytest.approx(loss_limit, rel=1e-12)
-    assert "is above its limit" in bad[1].why
+    assert "is above its limit" in bad[1].reason
     watched.step(303, float(loss_limit * nearly), float(norms[-1]))
     assert watched.poll().bad == ()
 
