@@ -140,9 +140,8 @@ def _amaxes() -> Tensor:
     than TE's kernels."""
     values = amaxes()
     values = values[(values > 0) & ~values.isnan()][:180].clone().view(60, 3)
-    values[20:] = (
-        values[20:].log2().remainder(8).exp2()
-    )  # later ones of similar size, so that windows matter
+    # Later amaxes are of similar size, so that windows matter.
+    values[20:] = values[20:].log2().remainder(8).exp2()
     return values
 
 

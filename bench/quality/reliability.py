@@ -117,7 +117,7 @@ def measured(name: str, case: Case, short: bool, keep: Path | None) -> Row:
             outcome = Outcome(injected=0, survived=0, lost=(reason,))
     return {
         "case": name,
-        "what": case.what,
+        "what": case.description,
         "passes": case.passes,
         "injected": outcome.injected,
         "survived": outcome.survived,
@@ -175,7 +175,7 @@ def _cells(row: Row) -> list[str]:
 
 def _not_run(name: str, case: Case) -> list[str]:
     reason = "not run, needs a GPU" if case.needs_cuda else "not run"
-    return [name, case.what, case.passes, "", "", "", "", reason]
+    return [name, case.description, case.passes, "", "", "", "", reason]
 
 
 def _lost(rows: Iterable[Row]) -> Iterator[str]:

@@ -140,9 +140,8 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()
     for place, planned in enumerate(plans):
-        if recipe_keys := identity.recipes.get(
-            str(place)
-        ):  # the FP8 state has the counters of all variants
+        # The FP8 state has the counters of all variants.
+        if recipe_keys := identity.recipes.get(str(place)):
             _without_memory(shape, _recipe(recipe_keys, f"recipes.{place}"), planned, draws)
     model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
     random = random_state()

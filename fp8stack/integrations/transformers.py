@@ -57,9 +57,7 @@ class FP8StateCallback(TrainerCallback):
         if state.global_step:
             _restore(kwargs["model"], Path(self.resume_from or _checkpoint(args, state)))
         else:
-            fp8_state(
-                kwargs["model"]
-            )  # raises now if the model is not converted, not at the first save
+            fp8_state(kwargs["model"])  # raises now if the model is not converted
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
