@@ -2,6 +2,9 @@
 names below are public; they are imported when first used, so that `import fp8stack` is quick."""
 
 # The command sets its handler of Ctrl-C after this file: it imports nothing that takes long.
+from fp8stack.lazy import lazy_names
+from fp8stack.version import __version__ as __version__
+
 TYPE_CHECKING = False  # typing's, for type checkers alike
 if TYPE_CHECKING:
     from fp8stack import numerics
@@ -21,8 +24,6 @@ if TYPE_CHECKING:
     from fp8stack.training.load import load
     from fp8stack.training.pretrain import pretrain
 
-__version__ = "0.1.0"
-
 _NAMES = {
     "backends": ("build_backend", "fp8_state", "load_fp8_state"),
     "errors": ("UserError",),
@@ -33,6 +34,7 @@ _NAMES = {
     "model.config": ("GPTConfig", "load_config", "plan_for"),
     "model.convert": ("convert",),
     "model.gpt": ("GPT",),
+    "numerics": (),
     "optim.grad_scaler": ("LossScaler",),
     "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
     "precision.phases": ("precision_for_phase",),
@@ -40,8 +42,6 @@ _NAMES = {
     "training.load": ("load",),
     "training.pretrain": ("pretrain",),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
-
 __all__ = [
     "GPT",
     "GPTConfig",
@@ -71,16 +71,4 @@ __all__ = [
     "savings",
 ]
 
-
-def __getattr__(name: str) -> object:
-    from importlib import import_module
-
-    if name == "numerics":
-        return import_module("fp8stack.numerics")
-    if name in _HOMES:
-        return getattr(import_module(f"fp8stack.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'fp8stack' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, [*__all__, "__version__"])

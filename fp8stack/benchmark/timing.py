@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-import fp8stack
 from fp8stack.precision import Hardware, probe
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.version import __version__
 
 Arm = Callable[[], object]
 
@@ -179,7 +179,7 @@ def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
     if hardware.device == "cuda":
         te = hardware.te_version if hardware.has_te else None
         facts |= {"driver": _driver(), "cuda": torch.version.cuda, "transformer-engine": te}
-    facts |= {"fp8stack": fp8stack.__version__, "torch": torch.__version__}
+    facts |= {"fp8stack": __version__, "torch": torch.__version__}
     return facts | {package: version(package) for package in packages}
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-import fp8stack
 from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
@@ -32,6 +31,7 @@ from fp8stack.cli.results import show as show_run
 from fp8stack.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.terminal import show, silence, warn, write_text
 from fp8stack.threads import adapting
+from fp8stack.version import __version__
 
 app = typer.Typer(
     name="fp8stack",
@@ -82,7 +82,7 @@ def _no_command(
     help: Annotated[bool, options.HELP] = False,
 ) -> None:
     if version:
-        show(f"fp8stack {fp8stack.__version__}")
+        show(f"fp8stack {__version__}")
     elif completion:
         write_text(_completion_script(os.path.basename(os.environ.get("SHELL", ""))) + "\n")
     elif context.invoked_subcommand is None:

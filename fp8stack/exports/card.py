@@ -9,16 +9,14 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-import fp8stack
 from fp8stack import presets
 from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
-from fp8stack.forecast.result import FIRST_QUARTER, ForecastResult, shares
-from fp8stack.forecast.result import NAME as FORECAST
 from fp8stack.io import read_json
 from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
+from fp8stack.version import __version__
 
 CARD = "README.md"
 MARK = "<!-- Written by fp8stack export. -->"
@@ -43,7 +41,7 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
     if source.run is not None:
         with suppress(OSError, ValueError, KeyError, TypeError, IndexError, StopIteration):
             measured = _measured_gap(source)
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
             forecast = _forecast_gap(source, recipe)
     environment = Environment(
         undefined=StrictUndefined,
@@ -66,11 +64,10 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
         tokens=source.step * run.batch * context_of(run, source.config) if run else None,
         began_with_weights=bool(run and run.init_from),
         loss=_last_val_loss(source),
-        version=fp8stack.__version__,
+        version=__version__,
         torch_version=source.info.get("versions", {}).get("torch", torch.__version__),
         measured=measured,
         forecast=forecast,
-        first_quarter=FIRST_QUARTER.capitalize(),
         number=lambda value: f"{value:,}",
     )
 
@@ -94,16 +91,16 @@ def _last_val_loss(source: Source) -> tuple[int, float] | None:
     return last
 
 
-def _forecast_gap(source: Source, recipe: str) -> tuple[str, str] | None:
-    """The loss gap that `fp8stack forecast` predicted from this checkpoint, and its interval.
-    Raises an error of reading if there is no forecast."""
+def _forecast_gap(source: Source, recipe: str) -> dict[str, float] | None:
+    """The loss gap that `fp8stack forecast` predicted from this checkpoint, in percent of the loss,
+    with its 90 % interval; None if the law does not apply to it. Raises a KeyError, or errors of
+    reading, if there is no forecast."""
     assert source.run is not None
-    forecast = ForecastResult.model_validate_json((source.run / FORECAST).read_text("utf-8"))
-    gaps = {expected.recipe: expected.gap for expected in forecast.recipes}
-    gap = gaps.get(recipe)
-    if gap is None or forecast.checkpoint != source.path.name:
+    forecast: dict[str, Any] = read_json(source.run / "forecast.json")
+    gaps = {row["recipe"]: row["gap"] for row in forecast["recipes"]}
+    if gaps.get(recipe) is None or forecast["checkpoint"] != source.path.name:
         return None
-    return shares(gap, forecast.loss)
+    return {name: 100 * value / forecast["loss"] for name, value in gaps[recipe].items()}
 
 
 def _measured_gap(source: Source) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import fp8stack
 from fp8stack.checkpoint.reader import recorded_tokenizer
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import toml_lines
@@ -19,6 +18,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
 from fp8stack.training.load import find_checkpoint
 from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.version import __version__
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -88,7 +88,7 @@ def safetensors_files(source: Source) -> Files:
     weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
     metadata = {  # the format requires strings
         "format": "pt",
-        "fp8stack": fp8stack.__version__,
+        "fp8stack": __version__,
         "recipe": str(source.plan["recipe"]["name"]),
         "step": str(source.step),
     }

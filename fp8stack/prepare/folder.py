@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fp8stack
 from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_parts
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
@@ -18,6 +17,7 @@ from fp8stack.prepare.inputs import Settings, Source
 from fp8stack.prepare.shards import OWN_FILE, SplitWriter
 from fp8stack.tables import counted
 from fp8stack.tokenizer import TOKENIZER_FILES, Tokenizer
+from fp8stack.version import __version__
 
 GPT2_IDS = 50257
 NOTES = {  # of each count, in the singular and the plural
@@ -202,7 +202,7 @@ def manifest_of(
     keys = ("name", "sha256", "vocabulary", "end_of_text")
     return {
         "format": 1,
-        "made_by": f"fp8stack {fp8stack.__version__}",
+        "made_by": f"fp8stack {__version__}",
         "tokenizer": {key: getattr(tokenizer, key) for key in keys},
         "dtype": tokenizer.dtype.name,
         "splits": {

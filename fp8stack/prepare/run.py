@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import fp8stack
 from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import storage_errors
@@ -34,6 +33,7 @@ from fp8stack.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
+from fp8stack.version import __version__
 
 GROUP_BYTES = 2**23  # for each process
 SAVED = "Stopped. Progress is saved; the same command continues."
@@ -110,7 +110,7 @@ def _prepare(
     """The manifest, once the folder is finished, and the speed for the summary."""
     started = time.monotonic()
     reader = Reader(text_key=settings.text_key, scratch=folder.scratch / "table", size=BLOCK_BYTES)
-    begin: dict[str, Any] = {"settings": settings.of_output(), "version": fp8stack.__version__}
+    begin: dict[str, Any] = {"settings": settings.of_output(), "version": __version__}
     begin |= {"block": BLOCK_BYTES}
     if settings.train_bpe is None:
         tokenizer = _load(settings)

@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from fp8stack import __version__
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import storage_errors, sweep, write_atomically
 from fp8stack.report import curves, summary
@@ -19,6 +18,7 @@ from fp8stack.report.drawing import Picture
 from fp8stack.report.events import folded
 from fp8stack.report.formatting import titles
 from fp8stack.report.heatmaps import MAPS, gradient_map, heat_map
+from fp8stack.version import __version__
 
 MARK = '<meta name="generator" content="fp8stack report'
 """What a page of ours begins with, and by which it may be written over."""

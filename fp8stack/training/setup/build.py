@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-import fp8stack
 from fp8stack.backends.compiler import is_compiled, require_compiler
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
@@ -38,6 +37,7 @@ from fp8stack.training.setup.allocator import keep_freed_memory
 from fp8stack.training.setup.datasets import read
 from fp8stack.training.setup.memory_check import Footprint, require_memory
 from fp8stack.training.setup.variants import Decided, build_variants, never_asked_for, plan_phases
+from fp8stack.version import __version__
 
 
 def build(
@@ -259,7 +259,7 @@ def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions to save in a checkpoint."""
     return {
-        "fp8stack": fp8stack.__version__,
+        "fp8stack": __version__,
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
     }
