@@ -1,1 +1,2 @@
-"""Benchmarks with peers: `python -m bench SCENARIO`. Results are committed under bench/results."""
+"""Benchmarks of fp8stack and its peers: `python -m bench SCENARIO`. Results are committed under
+bench/results."""

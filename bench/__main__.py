@@ -13,7 +13,9 @@ from fp8stack.threads import adapting
 
 
 def main() -> int:
-    listing = "\n".join(f"  {name}: {what}" for name, what in runner.SCENARIOS.items())
+    listing = "\n".join(
+        f"  {name}: {description}" for name, description in runner.SCENARIOS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=f"{__doc__}\n{listing}",

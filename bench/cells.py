@@ -1,4 +1,4 @@
-"""Results that grow on disk: a run that was ended continues with what it had not measured."""
+"""Results that grow on disk: an interrupted measurement continues with the cells that are left."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Arm = Callable[[], object]
 
 
 def words(text: str) -> list[str]:
-    """The words of an option's value, separated by commas."""
-    return [word for part in text.split(",") if (word := part.strip())]
+    """Split the value of an option at its commas."""
+    return [word for piece in text.split(",") if (word := piece.strip())]
 
 
 class Cells:
-    """The rows of cells, such as the arms of one model, each written when it was measured.
+    """The rows of cells, such as the arms of one model. A cell is written to disk when measured.
 
     Args:
-        path: JSON lines, one per cell; None: they are kept in memory alone.
-        conditions: what rows depend on beside the cell's name, such as the machine and the number
-            of rounds. Cells in the file that were measured under others are not used.
+        path: a file of JSON lines, one per cell; None to keep the cells in memory only.
+        conditions: the conditions that rows depend on besides the cell's name, such as the machine
+            and the number of rounds. Cells in the file with other conditions are ignored.
     """
 
     def __init__(self, path: Path | None = None, conditions: object = None) -> None:
@@ -47,8 +47,8 @@ class Cells:
             print(f"{path}: continues after {len(self._known)} cells that are there", flush=True)
 
     def rows(self, case: str, arms: Iterable[str], measure: Callable[[], list[Row]]) -> list[Row]:
-        """The rows of these arms in this case: those in the file, or what `measure` returns. Rows
-        of arms that were left out go to `left_out` instead."""
+        """The rows of these arms in this case: from the file, or else from `measure`. Rows of arms
+        that were left out go to `left_out` instead."""
         cell = f"{case}: {', '.join(arms)}"
         rows = self._known.get(cell)
         if rows is None:
@@ -71,8 +71,8 @@ class Cells:
         to_rows: Callable[[str, dict[str, Timing]], list[Row]],
         **options: Any,
     ) -> list[Row]:
-        """The rows of arms that are built here and take turns; see `runnable` and `interleaved`,
-        which gets the options."""
+        """The rows of arms that are built here and timed in turns. See `runnable`, and
+        `interleaved` for the options."""
 
         def measure() -> list[Row]:
             seconds: dict[str, float] = {}
@@ -83,8 +83,8 @@ class Cells:
         return self.rows(case, builders, measure)
 
     def finish(self) -> int:
-        """How many arms failed. If none did, the file goes; else the same command measures the
-        cells that they were in again, and those alone."""
+        """The number of arms that failed. If none failed, the file is removed. Otherwise the same
+        command measures only the cells with failed arms again."""
         failed = len([row for row in self.left_out if row.get("failed")])
         if self.path is not None and not failed:
             self.path.unlink(missing_ok=True)
@@ -92,18 +92,19 @@ class Cells:
 
 
 def json_lines(path: Path) -> list[Row]:
-    """The rows of a file of JSON lines; none without a file. A line that a killed process left half
-    is passed over, and a blank one."""
-    found = []
+    """The rows of a file of JSON lines; none if there is no file. Blank lines, and lines that a
+    killed process cut short, are skipped."""
+    rows = []
     with suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-    return found
+                rows.append(json.loads(line))
+    return rows
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file of JSON lines, after what a killed process may have left half."""
+    """Add a row to a file of JSON lines; it starts on a new line, since the last one may be cut
+    short."""
     with path.open("a") as file:
         file.write("\n" + json.dumps(row) + "\n")
         file.flush()
@@ -111,12 +112,12 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 class Clocks(NamedTuple):
-    """Seconds: of the wall, of all processes on all CPUs (NaN where it is not known), and of this
+    """Wall-clock seconds, CPU seconds of all processes (NaN if unknown), and CPU seconds of this
     process and its children."""
 
     wall: float
     busy: float
-    own: float
+    this_process: float
 
 
 def clocks() -> Clocks:
@@ -129,17 +130,17 @@ def clocks() -> Clocks:
 
 
 def others_s(begin: Clocks, end: Clocks) -> float:
-    """The time that other processes had on all CPUs."""
-    return (end.busy - begin.busy) - (end.own - begin.own)
+    """The CPU seconds of other processes."""
+    return (end.busy - begin.busy) - (end.this_process - begin.this_process)
 
 
 def _others_share(begin: Clocks, end: Clocks) -> float | None:
-    """The share of the CPUs' time that other processes took; None where it is not known."""
+    """The fraction of the CPUs' time that other processes took; None if unknown."""
     share = others_s(begin, end) / ((end.wall - begin.wall) * (os.cpu_count() or 1))
     return round(max(0.0, share), 3) if math.isfinite(share) else None
 
 
-# What is not measured, and why
+# Arms that are left out
 
 
 def left_out(case: str, arm: str, reason: str) -> Row:
@@ -147,9 +148,9 @@ def left_out(case: str, arm: str, reason: str) -> Row:
 
 
 def not_served(case: str, recipes: Iterable[str], hardware: Hardware) -> list[Row]:
-    """A row for each of `recipes` that this machine runs as another."""
-    found = unserved(recipes, hardware).items()
-    return [left_out(case, recipe, reason) for recipe, reason in found]
+    """A row for each of `recipes` that this machine cannot run as such."""
+    reasons = unserved(recipes, hardware).items()
+    return [left_out(case, recipe, reason) for recipe, reason in reasons]
 
 
 def runnable(
@@ -157,11 +158,11 @@ def runnable(
     builders: Mapping[str, Callable[[], Arm]],
     seconds: dict[str, float] | None = None,
 ) -> tuple[dict[str, Arm], list[Row]]:
-    """The arms, each built and called once, which compiles it and takes `seconds`, and a row for
-    each that fails or whose package is not installed: it takes no other with it.
+    """The arms, built and called once, which compiles them, and a row for each arm that fails or
+    whose package is not installed. `seconds` gets the time of the build and the first call.
 
     Raises:
-        Exception: what the first one raises, to which the others are compared.
+        Exception: the first arm failed, with which the others are compared.
     """
     arms: dict[str, Arm] = {}
     failed: list[Row] = []
@@ -185,14 +186,14 @@ def runnable(
 
 
 def failure(case: str, arm: str, error: Exception) -> Row:
-    said = str(error).strip().partition("\n")[0][:200]
-    reason = f"failed: {type(error).__name__}: {said}"
+    first_line = str(error).strip().partition("\n")[0][:200]
+    reason = f"failed: {type(error).__name__}: {first_line}"
     print(f"{case}, {arm}: {reason}", file=sys.stderr, flush=True)
     return left_out(case, arm, reason) | {"failed": True}
 
 
 def missing(arm: str) -> str:
-    """Why a peer cannot be measured, by the first word of the arm's name; "" if it can be."""
+    """The reason why a peer, the first word of the arm's name, cannot be measured; "" if it can."""
     package = arm.partition(" ")[0]
     if package not in ("torchao", "transformers"):
         return ""

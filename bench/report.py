@@ -1,4 +1,4 @@
-"""What scenarios report: rows, bars, tables and figures."""
+"""The reports of scenarios: rows, bars, tables and figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def report_of(
     bars: Sequence[Row] = (),
     packages: Sequence[str] = (),
 ) -> Report:
-    """What was measured on which machine; `packages` are those whose versions matter."""
+    """A report with the machine, the settings and the rows; `packages` are the names of packages
+    whose versions to record."""
     return {
         "machine": machine(*packages, device=device),
         "settings": settings,
@@ -37,8 +38,8 @@ def report_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What must hold in a case: the fastest round of `arm` takes at most `at_most` times that of
-    `of`."""
+    """A limit in a case: the fastest round of `arm` takes at most `at_most` times as long as the
+    fastest round of the arm `of`."""
 
     case: str
     arm: str
@@ -47,9 +48,9 @@ class Bar:
 
 
 def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) -> list[Row]:
-    """A row for each arm of a case; `ratio` is its time / that of the arm `to`, of the fastest
-    rounds; where arms took turns, `paired` is the median of the ratios within a round, and
-    `paired_low` to `paired_high` its 95 % confidence interval."""
+    """A row for each arm of a case. `ratio` is its time over the time of the arm `to`, in the
+    fastest rounds. If arms took turns, `paired` is the median of the ratios within a round, and
+    `paired_low` to `paired_high` is its 95 % confidence interval."""
     return [
         {
             "case": case,
@@ -65,25 +66,25 @@ def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) 
 
 
 def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
-    """How much longer `timing` took than `to` in the same round: the median over the rounds, and
+    """The time of `timing` over the time of `to` in the same round: the median over the rounds, and
     the ends of its 95 % confidence interval, see `median_interval`.
 
-    Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
-    leaves their ratio. Raises a ValueError if they have not as many rounds.
+    Both must come from the same call of `interleaved`, so that a slow round slows down both arms
+    and leaves their ratio. Raises a ValueError if they have different numbers of rounds.
     """
     pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
-    found = [one / other for one, other in pairs]
-    return statistics.median(found), *median_interval(found)
+    pair_ratios = [timing_ms / to_ms for timing_ms, to_ms in pairs]
+    return statistics.median(pair_ratios), *median_interval(pair_ratios)
 
 
 def paired(timing: Timing, to: Timing) -> dict[str, float]:
-    """The ratio of two arms within a round, and its interval, by name, see `paired_ratio`; empty
-    where they did not take turns."""
+    """The ratio of two arms within a round, and its interval, by name, see `paired_ratio`; empty if
+    they did not take turns."""
     if not (timing.samples_ms and to.samples_ms):
         return {}
     names = ("paired", "paired_low", "paired_high")
-    found = zip(names, paired_ratio(timing, to), strict=True)
-    return {name: round(value, 4) for name, value in found}
+    named_ratios = zip(names, paired_ratio(timing, to), strict=True)
+    return {name: round(value, 4) for name, value in named_ratios}
 
 
 def paired_cell(row: Row) -> str:
@@ -91,16 +92,16 @@ def paired_cell(row: Row) -> str:
 
 
 def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:
-    """The bars with what was measured, for the cases and arms that were."""
+    """The bars whose case and arms were measured, with the measured ratio."""
     fastest = {(row["case"], row["arm"]): row["fastest_ms"] for row in rows}
-    found = []
+    judgements = []
     for bar in bars:
         arm, of = fastest.get((bar.case, bar.arm)), fastest.get((bar.case, bar.of))
         if arm is not None and of is not None:
             measured = arm / of
             holds = measured <= bar.at_most
-            found.append({**asdict(bar), "measured": round(measured, 4), "holds": holds})
-    return found
+            judgements.append({**asdict(bar), "measured": round(measured, 4), "holds": holds})
+    return judgements
 
 
 # Tables
@@ -111,7 +112,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def crossed(cells: Mapping[tuple[str, str], str], corner: str) -> str:
-    """A table of cells by the names of their line and their column; empty where there is none."""
+    """A table of cells, given by the names of their line and column; missing cells are empty."""
     across = list(dict.fromkeys(column for _, column in cells))
     down = dict.fromkeys(line for line, _ in cells)
     body = ([line, *(cells.get((line, column), "") for column in across)] for line in down)
@@ -119,7 +120,7 @@ def crossed(cells: Mapping[tuple[str, str], str], corner: str) -> str:
 
 
 def heading(report: Report, title: str, text: str) -> str:
-    """The beginning of a page: what was measured, by which command, on what."""
+    """The beginning of a page: its title and text, the command, the machine and the settings."""
     facts = ", ".join(
         f"{name} {value}"
         for name, value in report["machine"].items()
@@ -133,40 +134,43 @@ def heading(report: Report, title: str, text: str) -> str:
 
 
 def form(report: Report) -> str:
-    """Whether all rounds that were asked for were timed; "" where there is no budget."""
+    """A sentence on whether all requested rounds were timed; "" if the scenario has no budget."""
     if "budget_s" not in report["settings"] or not report["results"]:
         return ""
-    asked, counts = report["settings"]["rounds"], [row["rounds"] for row in report["results"]]
-    if min(counts) >= asked:
-        return f"All {asked} rounds of every arm were timed.\n"
+    rounds, counts = report["settings"]["rounds"], [row["rounds"] for row in report["results"]]
+    if min(counts) >= rounds:
+        return f"All {rounds} rounds of every arm were timed.\n"
     return (
-        f"Short form: {min(counts)} to {max(counts)} rounds of an arm instead of {asked}, as the "
+        f"Short form: {min(counts)} to {max(counts)} rounds of an arm instead of {rounds}, as the "
         "budget allowed.\n"
     )
 
 
 def load(report: Report) -> str:
-    """How busy others kept the machine, "" where it is not known."""
+    """A sentence on the CPU time that other processes took; "" if unknown."""
     shares = [row.get("others_share") for row in report["results"]]
-    known = [share for share in shares if share is not None]
-    if not known:
+    known_shares = [share for share in shares if share is not None]
+    if not known_shares:
         return ""
-    return f"Other processes took up to {max(known):.0%} of the CPUs' time meanwhile.\n"
+    return f"Other processes took up to {max(known_shares):.0%} of the CPUs' time meanwhile.\n"
 
 
 def left_out_list(report: Report) -> str:
-    """What was not measured and why, a line for each arm; "" if nothing was left out."""
+    """A list of the arms that were not measured, with the reasons; "" if all were measured."""
     cases: dict[tuple[str, str], list[str]] = {}
     for row in report.get("left_out", ()):
         cases.setdefault((row["arm"], row["left_out"]), []).append(row["case"])
-    lines = [f"- {arm} ({', '.join(of)}): {why}" for (arm, why), of in cases.items()]
+    lines = [
+        f"- {arm} ({', '.join(case_names)}): {reason}"
+        for (arm, reason), case_names in cases.items()
+    ]
     return "\n".join(["Not measured:", "", *lines, "", ""]) if lines else ""
 
 
 def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]]) -> str:
-    """The timings by case and arm: the median with its confidence interval, the fastest, the number
-    of rounds, and the seconds to build an arm and call it once, which compiles it, where they were
-    kept; with further columns by their titles."""
+    """A table of timings by case and arm: the median with its confidence interval, the fastest
+    round, the number of rounds, the seconds to build and compile an arm, if recorded, and the
+    `extra` columns by their titles."""
     if any("first_s" in row for row in rows):
         extra = {"first call s": number("first_s", 1)} | dict(extra)
     cells = (
@@ -184,14 +188,14 @@ def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]])
     return markdown(header, cells)
 
 
-def page(found: Report, title: str, text: str, extra: Mapping[str, Callable[[Row], str]]) -> str:
-    """A page of every timing, with further columns, and of the ratios that are judged."""
-    timings = timing_table(found["results"], extra)
-    return heading(found, title, text) + timings + ratios_table(found["bars"])
+def page(data: Report, title: str, text: str, extra: Mapping[str, Callable[[Row], str]]) -> str:
+    """A page with a table of all timings, with `extra` columns, and the ratios of the bars."""
+    timings = timing_table(data["results"], extra)
+    return heading(data, title, text) + timings + ratios_table(data["bars"])
 
 
 def number(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """A cell with the number of that name, empty where a row has none."""
+    """A function from a row to a cell with its number `key`; an empty cell if it has none."""
 
     def cell(row: Row) -> str:
         value = row.get(key)
@@ -201,7 +205,7 @@ def number(key: str, digits: int = 2) -> Callable[[Row], str]:
 
 
 def ratios_table(bars: Sequence[Row]) -> str:
-    """The measured ratios of arms that are judged; "" without any."""
+    """A table of the measured ratios of the bars; "" if there are none."""
     if not bars:
         return ""
     cells = ([bar["case"], bar["arm"], bar["of"], f"{bar['measured']:.3f}"] for bar in bars)
@@ -219,7 +223,7 @@ def ratios(
     title: str, value: str = "ratio", label: str = RELATIVE_TIME
 ) -> Callable[[Report], Figure]:
     """A scenario's `figure`: see `ratio_figure`."""
-    return lambda found: ratio_figure(found["results"], title, value, label)
+    return lambda data: ratio_figure(data["results"], title, value, label)
 
 
 def ratio_figure(
@@ -274,7 +278,7 @@ def line_figure(rows: Sequence[Row], title: str, x: str, y: str) -> Figure:
 
 
 def write(report: Report, text: str, figure: Figure, folder: Path) -> None:
-    """`<scenario>.json`, `.md` and `.png` in `folder`."""
+    """Write `<scenario>.json`, `.md` and `.png` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / report["scenario"]
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

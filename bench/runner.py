@@ -1,8 +1,8 @@
-"""Runs scenarios, writes what they found, and checks it against what was committed.
+"""Run scenarios, write their results, and compare them with the committed results.
 
-A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which gives JSON data,
-`table(report)`, `figure(report)`, and, where a quick run needs options, `SHORT`; `FOLDER` of
-bench/results is where it writes, by default the machine's.
+A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which returns JSON data,
+`table(report)` and `figure(report)`. It may have `SHORT`, options for a quick run, and `FOLDER`, a
+folder of bench/results to write to instead of the machine's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"
-# Options that time nothing.
+# Options that do not change a timing.
 CHOOSING = ("out", "recipes", "models", "capabilities", "parts", "compiled", "profile", "minutes")
 TOLERANCE = 0.15
 SCENARIOS = {
@@ -64,16 +64,16 @@ def add_options(
     recipes: Sequence[str] = (),
     models: bool = False,
 ) -> None:
-    """The options that several scenarios have, and `--tiny`.
+    """Add the options that several scenarios have, and `--tiny`.
 
     Args:
-        parser: gets them.
-        rounds: how often arms are timed in turns; None: no arms are.
-        budget_s: seconds for a case of these.
-        warm_up: rounds before them.
-        device: whether it runs on a GPU as well.
-        recipes: those that are measured by default; none: recipes are not what it varies.
-        models: whether it measures several.
+        parser: the parser of the scenario.
+        rounds: the default number of timed rounds; None if the scenario does not time arms.
+        budget_s: the default seconds for the rounds of a case.
+        warm_up: the default number of rounds before the timed ones.
+        device: whether the scenario can run on a GPU as well.
+        recipes: the recipes that are measured by default; none if the scenario has no choice.
+        models: whether the scenario measures several models.
     """
     add = parser.add_argument
     if rounds is not None:
@@ -88,15 +88,15 @@ def add_options(
         devices = ("auto", "cpu", "cuda")
         add("--device", choices=devices, default="auto", help="(default: %(default)s)")
     if recipes:
-        what = f"(default: {','.join(recipes)})"
-        add("--recipes", type=words, default=[*recipes], metavar="A,B", help=what)
+        recipes_help = f"(default: {','.join(recipes)})"
+        add("--recipes", type=words, default=[*recipes], metavar="A,B", help=recipes_help)
     if models:
-        what = "some of this device's (default: all)"
-        add("--models", type=words, default=[], metavar="A,B", help=what)
+        recipes_help = "some of this device's (default: all)"
+        add("--models", type=words, default=[], metavar="A,B", help=recipes_help)
 
 
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `interleaved` takes of these options."""
+    """The arguments of `interleaved` that these options give."""
     return timing_settings(arguments) | {"device": _hardware(arguments).device}
 
 
@@ -127,9 +127,9 @@ def run(name: str, words: Sequence[str]) -> int:
     arguments = parse(module, name, words)
     if getattr(arguments, "tiny", False) and arguments.out is None:
         raise UserError("--tiny would overwrite results in bench/results. Give --out FOLDER.")
-    at_once = hasattr(module, "run")  # it writes its results itself
-    own = Path() if at_once else Path(getattr(module, "FOLDER", slug(_hardware(arguments))))
-    arguments.out = folder = arguments.out or RESULTS / own
+    at_once = hasattr(module, "run")  # a scenario that writes its results itself
+    subfolder = Path() if at_once else Path(getattr(module, "FOLDER", slug(_hardware(arguments))))
+    arguments.out = folder = arguments.out or RESULTS / subfolder
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,10 +147,10 @@ def run(name: str, words: Sequence[str]) -> int:
 
 
 def imported(name: str) -> Any:
-    """The module of a scenario. Imported by name: what one needs another does without.
+    """Import the module of a scenario, and only that: another may need missing packages.
 
     Raises:
-        UserError: it needs a package that is not installed.
+        UserError: the scenario needs a package that is not installed.
     """
     try:
         (file,) = Path(__file__).parent.glob(f"*/{name.replace('-', '_')}.py")
@@ -165,22 +165,22 @@ def imported(name: str) -> Any:
 
 
 def measured(scenario: Any, name: str, words: Sequence[str], cells: Cells | None = None) -> Report:
-    """What the scenario finds with these options, and the command that it was run by.
+    """The report of a scenario with these options, with the command that repeats it.
 
     Args:
-        scenario: its module.
-        name: the scenario's.
+        scenario: the module of the scenario.
+        name: the name of the scenario.
         words: its options.
-        cells: where rows are kept as they are measured; in memory alone by default.
+        cells: a store for rows as they are measured; by default they are kept in memory.
     """
     command = shlex.join(["python", "-m", "bench", name, *words])
     arguments = parse(scenario, name, words)
     arguments.cells = cells or Cells()
     timed = getattr(scenario, "__name__", "").startswith("bench.cost.")
     with timing() if timed else nullcontext():
-        found = scenario.measure(arguments)
+        data = scenario.measure(arguments)
     left_out = arguments.cells.left_out
-    return {"scenario": name, "command": command, **found, "left_out": left_out}
+    return {"scenario": name, "command": command, **data, "left_out": left_out}
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
@@ -188,12 +188,12 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
 
 
 def _conditions(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a row depends on beside its case and arm."""
+    """The conditions that a row depends on besides its case and arm."""
     options = {key: value for key, value in vars(arguments).items() if key not in CHOOSING}
     return {"machine": machine(device=_hardware(arguments).device), "options": options}
 
 
-# Against what was committed
+# Comparison with committed results
 
 
 def check(words: Sequence[str]) -> int:
@@ -219,8 +219,8 @@ def check(words: Sequence[str]) -> int:
     for name in names:
         module = imported(name)
         committed = json.loads((folder / f"{name}.json").read_text())
-        found = measured(module, name, getattr(module, "SHORT", ()))
-        worse += regressions(committed, found, arguments.tolerance)
+        measured_again = measured(module, name, getattr(module, "SHORT", ()))
+        worse += regressions(committed, measured_again, arguments.tolerance)
     print(*worse, sep="\n")
     print(f"{', '.join(names)}: {len(worse)} worse by more than {arguments.tolerance:.0%}")
     return 1 if worse else 0
@@ -232,31 +232,31 @@ def _has_ratios(folder: Path, name: str) -> bool:
     return any("ratio" in row for row in results)
 
 
-def regressions(committed: Report, found: Report, tolerance: float) -> list[str]:
-    """Each arm in a line whose ratio is larger than the committed one by more than the
-    share `tolerance`, unless that may be noise: where both have 95 % confidence intervals of it and
-    these overlap.
+def regressions(committed: Report, fresh: Report, tolerance: float) -> list[str]:
+    """A line for each arm whose ratio exceeds the committed ratio by more than the fraction
+    `tolerance`, unless this may be noise, because both have 95 % confidence intervals and these
+    overlap.
 
     Raises:
-        UserError: the two have no arm in common, or their ratios are to different arms.
+        UserError: the reports have no arm in common, or their ratios are to different arms.
     """
-    name = found["scenario"]
+    name = fresh["scenario"]
     before = {(row["case"], row["arm"]): row for row in committed["results"]}
-    both = [row for row in found["results"] if (row["case"], row["arm"]) in before]
-    if not both:
+    common = [row for row in fresh["results"] if (row["case"], row["arm"]) in before]
+    if not common:
         raise UserError(f"{name}: no arm was measured that has a committed result.")
-    for row in both:
-        known = before[row["case"], row["arm"]]
-        if known["ratio_to"] != row["ratio_to"]:
+    for row in common:
+        committed_row = before[row["case"], row["arm"]]
+        if committed_row["ratio_to"] != row["ratio_to"]:
             raise UserError(
-                f"{name}: the committed ratios are to {known['ratio_to']}, those of this machine "
-                f"to {row['ratio_to']}. Measure it here first: python -m bench {name}"
+                f"{name}: the committed ratios are to {committed_row['ratio_to']}, those of this "
+                f"machine to {row['ratio_to']}. Measure it here first: python -m bench {name}"
             )
     lines = []
-    for row in both:
-        known = before[row["case"], row["arm"]]
-        was, now = known["ratio"], row["ratio"]
-        if now > was * (1 + tolerance) and not _may_be_noise(known, row):
+    for row in common:
+        committed_row = before[row["case"], row["arm"]]
+        was, now = committed_row["ratio"], row["ratio"]
+        if now > was * (1 + tolerance) and not _may_be_noise(committed_row, row):
             lines.append(
                 f"{name}, {row['case']}: {row['arm']} takes {now:.3f} of "
                 f"{row['ratio_to']}, committed {was:.3f} ({now / was - 1:+.0%})"
@@ -264,8 +264,9 @@ def regressions(committed: Report, found: Report, tolerance: float) -> list[str]
     return lines
 
 
-def _may_be_noise(committed: Row, found: Row) -> bool:
-    """Whether the intervals of both reach into each other; not if one has none."""
-    if "paired_low" not in found or "paired_high" not in committed:
+def _may_be_noise(committed: Row, fresh: Row) -> bool:
+    """Whether the new ratio's interval begins within the committed one; False if either has no
+    interval."""
+    if "paired_low" not in fresh or "paired_high" not in committed:
         return False
-    return bool(found["paired_low"] <= committed["paired_high"])
+    return bool(fresh["paired_low"] <= committed["paired_high"])

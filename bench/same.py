@@ -1,12 +1,12 @@
-"""Whether this checkout computes what another commit does, to the bit, on this machine.
+"""Compare the results of this checkout with another commit's, to the bit, on this machine.
 
     python -m bench.same REV [--only training,plans] [--recipes A,B] [--steps N]
 
 Both trees train every shipped recipe on the same text, resume from the checkpoint in the middle,
-and plan and estimate every model on every kind of GPU. What is compared: losses and gradient norms,
-the bytes of every tensor of the checkpoints, telemetry's figures, and the JSON of `plan` and
-`estimate`. Recipes are compared as this checkout reads them, whatever form they are written in.
-Exit code 1 if anything differs.
+and plan and estimate every model on every kind of GPU. The command compares losses and gradient
+norms, the bytes of every tensor of the checkpoints, telemetry's figures, and the JSON of `plan` and
+`estimate`. Recipes are compared as this checkout reads them, whatever form they are written in. The
+exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main() -> int:
     if chosen.child:
         Path(chosen.child).write_text(json.dumps(dict(_facts(chosen))))
         return 0
-    with tempfile.TemporaryDirectory() as folder, _tree(chosen.revision) as other:
-        facts = [_in_tree(tree, Path(folder)) for tree in (other, ROOT)]
+    with tempfile.TemporaryDirectory() as folder, _tree(chosen.revision) as other_tree:
+        facts = [_in_tree(tree, Path(folder)) for tree in (other_tree, ROOT)]
     return _report(*facts)
 
 
@@ -75,17 +75,17 @@ def _report(then: dict[str, Any], now: dict[str, Any]) -> int:
 
 
 def _alike(keys: list[str]) -> list[list[str]]:
-    """Facts of the same command or run that have the same last word, numbers apart."""
-    found: dict[str, list[str]] = {}
+    """Group the facts of a command or run that have the same last word; numbers are ignored."""
+    groups: dict[str, list[str]] = {}
     for key in keys:
         words = re.sub(r"\d+", "", key).split()
-        found.setdefault(f"{words[0]} {words[-1]}", []).append(key)
-    return list(found.values())[:SHOWN]
+        groups.setdefault(f"{words[0]} {words[-1]}", []).append(key)
+    return list(groups.values())[:SHOWN]
 
 
 @contextlib.contextmanager
 def _tree(revision: str) -> Iterator[Path]:
-    """The files of a commit, in a worktree that is removed afterwards."""
+    """The files of a commit, in a worktree that is removed at the end."""
     if Path(revision).is_dir():
         yield Path(revision).resolve()
         return
@@ -100,7 +100,7 @@ def _tree(revision: str) -> Iterator[Path]:
 
 
 def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
-    """The facts that a tree's own package gives, in a process of its own."""
+    """The facts of a tree, computed by the tree's package in a separate process."""
     out = folder / f"facts-{len(list(folder.iterdir()))}.json"
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
     words = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child", str(out)]
@@ -117,8 +117,8 @@ def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     from fp8stack import presets
 
     recipes = chosen.recipes.split(",") if chosen.recipes else presets.names("recipes")
-    parts = chosen.only.split(",")
-    if "training" in parts:
+    sections = chosen.only.split(",")
+    if "training" in sections:
         Path("shape.toml").write_text(MODEL)
         Path("text.txt").write_bytes(
             b"".join(b"%d squared is %d.\n" % (n, n * n) for n in range(4000))
@@ -127,7 +127,7 @@ def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
             backends = ["auto"] + (["torch"] if recipe in ("delayed", "current") else [])
             for backend in backends:
                 yield from _trained(recipe, backend, chosen.steps)
-    if "plans" in parts:
+    if "plans" in sections:
         for model in presets.names("models"):
             for recipe in recipes:
                 for capability in CAPABILITIES:
@@ -135,7 +135,7 @@ def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def _trained(recipe: str, backend: str, steps: int) -> Iterator[tuple[str, Any]]:
-    """What a run leaves that stopped half-way and went on."""
+    """The facts of a run that stopped half-way and was resumed."""
     out, middle = f"{recipe}-{backend}", steps // 2
     flags = ["--model", "shape.toml", "--recipe", recipe, "--backend", backend, "--out", out]
     flags += ["--data", "text.txt", "--batch", "4", "--accumulate", "2", "--lr", "1e-3"]
@@ -174,21 +174,21 @@ def _planned(model: str, recipe: str, capability: str) -> Iterator[tuple[str, An
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The single values of nested JSON, by their path; recipes in this checkout's form."""
+    """The leaves of nested JSON by path; recipes are converted to this checkout's form."""
     from fp8stack.precision.recipe import recipe_from_json
 
     if not isinstance(value, dict | list):
         yield name, value
         return
-    for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-        if key == "recipe" and isinstance(one, dict):
-            one = recipe_from_json(one, name).to_json()
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if key == "recipe" and isinstance(child, dict):
+            child = recipe_from_json(child, name).to_json()
         if key not in TIMES:
-            yield from _leaves(f"{name} {key}", one)
+            yield from _leaves(f"{name} {key}", child)
 
 
 def _command(*arguments: str) -> str:
-    """What the command prints, errors included; it runs in this process."""
+    """Run the command in this process. Returns its output, including errors."""
     from fp8stack import cli
 
     out = io.StringIO()

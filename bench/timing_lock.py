@@ -1,4 +1,4 @@
-"""A lock that whoever measures times holds, so that long work in the background pauses."""
+"""A lock to hold while measuring times, so that long background work pauses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ PATH = Path(tempfile.gettempdir()) / f"fp8stack-timing-{_USER}.lock"
 
 @contextmanager
 def timing() -> Iterator[None]:
-    """Within, times are measured. Several may at once: they see each other in their tables."""
+    """A context for measuring times. Several processes may be in it at once: their tables show the
+    load of the others."""
     with PATH.open("a") as file:
         lock(file.fileno(), shared=True)
         yield
 
 
 def held_by_another() -> bool:
-    """Whether times are measured now, by a process other than this one."""
+    """Whether another process measures times now."""
     with PATH.open("a") as file:
         return not lock(file.fileno())

@@ -1,1 +1,1 @@
-"""What training costs: time, memory, start-up."""
+"""The cost of training: time, memory, start-up."""

@@ -1,7 +1,8 @@
-"""The bytes that a forward pass keeps for the backward pass, counted, by what blocks run again.
+"""The bytes that a forward pass keeps for the backward pass, by mode of recomputation.
 
-Every storage that is made in the forward pass and still there at its end counts once: activations,
-what is saved of quantized operands, casts of weights. No parameter, no buffer, no timing.
+Every storage that is allocated in the forward pass and still alive at its end counts once:
+activations, saved quantized operands, casts of weights. Parameters and buffers do not count.
+Nothing is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.precision import Hardware
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
-# Name: recipe, backend, whether operands are saved as FP8 bytes where that is a choice.
+# Name: recipe, backend, and whether to save operands as FP8 bytes, where there is a choice.
 ARMS = {
     "fp32": ("fp32", "reference", False),
     "bf16": ("bf16", "reference", False),
@@ -39,8 +40,8 @@ LLAMA = {
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of storages that operators made inside and that still live; the most at one time.
-    A view of a parameter makes none."""
+    """Counts the live bytes of storages that operators allocated in this mode, and their peak.
+    Views of parameters allocate nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +49,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
 
     def now(self) -> int:
-        self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+        self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
         return sum(size for _, size in self._held.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,14 +63,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _storages(of: Any) -> dict[int, torch.UntypedStorage]:
-    found = (leaf.untyped_storage() for leaf in tree_leaves(of) if isinstance(leaf, Tensor))
-    return {storage._cdata: storage for storage in found}
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    storages = (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return {storage._cdata: storage for storage in storages}
 
 
 def kept_bytes(model: GPT, tokens: Tensor) -> int:
-    """What a forward pass keeps, the loss apart, in bytes; `tokens` is int64 [B, T + 1]. The pass
-    before it, which makes what is made once, is not counted."""
+    """The bytes that a forward pass keeps, without the loss; `tokens` is int64 [B, T + 1]. A first
+    pass, which makes one-time allocations, is not counted."""
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     live = Live()
     with live:
@@ -78,42 +79,43 @@ def kept_bytes(model: GPT, tokens: Tensor) -> int:
 
 
 def configs(tiny: bool = False) -> dict[str, GPTConfig]:
-    """The models: the default, and one as Llama is."""
+    """The models: the default, and one with Llama's architecture."""
     sizes = {"layers": 1, "width": 64, "heads": 4} if tiny else {}
     llama = load_config("gpt-nano", LLAMA | sizes)
     return {"gpt-nano": load_config("gpt-nano", sizes), "gpt-nano as Llama": llama}
 
 
 def rows(tiny: bool = False) -> list[Row]:
-    """Every model, arm and mode, on the CPU: counts, so that one of each is enough."""
+    """A row for every model, arm and mode, on the CPU. Counts do not vary, so one pass is
+    enough."""
     batch, context = (1, 16) if tiny else (8, 128)
-    found: list[Row] = []
+    rows: list[Row] = []
     for case, config in configs(tiny).items():
         for arm, (recipe, backend, save_fp8) in ARMS.items():
             plan = plan_for(config, recipe, Hardware("cpu"), backend)
             model = GPT(config, build_backend(plan, save_fp8=save_fp8))
             tokens = torch.zeros(batch, context + 1, dtype=torch.int64)
-            kept = {}
+            bytes_by_mode = {}
             for mode in MODES:
                 model.recompute = mode
-                kept[mode] = kept_bytes(model, tokens)
-            found += [
+                bytes_by_mode[mode] = kept_bytes(model, tokens)
+            rows += [
                 {
-                    "case": case, "arm": arm, "recompute": mode, "bytes": kept[mode],
+                    "case": case, "arm": arm, "recompute": mode, "bytes": bytes_by_mode[mode],
                     "batch": batch, "context": context,
-                    "share": round(kept[mode] / kept["none"], 4),
+                    "share": round(bytes_by_mode[mode] / bytes_by_mode["none"], 4),
                 }
                 for mode in MODES
             ]  # fmt: skip
-    return found
+    return rows
 
 
-def table(found: Report) -> str:
-    first = found["activations"][0]
+def table(data: Report) -> str:
+    first = data["activations"][0]
     title = "\nWhat a forward pass keeps for the backward pass, in MiB, on a CPU "
     title += f"({first['batch']} x {first['context']} tokens), by `activation_checkpointing`:\n\n"
     cells: dict[tuple[str, str], list[str]] = {}
-    for row in found["activations"]:
+    for row in data["activations"]:
         cells.setdefault((row["case"], row["arm"]), []).append(
             f"{row['bytes'] / 2**20:.2f} ({row['share'] - 1:+.0%})"
         )

@@ -1,6 +1,6 @@
-"""Training on a machine that others use: steps and the first command beside busy loops.
+"""Training on a shared machine: steps and the first command next to busy loops.
 
-A measurement that other processes disturbed is made again.
+A measurement that other processes disturbed is repeated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every arm in a process of its own, with more and more busy loops beside; then the command."""
+    """Measure every arm in a separate process, next to more and more busy loops; then the
+    command."""
     jobs: dict[str, Callable[[], Any]] = {
         f"{case} | {arm}": partial(steps_of, case, arm, arguments.seconds)
         for case in STEPS
@@ -80,18 +81,20 @@ def measure(arguments: argparse.Namespace) -> Report:
                 first_command, arm, way, arguments.steps, arguments.limit
             )
     began = time.monotonic()
-    known: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def measured(name: str) -> list[Row]:
         if time.monotonic() - began > 60 * arguments.minutes:
-            left = len(jobs) - len(known)
-            raise UserError(f"{left} of {len(jobs)} are left. The same command goes on with them.")
+            remaining = len(jobs) - len(results)
+            raise UserError(
+                f"{remaining} of {len(jobs)} are left. The same command goes on with them."
+            )
         return [{"found": undisturbed(jobs[name])}]
 
     for name in jobs:
         (row,) = arguments.cells.rows(name, [], partial(measured, name))
-        known[name] = row["found"]
-    rows = rows_of(known)
+        results[name] = row["found"]
+    rows = rows_of(results)
     settings = {
         "cores": os.cpu_count(),
         "seconds of steps": arguments.seconds,
@@ -101,30 +104,31 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def undisturbed(job: Callable[[], Any]) -> Any:
-    """What `job`, which works in child processes, finds while others leave the cores alone.
+    """The result of `job`, which works in child processes, in a run that other processes did not
+    disturb.
 
     Raises:
-        UserError: they never did.
+        UserError: every run was disturbed.
     """
     for _ in range(_TRIES):
         before = clocks()
-        found = job()
+        result = job()
         after = clocks()
         if others_s(before, after) / (after.wall - before.wall) < DISTURBED:
-            return found
+            return result
     raise UserError("Other processes take this machine's cores. Go on when it is quiet.")
 
 
 @contextmanager
 def loops(count: int) -> Iterator[None]:
-    """Within, so many processes are busy."""
+    """A context in which `count` processes are busy."""
     running = [subprocess.Popen([sys.executable, "-c", _LOOP]) for _ in range(count)]
     try:
         yield
     finally:
-        for one in running:
-            one.kill()
-            one.wait()
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 # Steps
@@ -135,13 +139,13 @@ def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-c", code], env=_environment(ARMS[arm]), check=True, capture_output=True
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
-    others = {*USER_SETTINGS, "OMP_NUM_THREADS"}
-    return {key: value for key, value in os.environ.items() if key not in others} | more
+    dropped = {*USER_SETTINGS, "OMP_NUM_THREADS"}
+    return {key: value for key, value in os.environ.items() if key not in dropped} | more
 
 
 def child(case: str, arm: str, seconds: float) -> None:
@@ -153,7 +157,7 @@ def child(case: str, arm: str, seconds: float) -> None:
     recipe = case.rpartition(" ")[2]
     work = emulation.nano() if STEPS[case] == "gpt-nano" else works("cpu")["small"]
     step = build(arms(hardware, [recipe], ())[0], work, hardware).step
-    found = {}
+    rates = {}
     with adapting() if arm in (AFTER, ONE) else nullcontext():
         for _ in range(3):
             step()
@@ -161,12 +165,12 @@ def child(case: str, arm: str, seconds: float) -> None:
             with loops(count):
                 time.sleep(1.0 if count else 0.0)
                 step()
-                found[count] = rate(step, seconds)
-    print(json.dumps(found))
+                rates[count] = rate(step, seconds)
+    print(json.dumps(rates))
 
 
 def rate(step: Callable[[], None], seconds: float) -> float:
-    """Steps per second, over so many seconds and two steps at least."""
+    """Steps per second, measured for `seconds` and at least two steps."""
     began, done = time.perf_counter(), 0
     while done < 2 or time.perf_counter() - began < seconds:
         step()
@@ -178,16 +182,16 @@ def rate(step: Callable[[], None], seconds: float) -> float:
 
 
 def first_command(arm: str, way: str, steps: int, limit: int) -> float | None:
-    """The seconds that the README's command takes, of several the slowest, shortened to so many
-    steps; None: more than the limit."""
+    """The seconds that the README's command takes, shortened to `steps`; of several side by side,
+    the slowest. None if it takes longer than `limit`."""
     side_by_side, count = WAYS[way]
-    which = "before" if arm == BEFORE else "after"
+    setting = "before" if arm == BEFORE else "after"
     with tempfile.TemporaryDirectory() as folder, loops(count):
         began = time.perf_counter()
         runs = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-c", _COMMAND, which, "pretrain", "--recipe", "delayed"),
+                    *(sys.executable, "-c", _COMMAND, setting, "pretrain", "--recipe", "delayed"),
                     *("--steps", str(steps), "--out", f"{folder}/{number}"),
                 ],
                 env=_environment({}), stdout=subprocess.DEVNULL,
@@ -196,8 +200,8 @@ def first_command(arm: str, way: str, steps: int, limit: int) -> float | None:
         ]  # fmt: skip
         try:
             for run in runs:
-                left = limit - (time.perf_counter() - began)
-                if run.wait(max(left, 0.1)):
+                remaining_s = limit - (time.perf_counter() - began)
+                if run.wait(max(remaining_s, 0.1)):
                     raise UserError(f"The command ended with exit code {run.returncode}.")
         except subprocess.TimeoutExpired:
             return None
@@ -208,55 +212,55 @@ def first_command(arm: str, way: str, steps: int, limit: int) -> float | None:
         return round(time.perf_counter() - began, 2)
 
 
-# What is written
+# The report
 
 
-def rows_of(known: dict[str, Any]) -> list[Row]:
-    """A row for each arm of steps and each of the command; `quiet_share` is the rate relative to
-    the quiet machine's, `times` the time relative to that of the command alone."""
+def rows_of(results: dict[str, Any]) -> list[Row]:
+    """A row for each arm of the steps and of the command. `quiet_share` is the rate over the rate
+    on the quiet machine, `times` the time over the time of the command alone."""
     rows = []
     for case in STEPS:
         for arm in ARMS:
-            rates = known[f"{case} | {arm}"]
+            rates = results[f"{case} | {arm}"]
             shares = {count: round(rate / rates["0"], 3) for count, rate in rates.items()}
             rows.append({"case": case, "arm": arm, "steps_per_s": rates, "quiet_share": shares})
     for arm in (BEFORE, AFTER):
-        seconds = {way: known[f"{FIRST} | {arm} | {way}"] for way in WAYS}
+        seconds = {way: results[f"{FIRST} | {arm} | {way}"] for way in WAYS}
         times = {
-            way: None if taken is None else round(taken / seconds["alone"], 2)
-            for way, taken in seconds.items()
+            way: None if way_s is None else round(way_s / seconds["alone"], 2)
+            for way, way_s in seconds.items()
         }
         rows.append({"case": FIRST, "arm": arm, "seconds": seconds, "times": times})
     return rows
 
 
 def bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What must hold of our own setting."""
+    """The limits that fp8stack's setting is held to."""
     judged = []
     for row in rows:
         if row["arm"] != AFTER:
             continue
         for way, most in AT_MOST.items() if row["case"] == FIRST else ():
-            found = row["times"][way]
-            said = f"{row['case']}, {way}: at most {most:g} times its time alone"
+            value = row["times"][way]
+            bar = f"{row['case']}, {way}: at most {most:g} times its time alone"
             judged.append(
-                {"bar": said, "found": found, "holds": found is not None and found <= most}
+                {"bar": bar, "found": value, "holds": value is not None and value <= most}
             )
         if row["case"] != FIRST:
-            found = row["quiet_share"]["2"]
-            said = f"{row['case']}, two busy loops: at least a third of the quiet machine's steps"
-            judged.append({"bar": said, "found": found, "holds": found >= LEAST_STEPS})
+            value = row["quiet_share"]["2"]
+            bar = f"{row['case']}, two busy loops: at least a third of the quiet machine's steps"
+            judged.append({"bar": bar, "found": value, "holds": value >= LEAST_STEPS})
     return judged
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = (
         "Steps per second, forward, backward and AdamW, with so many endless loops beside; in "
         f"brackets the share of the quiet machine's. Then the README's first command, shortened, "
         "from its start to its end; of three side by side, the slowest. A measurement during "
         f"which other processes had more than {DISTURBED:g} cores was made again."
     )
-    of_steps = [row for row in found["results"] if row["case"] != FIRST]
+    of_steps = [row for row in data["results"] if row["case"] != FIRST]
     lines = [
         [row["case"], row["arm"]]
         + [f"{row['steps_per_s'][n]:.2f} ({row['quiet_share'][n]:.2f})" for n in map(str, LOOPS)]
@@ -271,16 +275,16 @@ def table(found: Report) -> str:
             else f"{row['seconds'][way]:.1f} s ({row['times'][way]:.2f})"
             for way in WAYS
         ]
-        for row in found["results"] if row["case"] == FIRST
+        for row in data["results"] if row["case"] == FIRST
     ]  # fmt: skip
     return (
-        report.heading(found, "A busy machine", text)
+        report.heading(data, "A busy machine", text)
         + report.markdown(header, lines) + "\n"
         + report.markdown(["threads wait by", *WAYS], commands)
     )  # fmt: skip
 
 
-def figure(found: Report) -> Figure:
+def figure(data: Report) -> Figure:
     rows = [
         {
             "case": row["case"],
@@ -288,11 +292,11 @@ def figure(found: Report) -> Figure:
             "busy loops": count,
             "steps/s": row["steps_per_s"][str(count)],
         }
-        for row in found["results"] if row["case"] != FIRST
+        for row in data["results"] if row["case"] != FIRST
         for count in LOOPS
     ]  # fmt: skip
-    made = report.line_figure(rows, "A busy machine", "busy loops", "steps/s")
-    for panel in made.axes:
+    plot = report.line_figure(rows, "A busy machine", "busy loops", "steps/s")
+    for panel in plot.axes:
         panel.set_yscale("log")
         panel.set_xlabel("busy loops")
-    return made
+    return plot

@@ -1,7 +1,7 @@
-"""What a checkpoint costs a run: how long a step waits for one that is written while it waits, and
-for one that is written in the background; and how much slower steps are meanwhile.
+"""The cost of a checkpoint: the time that a step waits for a save in the foreground and in the
+background, and the slowdown of steps during a background save.
 
-The disk is that of `--folder`; what was written is flushed to it, as in a run.
+Checkpoints are written to the disk of `--folder` and flushed, as in a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Checkpoints of a model of 84 million parameters, which trains in fp32 in between."""
+    """Save checkpoints of a model of 84 million parameters, which trains in fp32 in between."""
     hardware = probe(arguments.device)
     shape = GPTConfig(vocabulary=16384, context=256, layers=10, width=768, heads=12)
     work = Work(model="84M parameters", config=shape, batch=1, context=128)
@@ -64,25 +64,27 @@ def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tupl
         WAITING: Saver(folder / "waiting", keep=2),
         BEHIND: Saver(folder / "behind", keep=2, in_background=True),
     }
-    taken: dict[str, list[float]] = defaultdict(list)
+    samples_ms: dict[str, list[float]] = defaultdict(list)
     on_disk_s: list[float] = []
-    step()  # after which there are moments
-    for number in range(1, rounds + 2):  # the first is not counted: it allocates
-        taken[QUIET].append(_timed(step, hardware))
+    step()  # creates the moments
+    for number in range(1, rounds + 2):  # the first does not count: it allocates memory
+        samples_ms[QUIET].append(_timed(step, hardware))
         for kind, saver in savers.items():
             begun = time.perf_counter()
             save = partial(saver.save, number, INFO, state)
-            taken[kind].append(_timed(save, hardware))
+            samples_ms[kind].append(_timed(save, hardware))
         while savers[BEHIND].is_writing:
-            taken[BUSY].append(_timed(step, hardware))
+            samples_ms[BUSY].append(_timed(step, hardware))
         savers[BEHIND].wait()
         on_disk_s.append(time.perf_counter() - begun)
     size = sum(file.stat().st_size for file in (folder / "behind").rglob(f"step-{number:06d}/*"))
-    facts = {BEHIND: {"first_ms": taken[BEHIND][0], "on_disk_ms": 1000 * max(on_disk_s[1:])}}
+    facts = {BEHIND: {"first_ms": samples_ms[BEHIND][0], "on_disk_ms": 1000 * max(on_disk_s[1:])}}
     rows: list[Row] = []
     for case, arms in ((f"{work.model}, save", savers), (f"{work.model}, step", (QUIET, BUSY))):
         first, second = arms
-        timings = {arm: summarize(taken[arm][1:] or taken[arm]) for arm in (first, second)}
+        timings = {
+            arm: summarize(samples_ms[arm][1:] or samples_ms[arm]) for arm in (first, second)
+        }
         for row in report.rows_of(case, timings, first):
             more = facts.get(row["arm"], {})
             rows.append(row | {key: round(value, 2) for key, value in more.items()})
@@ -90,7 +92,7 @@ def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tupl
 
 
 def _training(work: Work, hardware: Hardware) -> tuple[Callable[[], None], Callable[[], Groups]]:
-    """A step in fp32, and what gives the state that a run saves."""
+    """A training step in fp32, and a function that returns the state that a run saves."""
     plan = plan_for(work.config, "fp32", hardware, "reference")
     model = GPT(work.config, build_backend(plan)).to(hardware.device)
     optimizer = build_optimizer(model, RunConfig(lr=1e-4))
@@ -99,7 +101,7 @@ def _training(work: Work, hardware: Hardware) -> tuple[Callable[[], None], Calla
 
 
 def _timed(work: Callable[[], object], hardware: Hardware) -> float:
-    """The milliseconds until it is done, on a GPU as well."""
+    """The milliseconds that `work` takes, including its work on a GPU."""
     wait_for(hardware.device)
     begun = time.perf_counter()
     work()
@@ -107,9 +109,9 @@ def _timed(work: Callable[[], object], hardware: Hardware) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = (
-        f"A checkpoint has {found['settings']['checkpoint_gib']} GiB: weights and two moments in "
+        f"A checkpoint has {data['settings']['checkpoint_gib']} GiB: weights and two moments in "
         "float32. `save` is how long a step waits for one; the first in the background allocates "
         "host memory and stands by itself. `step` is a step of training, alone and while one is "
         "written."
@@ -119,7 +121,7 @@ def table(found: Report) -> str:
         "first ms": report.number("first_ms"),
         "on the disk after, ms": report.number("on_disk_ms"),
     }
-    return report.page(found, "The cost of a checkpoint", text, cells)
+    return report.page(data, "The cost of a checkpoint", text, cells)
 
 
 figure = report.ratios("The cost of a checkpoint", "median_ms", "ms, median")

@@ -1,8 +1,8 @@
 """The cost of emulated FP8 on a CPU, relative to fp32: one linear and a whole training step.
 
-Arms take turns within one process and ratios are of their fastest rounds. torchao's emulation of
-the same recipes and transformers' GPT-2 run beside ours. Compiled arms are told relative to fp32
-eager, as all are, and to fp32 compiled.
+Arms take turns within one process, and ratios compare their fastest rounds. torchao's emulation of
+the same recipes and transformers' GPT-2 take turns with our arms. All arms are compared with eager
+fp32, and compiled arms with compiled fp32 as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEWER_BITS = ("mxfp6_e2m3", "mxfp4", "nvfp4")
 STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
 SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
 
-# What torchao emulates too.
+# torchao's emulation of our recipes.
 PEERS = {"delayed": "torchao tensorwise", "current": "torchao tensorwise", "mxfp8": "torchao mxfp8"}
 EAGER, COMPILED = "", " compiled"
 
@@ -47,14 +47,14 @@ def step_case(work: Work) -> str:
 
 
 def nano() -> Work:
-    """The step of the README's first run."""
+    """The training step of the README's first run."""
     config = load_config("gpt-nano")
     return Work(model="gpt-nano", config=config, batch=8, context=config.context)
 
 
 def _bars() -> list[Bar]:
-    """The bars: relative to fp32 eager, never behind torchao in the same mode, and relative to bf16
-    where the CPU has instructions for it."""
+    """The bars: relative to eager fp32; relative to torchao in the same mode; and relative to bf16
+    if the CPU has instructions for it."""
     linear, small, first = case_of(*SHAPES[1]), step_case(works("cpu")["small"]), step_case(nano())
     limits: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {
         linear: {(EAGER, FP8): 1.10, (COMPILED, COMPILED_LINEARS): 1.10},
@@ -65,18 +65,18 @@ def _bars() -> list[Bar]:
         },
         first: {(EAGER, FP8): 1.15},
     }
-    made = []
+    bars = []
     for case, of_case in limits.items():
         for (mode, recipes), at_most in of_case.items():
             for recipe in recipes:
                 arm = f"{recipe}{mode}"
-                made.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
-                theirs = PEERS.get(recipe)
-                # torchao's MXFP8 is eager alone here.
-                if theirs and case != first and (mode == EAGER or recipe != "mxfp8"):
-                    made.append(Bar(case=case, arm=arm, of=f"{theirs}{mode}", at_most=1.0))
-    # On CPUs with bf16 instructions.
-    return made + [Bar(case=small, arm=recipe, of="bf16", at_most=1.20) for recipe in FP8]
+                bars.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
+                peer = PEERS.get(recipe)
+                # torchao's MXFP8 is measured in eager mode only.
+                if peer and case != first and (mode == EAGER or recipe != "mxfp8"):
+                    bars.append(Bar(case=case, arm=arm, of=f"{peer}{mode}", at_most=1.0))
+    # bf16 is measured only on CPUs with bf16 instructions.
+    return bars + [Bar(case=small, arm=recipe, of="bf16", at_most=1.20) for recipe in FP8]
 
 
 BARS = _bars()
@@ -119,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def tiny_work() -> Work:
-    """A step that takes no time, to see that it runs."""
+    """A step that takes almost no time, to test a scenario."""
     config = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
     return Work(model="tiny", config=config, batch=2, context=32)
 
@@ -140,8 +140,8 @@ def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
 def linear_arms(
     tokens: int, inputs: int, outputs: int, compiled: Collection[str]
 ) -> dict[str, Callable[[], Arm]]:
-    """What builds a forward and backward pass of every linear, eager, and compiled for the recipes
-    named; with them fp32 and torchao tensorwise are compiled too."""
+    """Builders of a forward and backward pass of every linear: eager, and compiled for the recipes
+    in `compiled`. If there are any, fp32 and torchao tensorwise are compiled as well."""
     torch.manual_seed(0)
     x = torch.randn(tokens, inputs, requires_grad=True)
     dy = torch.randn(tokens, outputs) * 1e-3
@@ -153,30 +153,30 @@ def linear_arms(
     for recipe in ("tensorwise", "mxfp8"):
         layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
-    made: dict[str, Callable[[], Arm]] = {}
+    builders: dict[str, Callable[[], Arm]] = {}
     for name, layer in layers.items():
-        made[name] = partial(linear_arm, layer, x, dy)
+        builders[name] = partial(linear_arm, layer, x, dy)
         if name in also:
-            made[name + COMPILED] = partial(linear_arm, layer, x, dy, compiled=True)
-    return made
+            builders[name + COMPILED] = partial(linear_arm, layer, x, dy, compiled=True)
+    return builders
 
 
 def ours(
     recipe: str, inputs: int, outputs: int, device: str = "cpu", backend: str = "auto"
 ) -> nn.Module:
-    """Our linear, as a model would hold it."""
+    """A linear layer of fp8stack, as a model would have it."""
     plan = resolve(recipe, probe(device), backend).for_layers({"linear": (inputs, outputs)})
-    made = build_backend(plan)
-    layer = made.linear("linear", inputs, outputs, True).to(device)
-    made.attach(layer)
+    built_backend = build_backend(plan)
+    layer = built_backend.linear("linear", inputs, outputs, True).to(device)
+    built_backend.attach(layer)
     return layer
 
 
 def linear_arm(
     build: Callable[[], nn.Module], x: Tensor, dy: Tensor, compiled: bool = False
 ) -> Arm:
-    """One forward and backward pass, gradients dropped after; compiled as one graph, hooks
-    included."""
+    """A forward and backward pass that drops the gradients; `compiled` as one graph, including
+    hooks."""
     layer = build()
     called = layer
     if compiled:
@@ -196,30 +196,30 @@ def linear_arm(
 
 
 def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
-    """What builds a training step in every recipe."""
+    """Builders of a training step in every recipe."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
     baselines = ["fp32", "bf16"] if hardware.cpu_bf16 else ["fp32"]
-    own: list[StepArm] = arms(hardware, [*baselines, *FP8, *FEWER_BITS], also)
-    return {arm.name: partial(build_step, arm, work, hardware) for arm in own}
+    our_arms: list[StepArm] = arms(hardware, [*baselines, *FP8, *FEWER_BITS], also)
+    return {arm.name: partial(build_step, arm, work, hardware) for arm in our_arms}
 
 
 def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
-    """`own_steps`, and those of torchao's recipes and of transformers' GPT-2."""
-    made = own_steps(work, compiled)
-    made["torchao tensorwise"] = partial(peers.step, work, "cpu", "tensorwise", False)
+    """Builders of `own_steps`, and of the steps of torchao's recipes and transformers' GPT-2."""
+    builders = own_steps(work, compiled)
+    builders["torchao tensorwise"] = partial(peers.step, work, "cpu", "tensorwise", False)
     if compiled:
-        made["torchao tensorwise compiled"] = partial(peers.step, work, "cpu", "tensorwise")
-    made["torchao mxfp8"] = partial(peers.step, work, "cpu", "mxfp8", False)
-    made["transformers GPT-2, fp32"] = partial(peers.transformers_step, work)
-    return made
+        builders["torchao tensorwise compiled"] = partial(peers.step, work, "cpu", "tensorwise")
+    builders["torchao mxfp8"] = partial(peers.step, work, "cpu", "mxfp8", False)
+    builders["transformers GPT-2, fp32"] = partial(peers.transformers_step, work)
+    return builders
 
 
-# What it comes to
+# The report
 
 
-def table(found: Report) -> str:
-    rows = found["results"]
+def table(data: Report) -> str:
+    rows = data["results"]
     ratios = {(row["arm"], row["case"]): f"{row['ratio']:.2f}" for row in rows}
     extra = {
         "x fp32": report.number("ratio"),
@@ -228,9 +228,9 @@ def table(found: Report) -> str:
     text = "Time of one linear's forward and backward pass (tokens x in -> out), and of a training "
     text += "step, relative to fp32 eager in the same run: ratio of the fastest rounds."
     return (
-        report.heading(found, "What emulated FP8 costs on a CPU", text)
+        report.heading(data, "What emulated FP8 costs on a CPU", text)
         + report.crossed(ratios, "arm")
-        + report.ratios_table(found["bars"])
+        + report.ratios_table(data["bars"])
         + "\nEvery timing:\n\n"
         + report.timing_table(rows, extra)
     )

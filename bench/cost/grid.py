@@ -1,7 +1,7 @@
 """A training step in every precision and several sizes, with confidence intervals.
 
-Arms take turns, so that a ratio is taken within a round; its interval says what noise can do. On a
-CPU the sizes are widths of a small GPT, on a GPU models.
+Arms take turns, so that ratios are computed within a round; the interval shows the noise. On a CPU
+the sizes are widths of a small GPT; on a GPU they are models.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes(device: str, tiny: bool) -> list[Work]:
-    """What a step computes, the smallest first; three sizes at least."""
+    """The work of a step in at least three sizes, the smallest first."""
     if device == "cuda" and not tiny:
-        known = works(device)
-        return [known[name] for name in GPU_MODELS]
+        gpu_works = works(device)
+        return [gpu_works[name] for name in GPU_MODELS]
     widths, layers, batch, context = (16, 32, 48), 1, 1, 16
     if not tiny:
         widths, layers, batch, context = WIDTHS, 2, 8, 64
@@ -53,10 +53,10 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of(hardware.device, runner.timing_settings(arguments), rows)
 
 
-def table(found: Report) -> str:
-    rows = found["results"]
+def table(data: Report) -> str:
+    rows = data["results"]
     cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
-    for row in found["left_out"]:
+    for row in data["left_out"]:
         cell[row["arm"], row["case"]] = row["left_out"].partition(":")[0]
     order = list(dict.fromkeys([rows[0]["ratio_to"], *PRECISIONS, *(arm for arm, _ in cell)]))
     grid = {place: cell[place] for place in sorted(cell, key=lambda place: order.index(place[0]))}
@@ -65,21 +65,21 @@ def table(found: Report) -> str:
     text += "rounds, and its 95 % confidence interval. fp16 scales its loss."
     extra = {"tokens/s": report.number("tokens_per_s", 0), "relative time": report.paired_cell}
     return (
-        report.heading(found, "Training steps by precision and size", text)
+        report.heading(data, "Training steps by precision and size", text)
         + report.crossed(grid, "precision")
         + "\n"
         + report.timing_table(rows, extra)
     )
 
 
-def figure(found: Report) -> Figure:
-    made = report.ratio_figure(found["results"], "Training steps", "paired")
-    for panel in made.axes:
-        rows = [row for row in found["results"] if row["case"] == panel.get_title()]
+def figure(data: Report) -> Figure:
+    plot = report.ratio_figure(data["results"], "Training steps", "paired")
+    for panel in plot.axes:
+        rows = [row for row in data["results"] if row["case"] == panel.get_title()]
         values = [row["paired"] for row in rows]
         ends = [
             [row["paired"] - row["paired_low"] for row in rows],
             [row["paired_high"] - row["paired"] for row in rows],
         ]
         panel.errorbar(values, range(len(rows)), xerr=ends, fmt="none", color="black", capsize=2)
-    return made
+    return plot

@@ -1,7 +1,6 @@
-"""One linear, forward and backward, in every recipe and backend that runs here, and torchao's.
+"""One linear, forward and backward, in every recipe and backend that runs here, and in torchao.
 
-On a GPU with the GEMMs beside: what they take by themselves, on operands that are FP8 already, and
-what quantizing adds to it.
+On a GPU also the GEMMs alone, on operands that are already in FP8, to show the cost of quantizing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every shape: the best recipe without FP8 is what the others are compared with."""
+    """Measure every shape. Arms are compared with the best recipe without FP8."""
     hardware = probe(arguments.device)
     shapes = CPU_SHAPES if hardware.device == "cpu" else GPU_SHAPES
     rows: list[Row] = []
@@ -58,7 +57,7 @@ def _gpu(hardware: Hardware) -> bool:
 def arms_of(
     shape: tuple[int, int, int], hardware: Hardware
 ) -> Iterator[tuple[str, Callable[[], Arm]]]:
-    """What builds a forward and backward pass of every linear: eager on a CPU, compiled on a GPU
+    """Builders of a forward and backward pass of every linear: eager on a CPU, compiled on a GPU
     except te."""
     tokens, inputs, outputs = shape
     device = hardware.device
@@ -73,8 +72,8 @@ def arms_of(
             layer = partial(emulation.ours, recipe, inputs, outputs, device, backend)
             compiled = _gpu(hardware) and backend != "te"
             yield name, partial(emulation.linear_arm, layer, x, dy, compiled)
-    theirs = ("tensorwise", "rowwise") if _gpu(hardware) else ("tensorwise", "mxfp8")
-    for recipe in theirs:
+    peer_recipes = ("tensorwise", "rowwise") if _gpu(hardware) else ("tensorwise", "mxfp8")
+    for recipe in peer_recipes:
         layer = partial(peers.linear, recipe, inputs, outputs, device, dtype)
         yield f"torchao {recipe}", partial(emulation.linear_arm, layer, x, dy, _gpu(hardware))
     if _gpu(hardware):
@@ -84,22 +83,22 @@ def arms_of(
 
 
 def gemms(shape: tuple[int, int, int], dtype: torch.dtype) -> Arm:
-    """The three GEMMs of a linear and nothing else, on a GPU, from operands laid out as they want
-    them: y, dx and dw, bfloat16 out, dw float32 out in FP8 as ours is."""
+    """The three GEMMs of a linear (y, dx, dw) alone, on a GPU, from operands in the layout that
+    they need. Outputs are bfloat16; in FP8, dw is float32, as in fp8stack."""
     M, K, N = shape
     fp8 = dtype != torch.bfloat16
     grad = torch.float8_e5m2 if fp8 else dtype
 
-    def operand(rows: int, columns: int, of: torch.dtype) -> torch.Tensor:
-        return torch.randn(rows, columns, device="cuda").to(of)
+    def operand(rows: int, columns: int, operand_dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(rows, columns, device="cuda").to(operand_dtype)
 
     x, w, dy = operand(M, K, dtype), operand(N, K, dtype), operand(M, N, grad)
     x_t, w_t, dy_t = operand(K, M, dtype), operand(K, N, dtype), operand(N, M, grad)
-    one = torch.ones((), device="cuda")
+    unit_scale = torch.ones((), device="cuda")
 
     def once() -> None:
         if fp8:
-            multiply = partial(torch._scaled_mm, scale_a=one, scale_b=one)
+            multiply = partial(torch._scaled_mm, scale_a=unit_scale, scale_b=unit_scale)
             multiply(x, w.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
             multiply(dy, w_t.t(), out_dtype=torch.bfloat16)
             multiply(dy_t, x_t.t(), out_dtype=torch.float32)
@@ -122,14 +121,14 @@ def _rows(case: str, timings: dict[str, Timing], hardware: Hardware) -> list[Row
     return rows
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = "Forward and backward pass of one linear, tokens x in -> out. `quantization` is what a "
     text += "per-tensor recipe takes beyond its three FP8 GEMMs, as a share of these (GPUs alone)."
     extra = {
         "relative time": report.number("ratio"),
         "quantization": report.number("quantization_share"),
     }
-    return report.page(found, "One linear", text, extra)
+    return report.page(data, "One linear", text, extra)
 
 
 figure = report.ratios("One linear, forward and backward")

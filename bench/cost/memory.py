@@ -1,8 +1,8 @@
-"""The peak memory of a training step by recipe, beside what weights, gradients and moments need.
+"""The peak memory of a training step by recipe, and the memory of weights, gradients and moments.
 
-On a GPU it is the allocator's peak. On a CPU every arm is a process of its own: its peak of
-resident memory less what it had before the model was built. With them, the bytes that a forward
-pass keeps (`activations`).
+On a GPU this is the allocator's peak. On a CPU every arm runs in a separate process: its peak
+resident memory minus the memory before the model was built. The report also has the bytes that a
+forward pass keeps (`activations`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, b
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.setup.allocator import keep_freed_memory
 
-STEPS = 2  # in the first, moments are made
+STEPS = 2  # the first creates the moments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +39,16 @@ def measure(arguments: argparse.Namespace) -> Report:
     recipes = list(dict.fromkeys([first, *arguments.recipes]))
     rows: list[Row] = []
     for work in works:
-        found: list[Row] = []
+        work_rows: list[Row] = []
         for arm in arms(hardware, recipes, ()):
-            one = partial(_measured, arm, work, hardware)
-            found += arguments.cells.rows(work.model, [arm.name], one)
-        (base,) = [row["peak_gib"] for row in found if row["arm"] == first]
-        for row in found:
+            measure_arm = partial(_measured, arm, work, hardware)
+            work_rows += arguments.cells.rows(work.model, [arm.name], measure_arm)
+        (base,) = [row["peak_gib"] for row in work_rows if row["arm"] == first]
+        for row in work_rows:
             rows.append(row | {"ratio": round(row["peak_gib"] / base, 4), "ratio_to": first})
         arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
-    made = report.report_of(hardware.device, {"steps": STEPS}, rows)
-    return made | {"activations": activations.rows(tiny)}
+    measured_report = report.report_of(hardware.device, {"steps": STEPS}, rows)
+    return measured_report | {"activations": activations.rows(tiny)}
 
 
 def _measured(arm: StepArm, work: Work, hardware: Hardware) -> list[Row]:
@@ -68,7 +68,7 @@ def floor_gib(work: Work) -> float:
 
 
 def in_a_process(arm: StepArm, work: Work, hardware: Hardware) -> float:
-    """The GiB that the arm takes, measured in a fresh process.
+    """The peak GiB of the arm, measured in a new process.
 
     Raises:
         RuntimeError: the process died.
@@ -90,10 +90,10 @@ def in_a_process(arm: StepArm, work: Work, hardware: Hardware) -> float:
 
 
 def _measure_here(arm: StepArm, work: Work, hardware: Hardware, sender: Connection) -> None:
-    """Send the GiB of a few steps beyond what the process had before."""
+    """Send the peak GiB of a few steps, minus the memory that the process had before."""
     if hardware.device == "cpu":
         keep_freed_memory()
-        torch.ones(64, 64) @ torch.ones(64, 64)  # threads and the library of GEMMs count before
+        torch.ones(64, 64) @ torch.ones(64, 64)  # start threads and the GEMM library first
         before = peak_resident_gib()
     else:
         torch.cuda.reset_peak_memory_stats()
@@ -110,9 +110,9 @@ def _measure_here(arm: StepArm, work: Work, hardware: Hardware, sender: Connecti
 
 
 def peak_resident_gib() -> float:
-    """The most memory that this process had in RAM."""
+    """The peak resident memory of this process."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss counts what the parent had when it started this one
+    if status.exists():  # ru_maxrss includes the parent's memory at the fork
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 2**20
@@ -120,10 +120,10 @@ def peak_resident_gib() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = "Beyond what the process had before the model. The floor is 16 bytes per parameter: "
     text += "weights, gradients and two moments in float32."
-    rows = found["results"]
+    rows = data["results"]
     cells = (
         [
             row["case"], row["arm"], f"{row['peak_gib']:.3f}", f"{row['floor_gib']:.3f}",
@@ -133,8 +133,8 @@ def table(found: Report) -> str:
     )  # fmt: skip
     header = ["model", "arm", "peak GiB", "floor GiB", "beyond it", f"/ {rows[0]['ratio_to']}"]
     title = "Peak memory of a training step"
-    peaks = report.heading(found, title, text) + report.markdown(header, cells)
-    return peaks + activations.table(found)
+    peaks = report.heading(data, title, text) + report.markdown(header, cells)
+    return peaks + activations.table(data)
 
 
 figure = report.ratios("Peak memory of a step", "peak_gib", "GiB")

@@ -1,9 +1,8 @@
-"""What the parts of FP8 training cost by themselves: casts, scales, amax histories, and the judging
-of a step.
+"""The cost of single operations of FP8 training: casts, scales, amax histories, and judging a step.
 
-A cast's GB/s count what it must move: each float32 read once and each result written once, scales
-left out. A part runs here as the package has it, eager; a kernel that fuses it with its neighbours
-costs less.
+The GB/s of a cast count the bytes that it must move: every float32 read once and every result
+written once, without scales. Operations run eagerly, as in the package; a kernel that fuses an
+operation with its neighbours costs less.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fp8stack.training.guard.monitor import Monitor
 
 SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)
-HISTORIES = ((48, 16), (48, 1024), (288, 1024))  # slots of 4 or 24 blocks, and how long it is
+HISTORIES = ((48, 16), (48, 1024), (288, 1024))  # (slots of 4 or 24 blocks, history length)
 WIDTHS = (256, 512, 1024)
 BLOCK = Quantizer(block=(1, 128), scale="power_of_two")
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every part, one after the other; its arms in turn."""
+    """Measure every operation; its arms take turns."""
     device, tiny = probe(arguments.device).device, arguments.tiny
     rows: list[Row] = []
 
@@ -74,7 +73,7 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def casts(x: Tensor) -> dict[str, Arm]:
-    """From float32 to each format, with a scale that is known; blocks find their own."""
+    """Casts from float32 to each format, with a given scale; block formats compute their scales."""
     scale = tensor_scale(amax(x), "e4m3")
     return {
         COPY: x.clone,
@@ -96,7 +95,7 @@ def _cast_rows(case: str, timings: dict[str, Timing], elements: int) -> list[Row
 
 
 def scaled_casts(x: Tensor) -> dict[str, Arm]:
-    """What each recipe does to have an operand in FP8, beside the bare cast."""
+    """The work of each recipe to quantize an operand to FP8, and the cast alone."""
     history = AmaxHistory({"x": "e4m3"}, length=16, device=x.device)
     scale = tensor_scale(amax(x), "e4m3")
 
@@ -118,26 +117,26 @@ def scaled_casts(x: Tensor) -> dict[str, Arm]:
 
 
 def updates(slots: int, length: int, device: str) -> dict[str, Arm]:
-    """The scales of all operands after a step, beside the noting of their amaxes."""
+    """Recording the amaxes of all operands, alone and with the update of their scales."""
     names = [f"layer.{number}" for number in range(slots)]
     history = AmaxHistory(dict.fromkeys(names, "e4m3"), length=length, device=device)
-    seen = [torch.tensor(1.0 + number, device=device) for number in range(slots)]
+    amaxes = [torch.tensor(1.0 + number, device=device) for number in range(slots)]
 
     def record() -> None:
-        for name, value in zip(names, seen, strict=True):
+        for name, value in zip(names, amaxes, strict=True):
             history.record(name, value)
 
-    def both() -> None:
+    def record_and_update() -> None:
         record()
         history.update()
 
-    return {"record": record, "record and update": both}
+    return {"record": record, "record and update": record_and_update}
 
 
 def judging(width: int, device: str) -> dict[str, Arm]:
-    """The finding of a step that must not be taken: the gradient's norm, which clipping needs in
-    any case; that with the guard's verdict, on the device or waited for; that with what
-    `torch.amp.GradScaler` does."""
+    """Detecting a step that must be skipped: the gradient norm alone, which clipping needs in any
+    case; the norm and the guard's verdict, without and with waiting for the device; and the norm
+    and the check of `torch.amp.GradScaler`."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4)).to(device)
     for parameter in model.parameters():
@@ -160,9 +159,9 @@ def judging(width: int, device: str) -> dict[str, Arm]:
 
     def scaler() -> None:
         norm()
-        found = torch.zeros((), device=device)
+        found_inf = torch.zeros((), device=device)
         inverse = torch.ones((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
     return {
         ALONE: norm,
@@ -172,13 +171,13 @@ def judging(width: int, device: str) -> dict[str, Arm]:
     }
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = (
         "Parts of FP8 training by themselves. The relative time is to the first arm of the case\n"
         "in the same round: the median over the rounds, and its 95 % confidence interval."
     )
     extra = {"GB/s": report.number("gb_per_s", 1), "relative time": report.paired_cell}
-    return report.page(found, "Parts of FP8 training", text, extra)
+    return report.page(data, "Parts of FP8 training", text, extra)
 
 
 figure = report.ratios("Parts of FP8 training", "paired")

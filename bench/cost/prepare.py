@@ -1,4 +1,5 @@
-"""How fast `prepare` tokenizes JSON lines, beside one plain loop of json and `tokenizers`."""
+"""The speed of `prepare` in tokenizing JSON lines, compared with a plain loop of json and
+`tokenizers`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PLAIN = "plain loop"
 SHORT = ["--rounds", "3", "--mb", "4"]
 VOCABULARY = 4096
 
-# In a process of its own: the file is read line by line, ids are gathered and written by numpy.
+# The plain loop, a separate process: it reads lines, collects the ids, and writes them by numpy.
 _LOOP = """
 import json, sys
 import numpy as np
@@ -45,7 +46,7 @@ try:
 except SystemExit as done:
     assert not done.code
 """
-# A child's ru_maxrss begins with what its parent had when it forked; VmHWM begins anew.
+# VmHWM, since a child's ru_maxrss includes its parent's memory at the fork.
 _PEAKS = """
 import resource
 with open("/proc/self/status") as status:
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Each in a process of its own, from its start to its end, in turns."""
+    """Time whole processes, from start to end; they take turns."""
     peaks: dict[str, float] = {}
     cores = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
@@ -88,8 +89,8 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def write_corpus(path: Path, size: int) -> int:
-    """JSON lines of the standard library's source, a document for each 4000 bytes of it, again and
-    again until there are `size` bytes; how many there are."""
+    """Write at least `size` bytes of JSON lines: the standard library's source, repeated, with 4000
+    characters per document. Returns the number of bytes."""
     (source, _) = load_corpora(None, 256, 0.01)
     text = source.window(0, len(source)).astype("u1").tobytes().decode(errors="replace")
     documents = [text[start : start + 4000] for start in range(0, len(text), 4000)]
@@ -104,7 +105,7 @@ def write_corpus(path: Path, size: int) -> int:
 
 
 def make_tokenizer(folder: Path, corpus: Path) -> Path:
-    """A byte-level BPE that `prepare` trains on the first lines."""
+    """Train a byte-level BPE on the first lines by `prepare`. Returns the path of the tokenizer."""
     beginning = folder / "beginning.jsonl"
     with corpus.open("rb") as lines:
         beginning.write_bytes(b"".join(line for line, _ in zip(lines, range(800), strict=False)))
@@ -120,7 +121,7 @@ def prepare(peaks: dict[str, float], arm: str, *words: object) -> None:
 
 
 def run_arm(peaks: dict[str, float], arm: str, words: list[object]) -> None:
-    """Run Python with this code and these arguments; note the most memory that one process had."""
+    """Run Python with this code and these arguments; record the peak memory of a process."""
     command = [sys.executable, "-c", *map(str, words)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     kib = max(int(word) for word in done.stdout.splitlines()[-1].split())
@@ -128,19 +129,19 @@ def run_arm(peaks: dict[str, float], arm: str, words: list[object]) -> None:
 
 
 def require_equal(folder: Path, cores: int) -> None:
-    """See that all arms gave the same tokens.
+    """Check that all arms wrote the same tokens.
 
     Raises:
         ValueError: they did not.
     """
-    wanted = (folder / "plain.bin").read_bytes()
+    expected = (folder / "plain.bin").read_bytes()
     for workers in {1, cores}:
         shards = sorted((folder / f"out-{workers}").glob("train-*.bin"))
-        if b"".join(shard.read_bytes() for shard in shards) != wanted:
+        if b"".join(shard.read_bytes() for shard in shards) != expected:
             raise ValueError(f"prepare with {workers} workers gave other tokens than the loop.")
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     extra = {
         "MB/s": report.number("mb_per_s"),
         "peak MiB of one process": report.number("peak_mib", 0),
@@ -152,7 +153,7 @@ def table(found: Report) -> str:
         "encodes its text by the `tokenizers` library, adds the ids to a list, and writes that "
         "by numpy at the end. All give the same tokens to the byte, which is checked."
     )
-    return report.page(found, "Prepare", text, extra)
+    return report.page(data, "Prepare", text, extra)
 
 
 figure = report.ratios("Prepare", "mb_per_s", "MB/s of JSON lines")

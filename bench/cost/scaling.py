@@ -1,4 +1,4 @@
-"""What a training step costs as batch, context and depth grow, one at a time; on one rank."""
+"""The cost of a training step as batch, context and depth grow, one at a time, on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AXES: dict[str, dict[str, list[int]]] = {
     "cpu": {"batch": [32, 64, 128, 256], "context": [64, 128, 256], "layers": [2, 4, 6]},
     "cuda": {"batch": [32, 64, 128, 256], "context": [256, 512, 1024], "layers": [6, 12, 24]},
 }
-# So small that a batch of 256 fits into a laptop, and takes a second or so.
+# Small enough that a batch of 256 fits into a laptop's memory and takes about a second.
 NARROW = GPTConfig(vocabulary=256, context=32, layers=2, width=128, heads=2)
 TINY = {"batch": [1, 2], "context": [16, 32], "layers": [1, 2]}
 
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every axis, the others held at where they are in `work_at`."""
+    """Measure every axis, with the other sizes fixed as in `work_at`."""
     hardware = probe(arguments.device)
     rows: list[Row] = []
     for axis, values in (TINY if arguments.tiny else AXES[hardware.device]).items():
         for value in values:
             work = work_at(axis, value, hardware, arguments.tiny)
             facts = {"axis": axis, "value": value, "layers": work.config.layers}
-            found = in_turns(work, arguments.recipes, hardware, arguments)
-            rows += [row | facts for row in found]
+            turns = in_turns(work, arguments.recipes, hardware, arguments)
+            rows += [row | facts for row in turns]
     settings = runner.timing_settings(arguments) | {"ranks": 1}
     return report.report_of(hardware.device, settings, rows)
 
@@ -60,17 +60,17 @@ def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
     return Work(model=f"{axis} {value}", config=GPTConfig(**sizes), batch=batch, context=context)
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = "One size changes at a time. tokens/s by the median step; relative time is to "
-    text += f"{found['results'][0]['ratio_to']} at the same size."
+    text += f"{data['results'][0]['ratio_to']} at the same size."
     extra = {
         "tokens/s": report.number("tokens_per_s", 0),
         "TFLOP/s": report.number("tflops", 3),
         "relative time": report.number("ratio", 3),
     }
-    return report.page(found, "Scaling of a training step on one rank", text, extra)
+    return report.page(data, "Scaling of a training step on one rank", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    rows = [row | {"case": row["axis"]} for row in found["results"]]
+def figure(data: Report) -> Figure:
+    rows = [row | {"case": row["axis"]} for row in data["results"]]
     return report.line_figure(rows, "Tokens per second", "value", "tokens_per_s")

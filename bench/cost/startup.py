@@ -1,4 +1,5 @@
-"""How long the command takes to start: `--help`, `doctor` and the import, beside torch's import."""
+"""The start-up time of the command: `--help`, `doctor` and the import, compared with torch's
+import."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from bench import report
 from bench.report import Report
 from fp8stack.benchmark.timing import interleaved
 
-# In each, `main` is what the entry point of the installed command calls.
+# `main` is the function that the entry point of the installed command calls.
 _COMMAND = "import sys; from fp8stack.cli import main; sys.argv = {words}; main()"
 CASES = {
     "import fp8stack": "import fp8stack",
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Each in a process of its own, in turns, after one start that is not counted."""
+    """Time whole processes in turns, after one start of each that is not counted."""
     starts: dict[str, Callable[[], object]] = {
         name: partial(start, code) for name, code in CASES.items()
     }
@@ -44,16 +45,16 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def start(code: str) -> None:
-    """Run Python with this code, to its end.
+    """Run Python with this code.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: the code failed.
     """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def modules(code: str) -> int:
-    """How many modules are imported when this code has run; Python's own are counted too."""
+    """The number of modules that are imported after this code, including Python's own."""
     counted = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(len(sys.modules), file=sys.stderr))\n" + code
@@ -64,10 +65,10 @@ def modules(code: str) -> int:
     return int(done.stderr.splitlines()[-1])
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     extra = {"modules": report.number("modules", 0), f"/ {BASE}": report.number("ratio")}
     text = "Processes from their start to their end, Python's own start included."
-    return report.page(found, "Start-up", text, extra)
+    return report.page(data, "Start-up", text, extra)
 
 
 figure = report.ratios("Start-up", "median_ms", "ms")

@@ -1,8 +1,8 @@
 """Whole training steps, in every recipe and backend that runs here, with peers in the same process.
 
-The baseline is ours without FP8: bf16, or fp32 on a CPU without bf16 instructions. On a CPU all
-arms take turns together. On a GPU each takes turns with the baseline alone, so that two models have
-to fit and no more; the ratio is to the baseline's own rounds beside it.
+The baseline is fp8stack without FP8: bf16, or fp32 on a CPU without bf16 instructions. On a CPU all
+arms take turns. On a GPU every arm takes turns with the baseline only, so that no more than two
+models have to fit; its ratio is to the baseline's rounds in the same turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Step = Callable[[], None]
 PLAIN = "plain GPT"
 CPU_COMPILED = ("fp32", "delayed")  # compiling a step takes one to two minutes for each
 SHORT = ["--rounds", "6", "--budget", "60", "--compiled", ""]
-# How much faster the fastest FP8 arm is to be than our bf16, and than torchao tensorwise.
+# Speedups that the fastest FP8 arm is held to: over fp8stack's bf16, and over torchao tensorwise.
 SPEEDUPS = {"gpt2-124m": 1.15, "gpt2-350m": 1.25, "gpt2-1.5b": 1.38, "llama-8b-2-layers": 1.45}
 OVER_TORCHAO = 1.10
 
@@ -65,12 +65,18 @@ def measure(arguments: argparse.Namespace) -> Report:
     works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
     rows: list[Row] = []
     for work in works:
-        theirs = dict(peer_arms(work, hardware, bool(arguments.compiled)))
+        peer_builders = dict(peer_arms(work, hardware, bool(arguments.compiled)))
         after = None
         if arguments.profile:
             after = partial(profile, work=work, hardware=hardware, out=arguments.out)
         rows += in_turns(
-            work, arguments.recipes or FP8, hardware, arguments, arguments.compiled, theirs, after
+            work,
+            arguments.recipes or FP8,
+            hardware,
+            arguments,
+            arguments.compiled,
+            peer_builders,
+            after,
         )
     theirs_run = "bf16 autocast" if _gpu(hardware) else "fp32"
     settings = {"ratio": "fastest", "precision_of_peers": theirs_run}
@@ -93,38 +99,41 @@ def in_turns(
     hardware: Hardware,
     arguments: argparse.Namespace,
     also_compiled: Collection[str] = (),
-    theirs: Mapping[str, Callable[[], Step]] = MappingProxyType({}),
+    peer_builders: Mapping[str, Callable[[], Step]] = MappingProxyType({}),
     after: Callable[[cells.Arm, str], None] | None = None,
 ) -> list[Row]:
-    """The rows of one model's arms, the baseline first, from `arguments.cells` as far as they are
-    there.
+    """The rows of one model's arms, the baseline first. Rows in `arguments.cells` are not measured
+    again.
 
     Args:
         work: the model and its batch.
-        recipes: those of our arms; the baseline is added. One that does not run here is left out.
+        recipes: the recipes of our arms, besides the baseline. Recipes that do not run here are
+            left out.
         hardware: the machine.
-        arguments: the scenario's, with `cells` and the timing options.
+        arguments: the arguments of the scenario, with `cells` and the timing options.
         also_compiled: the recipes that a CPU runs compiled as well.
-        theirs: what builds the peers' steps, by name.
-        after: called with each step and its name when it was timed.
+        peer_builders: builders of the peers' steps, by name.
+        after: called with each step and its name after it was timed.
     """
     first = baseline(hardware)
     recipes = list(dict.fromkeys([first, *recipes]))
-    own = {arm.name: arm for arm in arms(hardware, recipes, also_compiled)}
+    our_arms = {arm.name: arm for arm in arms(hardware, recipes, also_compiled)}
     held: dict[str, float] = {}
     builders: dict[str, Callable[[], Step]] = {
-        name: partial(build_step, arm, work, hardware) for name, arm in own.items()
+        name: partial(build_step, arm, work, hardware) for name, arm in our_arms.items()
     }
-    builders |= theirs
-    builders = {name: partial(_build, of, name, hardware, held) for name, of in builders.items()}
-    builders[first] = cache(builders[first])  # it takes turns with every group
+    builders |= peer_builders
+    builders = {
+        name: partial(_build, builder, name, hardware, held) for name, builder in builders.items()
+    }
+    builders[first] = cache(builders[first])  # it is in every group
 
     def timed(group: list[str]) -> list[Row]:
         steps, failed = cells.runnable(work.model, {name: builders[name] for name in group})
         timings = interleaved(steps, **runner.timing_options(arguments))
         rows = []
         for name, timing in timings.items():
-            plan = plan_of(own.get(name, own[first]), work, hardware)
+            plan = plan_of(our_arms.get(name, our_arms[first]), work, hardware)
             facts = figures(work, timing, timings[first], peak_rate(hardware, plan))
             if facts["peak_memory_gib"] is not None:
                 facts["step_memory_gib"] = round(held[name] + facts["peak_memory_gib"], 3)
@@ -138,21 +147,21 @@ def in_turns(
     for group in groups(list(builders), hardware):
         for row in arguments.cells.rows(work.model, group, partial(timed, group)):
             rows.setdefault(row["arm"], row)
-        free_memory(hardware.device)  # the others' memory is needed
+        free_memory(hardware.device)  # for the next group
     arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
     return list(rows.values())
 
 
 def groups(names: list[str], hardware: Hardware) -> list[list[str]]:
-    """Which arms take turns with each other; the first is in every group."""
+    """The groups of arms that take turns; the first arm is in every group."""
     if not _gpu(hardware) or len(names) == 1:
         return [names]
     return [[names[0], name] for name in names[1:]]
 
 
 def resident_gib(builder: Callable[[], Step]) -> tuple[Step, float]:
-    """The step that `builder` builds, and the GPU memory that it keeps after it ran once: weights,
-    moments, FP8 state. Add a step's own peak to it for the peak of the whole."""
+    """The step that `builder` builds, and the GPU memory that it holds after its first run:
+    weights, moments, FP8 state. Add the peak of a step to get the total peak."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     step = builder()
@@ -164,7 +173,7 @@ def resident_gib(builder: Callable[[], Step]) -> tuple[Step, float]:
 def _build(
     builder: Callable[[], Step], name: str, hardware: Hardware, held: dict[str, float]
 ) -> Step:
-    """The step; on a GPU `held` gets the memory that it keeps."""
+    """Build the step; on a GPU, `held` gets the memory that it holds."""
     if not _gpu(hardware):
         return builder()
     step, held[name] = resident_gib(builder)
@@ -174,7 +183,8 @@ def _build(
 def peer_arms(
     work: Work, hardware: Hardware, compiled: bool
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """The peers: compiled on a GPU; on a CPU eager, and compiled if wanted."""
+    """Builders of the peers' steps: compiled on a GPU; eager on a CPU, and compiled if
+    `compiled`."""
     device = hardware.device
     modes = [True] if _gpu(hardware) else [False, True] if compiled else [False]
     for mode in modes:
@@ -192,8 +202,8 @@ def peer_arms(
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """What a GPU's results are held to: no weak baseline; FP8 that is worth it."""
-    made = []
+    """The limits that a GPU's results are held to: a strong baseline, and FP8 that is faster."""
+    bars = []
     for model, speedup in SPEEDUPS.items():
         mine = [
             row
@@ -203,14 +213,14 @@ def bars(rows: list[Row]) -> list[Bar]:
         if not mine:
             continue
         best = min(mine, key=lambda row: float(row["ratio"]))["arm"]
-        made.append(Bar(case=model, arm=best, of="bf16", at_most=1 / speedup))
-        made.append(Bar(case=model, arm="bf16", of=PLAIN, at_most=1.0))
-        made.append(Bar(case=model, arm=best, of="torchao tensorwise", at_most=1 / OVER_TORCHAO))
-    return made
+        bars.append(Bar(case=model, arm=best, of="bf16", at_most=1 / speedup))
+        bars.append(Bar(case=model, arm="bf16", of=PLAIN, at_most=1.0))
+        bars.append(Bar(case=model, arm=best, of="torchao tensorwise", at_most=1 / OVER_TORCHAO))
+    return bars
 
 
 def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Path | None) -> None:
-    """Profile one step: a table of the operators that take longest, and a trace."""
+    """Profile one step: print a table of the slowest operators, and write a trace."""
     out = out or runner.RESULTS / slug(hardware)
     folder = out / "profiles" / work.model / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +230,7 @@ def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Pat
     print(profiler.write(recorded, folder, 1))
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     extra = {
         "tokens/s": report.number("tokens_per_s", 0),
         "TFLOP/s": report.number("tflops"),
@@ -229,11 +239,11 @@ def table(found: Report) -> str:
         "relative time": report.number("ratio", 3),
         "speedup": report.number("speedup", 3),
     }
-    rows = found["results"]
+    rows = data["results"]
     text = "One optimizer step: forward, backward, AdamW. TFLOP/s counts causal attention as half. "
     text += f"The MFU is of {rows[0]['mfu_of']} for the baseline and the peers; time and speedup "
     text += f"are relative to {rows[0]['ratio_to']}, of the fastest rounds."
-    return report.page(found, "Training steps", text, extra)
+    return report.page(data, "Training steps", text, extra)
 
 
 figure = report.ratios("Training steps", "speedup", "speed, relative to {ratio_to}")

@@ -1,6 +1,6 @@
-"""What a look at every operand costs: a training step that is sampled, beside one that is not.
+"""The cost of telemetry: a training step that is sampled, compared with one that is not.
 
-With a sample every `EVERY` steps, telemetry takes the share (ratio - 1) / `EVERY` of the time.
+With a sample every `EVERY` steps, telemetry takes the fraction (ratio - 1) / `EVERY` of the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every recipe, by the backend that is the device's own."""
+    """Measure every recipe, on the device's default backend."""
     hardware = probe(arguments.device)
     nano = emulation.nano()
     work = emulation.tiny_work() if arguments.tiny else nano
@@ -37,8 +37,8 @@ def measure(arguments: argparse.Namespace) -> Report:
 
     def timed(case: str, recipe: str) -> list[Row]:
         timings = interleaved(steps(recipe, work, hardware), **runner.timing_options(arguments))
-        found = report.rows_of(case, timings, PLAIN)
-        return [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in found]
+        arm_rows = report.rows_of(case, timings, PLAIN)
+        return [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in arm_rows]
 
     arguments.cells.left_out += cells.not_served(work.model, arguments.recipes, hardware)
     for recipe in (name for name in arguments.recipes if served(name, hardware)):
@@ -53,30 +53,30 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def steps(recipe: str, work: Work, hardware: Hardware) -> dict[str, Callable[[], None]]:
-    """The arms: one model that trains, looked at or not."""
+    """The arms: steps of the same model without and with samples."""
     backend = served(recipe, hardware)[0]
     arm = StepArm(name=recipe, recipe=recipe, backend=backend, compiled=False)
     built = build(arm, work, hardware)
-    own, tried = (Telemetry(built.plan, 1, what_if) for what_if in ((), ("mxfp8",)))
+    plain, tried = (Telemetry(built.plan, 1, what_if) for what_if in ((), ("mxfp8",)))
     return {
         PLAIN: built.step,
-        SAMPLED: partial(sampled_step, built, own),
+        SAMPLED: partial(sampled_step, built, plain),
         TRIED: partial(sampled_step, built, tried),
     }
 
 
 def sampled_step(built: Built, telemetry: Telemetry) -> None:
-    """A step whose only micro-batch is looked at, and its rows."""
+    """Run a step whose only micro-batch is sampled, and compute its rows."""
     with telemetry.sampling(built.model):
         built.step()
     telemetry.finish(1, None)
 
 
-def table(found: Report) -> str:
-    every = found["settings"]["every"]
+def table(data: Report) -> str:
+    every = data["settings"]["every"]
     text = f"The share is that of all steps' time, with a sample every {every} steps."
     cells = {"share": lambda row: f"{100 * row['share']:.2f} %"}
-    return report.page(found, "The cost of telemetry", text, cells)
+    return report.page(data, "The cost of telemetry", text, cells)
 
 
 figure = report.ratios("A step that is sampled")

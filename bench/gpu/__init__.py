@@ -1,1 +1,1 @@
-"""What only a GPU can show, and the scripts for the first half hour on one."""
+"""Checks and measurements that need a GPU, and the scripts for the first half hour on one."""

@@ -1,6 +1,6 @@
-"""What this device reaches at most: bytes per second, operations per second, launches per second.
+"""The ceilings of this device: bytes per second, operations per second, launches per second.
 
-Each figure is printed and written as soon as it is known.
+Each figure is printed and written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8stack.ops.scaled_gemm import Scaled, Scales, scaled_gemm
 from fp8stack.precision import probe
 
 Call = Callable[[], Any]
-# The name, the call, what it moves or computes, and in which unit that is told per second.
+# The name, the call, the amount that it moves or computes, and the unit of the rate.
 Measured = tuple[str, Call, float, str]
 LAUNCHES = 1000
 
@@ -31,9 +31,9 @@ def measurements(device: str, size: int) -> Iterator[Measured]:
     """Copies of `size`^2 bfloat16, products of matrices of `size` rows, casts, empty launches."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in "xw")
-    other = torch.empty_like(x)
+    target = torch.empty_like(x)
     flops = 2.0 * size**3
-    yield "copy, read and written", partial(other.copy_, x), 2 * 2 * x.numel() / 1e12, "TB/s"
+    yield "copy, read and written", partial(target.copy_, x), 2 * 2 * x.numel() / 1e12, "TB/s"
     yield "bf16 matrix product", partial(torch.mm, x, w.t()), flops / 1e12, "TFLOP/s"
     for format in ("e4m3", "e5m2"):
         a, b = per_tensor(x, format), per_tensor(w, "e4m3")
@@ -48,20 +48,20 @@ def measurements(device: str, size: int) -> Iterator[Measured]:
 
 
 def per_tensor(x: Tensor, format: str) -> Scaled:
-    """A matrix with one scale, from its own amax."""
+    """A matrix in FP8 with one scale, computed from its amax."""
     scale = numerics.tensor_scale(numerics.amax(x), format)
     data = numerics.cast_to_fp8(x, scale, format)
     return Scaled(data, numerics.inverse(scale), Scales.PER_TENSOR)
 
 
 def launch(x: Tensor) -> None:
-    """Many operations that take no time by themselves."""
+    """Launch many operations that take almost no time on the device."""
     for _ in range(LAUNCHES):
         x.add_(1.0)
 
 
 def main() -> int:
-    """Measure, print and append to a file; 1 if something could not be measured."""
+    """Measure, print, and append to a file. Returns 1 if something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.ceilings", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a file, one JSON object per line")
     parser.add_argument("--tiny", action="store_true", help="on a CPU too, to see that it runs")

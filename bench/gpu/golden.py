@@ -1,8 +1,8 @@
-"""Golden files: what Transformer Engine computed, to hold every machine to ever after.
+"""Golden files: results of Transformer Engine to compare every machine with.
 
-One safetensors file with the inputs and TE's results, and in its metadata, as JSON, how each came
-about. `fp8stack conform` recomputes casts, scales and histories, tests/numerics/test_golden.py the
-modules as well.
+A golden file is a safetensors file with the inputs and TE's results; its metadata describes each
+case as JSON. `fp8stack conform` recomputes casts, scales and histories;
+tests/numerics/test_golden.py recomputes the modules as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fp8stack.precision import probe
 
 STEPS = 50
 HISTORY_SIZES = (16, 32, 16)  # rows, in, out
-# What x and dy are multiplied by in the steps of a module: its delayed scales are found on the way.
+# Factors of x and dy in the steps of a module, so that its delayed scales change.
 FACTORS = (1.0, 4.0, 0.5)
 MODULE_HISTORY = 4
 ROWS = 32
@@ -46,7 +46,7 @@ SIZES = {"Linear": (64, 32), "LayerNormLinear": (64, 32), "LayerNormMLP": (32, 6
 MATRICES = (("ordinary", "bf16"), ("special", "bf16"), ("ordinary", "fp32"))
 
 Tensors = dict[str, Tensor]
-# The parameters of a case, among them its "kind", and its tensors.
+# The parameters of a case, including its "kind", and its tensors.
 Captured = tuple[dict[str, Any], Tensors]
 
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Capture a file into the folder; exits with 1 if something could not be captured."""
+    """Capture a golden file into the folder. Exits with code 1 if a case could not be captured."""
     if arguments.references:
         description, tensors = references.captured(arguments.references, arguments.commit)
         version = description["versions"]["transformer-engine"]
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     context = Context(probe())
     if not context.hardware.has_te:
-        why = context.hardware.te_problem or "there is none here"
-        print(f"python -m bench golden needs a CUDA GPU and Transformer Engine: {why}.")
+        reason = context.hardware.te_problem or "there is none here"
+        print(f"python -m bench golden needs a CUDA GPU and Transformer Engine: {reason}.")
         raise SystemExit(2)
     facts = captured(context, arguments.out)
     print(json.dumps(facts, indent=2))
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def captured(context: Context, folder: Path) -> Facts:
-    """Write a golden file; it holds if all was captured that TE serves on this GPU."""
+    """Write a golden file. The check holds if every case that TE supports on this GPU was
+    captured."""
     context.need_te("delayed")
     cases: list[dict[str, Any]] = []
     tensors = inputs()
@@ -88,21 +89,21 @@ def captured(context: Context, folder: Path) -> Facts:
     failed: dict[str, str] = {}
     for name, capture in captures(context):
         try:
-            facts, made = capture()
+            facts, case_tensors = capture()
         except Skipped as reason:
             refused[name] = str(reason)
         except Exception:
             failed[name] = traceback.format_exc()[-1500:]
         else:
             cases.append({"name": name, **facts})
-            tensors |= {f"{name}/{key}": value for key, value in made.items()}
+            tensors |= {f"{name}/{key}": value for key, value in case_tensors.items()}
     report = gpu_report.new_report(context.hardware, quick=False)
     del report["sections"], report["quick"]
     made_by = f"TE on {context.hardware.name}"
     description = {
         **report, "made_by": made_by, "cases": cases, "refused": refused, "failed": failed,
     }  # fmt: skip
-    version = str(context.hardware.te_version).partition("+")[0]  # a build of one's own has more
+    version = str(context.hardware.te_version).partition("+")[0]  # a local build has a suffix
     path = folder / f"te-{version}-{gpu_report.slug(context.hardware.name)}.safetensors"
     write(path, description, tensors)
     return {
@@ -117,8 +118,8 @@ def captured(context: Context, folder: Path) -> Facts:
 
 def write(path: Path, description: dict[str, Any], tensors: Tensors) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    save_file(kept, path, metadata={"description": json.dumps(description)})
+    on_cpu = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(on_cpu, path, metadata={"description": json.dumps(description)})
 
 
 def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
@@ -147,17 +148,17 @@ def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
 
 
 def inputs() -> Tensors:
-    """What more than one case reads: "inputs/..."."""
-    found: Tensors = {f"inputs/table {dtype}": table(dtype) for dtype in DTYPES}
+    """Inputs that several cases share, named "inputs/..."."""
+    tensors: Tensors = {f"inputs/table {dtype}": table(dtype) for dtype in DTYPES}
     steps = spiky_steps(STEPS, *HISTORY_SIZES)
     for field, series in zip(Operands._fields, zip(*steps, strict=True), strict=True):
-        found[f"inputs/steps {field}"] = torch.stack(list(series))
+        tensors[f"inputs/steps {field}"] = torch.stack(list(series))
     for kind, dtype in MATRICES:
-        found[f"inputs/matrix {kind} {dtype}"] = small_matrix(kind, dtype)
+        tensors[f"inputs/matrix {kind} {dtype}"] = small_matrix(kind, dtype)
     for module in te_raw.MODULES:
         for key, value in module_inputs(module).items():
-            found[f"inputs/{module} {key}"] = value
-    return found
+            tensors[f"inputs/{module} {key}"] = value
+    return tensors
 
 
 def table(dtype: str) -> Tensor:
@@ -167,13 +168,14 @@ def table(dtype: str) -> Tensor:
 
 
 def small_matrix(kind: str, dtype: str) -> Tensor:
-    """Blocks of all magnitudes, and what a special matrix has: [160, 160]."""
+    """A matrix [160, 160] with blocks of all magnitudes, and the special values of its kind."""
     x = matrix(kind, dtype)
     return torch.cat([x[:160, :96], x[:160, 256:320]], dim=1)
 
 
 def module_inputs(module: str) -> Tensors:
-    """x, dy and the parameters of a TE module, by its names: bfloat16, whatever it runs in."""
+    """x, dy and the parameters of a TE module, by TE's names; bfloat16 for every dtype it runs
+    in."""
     first, second = SIZES[module]
     generator = torch.Generator().manual_seed(7)
     if module == "LayerNormMLP":
@@ -186,11 +188,11 @@ def module_inputs(module: str) -> Tensors:
     if module != "Linear":
         shapes |= {"layer_norm_weight": (first,), "layer_norm_bias": (first,)}
     sizes = {"x": 1.0, "dy": 1e-3, "layer_norm_weight": 0.1}
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator) * sizes.get(name, 0.05)
-        found[name] = (noise + (name == "layer_norm_weight")).bfloat16()
-    return found
+        tensors[name] = (noise + (name == "layer_norm_weight")).bfloat16()
+    return tensors
 
 
 # Captures
@@ -198,12 +200,12 @@ def module_inputs(module: str) -> Tensors:
 
 def _cast(device: str, dtype: str, format: str) -> Captured:
     x = table(dtype).to(device)
-    made = [te_raw.cast(x, torch.tensor(scale), format, transpose=False) for scale in SCALES]
+    casts = [te_raw.cast(x, torch.tensor(scale), format, transpose=False) for scale in SCALES]
     tensors = {
         "scales": torch.tensor(SCALES),
-        "bytes": torch.stack([quantized.along for quantized, _ in made]),
-        "inverses": torch.stack([quantized.scales for quantized, _ in made]),
-        "amax": torch.stack([amax for _, amax in made]),
+        "bytes": torch.stack([quantized.along for quantized, _ in casts]),
+        "inverses": torch.stack([quantized.scales for quantized, _ in casts]),
+        "amax": torch.stack([amax for _, amax in casts]),
     }
     return {"kind": "cast", "input": f"inputs/table {dtype}", "format": format}, tensors
 
@@ -219,23 +221,23 @@ def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) ->
 
 def _quantizer(context: Context, scaling: str, x: str, quantizer: Quantizer) -> Captured:
     context.need_te(scaling)
-    made = te_raw.quantize(small_matrix(*x.split()).to(context.device), quantizer)
-    tensors = {"bytes along": made.along, "scales along": made.scales}
-    # The other copy of a tensor or of squares is the same bytes, transposed: `fp8stack conform`
-    # compares it.
-    if not quantizer.turns and made.across is not None and made.scales_across is not None:
-        tensors |= {"bytes across": made.across, "scales across": made.scales_across}
+    quantized = te_raw.quantize(small_matrix(*x.split()).to(context.device), quantizer)
+    tensors = {"bytes along": quantized.along, "scales along": quantized.scales}
+    # With one scale per tensor or square blocks, the other copy has the same bytes, transposed:
+    # `fp8stack conform` compares it.
+    if not quantizer.turns and quantized.across is not None and quantized.scales_across is not None:
+        tensors |= {"bytes across": quantized.across, "scales across": quantized.scales_across}
     return references.quantizer_case(quantizer, f"matrix {x}"), tensors
 
 
 def _weight_bytes(layer: Any) -> dict[str, Tensor]:
-    """The FP8 weight that a module of one GEMM keeps after a first micro-batch: "weight bytes"
-    and, with one scale per tensor, "weight inverse"; nothing where TE keeps it elsewhere."""
-    kept = getattr(layer, "_fp8_workspaces", {}).get("weight")
-    data = getattr(kept, "_data", getattr(kept, "_rowwise_data", None))
-    found = {} if data is None else {"weight bytes": data}
-    inverse = getattr(kept, "_scale_inv", None)
-    return found if inverse is None else found | {"weight inverse": inverse.reshape(())}
+    """The FP8 weight that a module with one GEMM keeps after a first micro-batch: "weight bytes"
+    and, with one scale per tensor, "weight inverse"; empty if TE does not keep it in the module."""
+    weight = getattr(layer, "_fp8_workspaces", {}).get("weight")
+    data = getattr(weight, "_data", getattr(weight, "_rowwise_data", None))
+    tensors = {} if data is None else {"weight bytes": data}
+    inverse = getattr(weight, "_scale_inv", None)
+    return tensors if inverse is None else tensors | {"weight inverse": inverse.reshape(())}
 
 
 def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
@@ -244,11 +246,11 @@ def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
     options = {"amax_history_len": MODULE_HISTORY} if scaling == "delayed" else {}
     recipe = te_raw.recipe(scaling, **options)
     layer = te_raw.module(kind, SIZES[kind], DTYPES[dtype], context.device)
-    given = module_inputs(kind)
+    module_tensors = module_inputs(kind)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(given[name])
-    x, dy = (given[name].to(context.device, DTYPES[dtype]) for name in ("x", "dy"))
+            parameter.copy_(module_tensors[name])
+    x, dy = (module_tensors[name].to(context.device, DTYPES[dtype]) for name in ("x", "dy"))
     for factor in FACTORS:
         results = te_raw.run(layer, recipe, x * factor, dy * factor, first=True)
     if scaling == "delayed":

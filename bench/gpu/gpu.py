@@ -1,7 +1,7 @@
-"""A GPU held to the CPU's bytes, to TE's and to float64; golden files; and a first look at speed.
+"""Checks of a GPU against the CPU's bytes, TE's bytes and float64; golden files; and first timings.
 
-Every section runs in a process of its own, which may die or be stopped without taking the others
-with it. What was found so far is on disk at any moment.
+Every section runs in a separate process, which may die or be stopped without affecting the others.
+The results so far are on disk at any moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8stack.conform.checks import Check, Context, Facts, run_check
 from fp8stack.conform.suite import GROUPS
 from fp8stack.precision import probe
 
-# Seconds. The last section gets what is left of the whole.
+# Seconds. The last section gets the rest of the time.
 WHOLE = 455.0
 BUDGETS = {"casts": 110.0, "histories": 75.0, "golden": 45.0, "layers": 90.0, "losses": WHOLE}
 # The checks of `fp8stack conform`, by section.
@@ -34,13 +34,13 @@ CONFORM = {
     "histories": ("histories",),
     "layers": ("gemms", "attention"),
 }
-GRACE = 15.0  # after its budget a section starts no other case; after this it is stopped
+GRACE = 15.0  # a section starts no case after its budget, and is stopped this much later
 
 
 @dataclass(frozen=True)
 class Section:
-    """Cases that share a process and `budget` seconds; `count` are the most that are run, None:
-    all. What they leave beside rows goes into the folder."""
+    """Cases that share a process and `budget` seconds. At most `count` cases run, all if None.
+    Files that they write, such as golden files, go into `folder`."""
 
     name: str
     context: Context
@@ -57,7 +57,7 @@ class Section:
         return itertools.chain.from_iterable(GROUPS[group](self.context) for group in groups)
 
     def work(self, path: Path) -> None:
-        """Run the cases here, each row written as soon as it is known."""
+        """Run the cases in this process, and append each row to the file at `path` at once."""
         deadline = time.monotonic() + self.budget
         for case in itertools.islice(self.cases(deadline), self.count):
             append_line(path, {"starting": case.name})
@@ -95,7 +95,7 @@ def _sections(text: str) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the sections and write what they found; exits with 1 if something does not hold."""
+    """Run the sections and write the report. Exits with code 1 if a check does not hold."""
     on_gpu = arguments.device == "cuda" and not arguments.dry_run
     if on_gpu and not torch.cuda.is_available():
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
@@ -112,18 +112,18 @@ def run(arguments: argparse.Namespace) -> None:
     gpu_report.write(report, folder)
     print(f"{context.hardware}, {report['versions']}", flush=True)
     for name in arguments.sections:
-        left = WHOLE - (time.monotonic() - start)
-        budget = min(BUDGETS[name], left)
+        remaining = WHOLE - (time.monotonic() - start)
+        budget = min(BUDGETS[name], remaining)
         add_section(report, Section(name, context, folder, budget, arguments.cases))
         gpu_report.write(report, folder)
     print(f"written: {folder}/gpu.json and gpu.md, after {time.monotonic() - start:.0f} s")
-    if found := gpu_report.problems(report):
-        print(f"{len(found)} problems:", *found, sep="\n  ")
+    if problems := gpu_report.problems(report):
+        print(f"{len(problems)} problems:", *problems, sep="\n  ")
         raise SystemExit(1)
 
 
 def add_section(report: Report, section: Section) -> None:
-    """Run one section in a process of its own, and add its rows to the report."""
+    """Run one section in a separate process, and add its rows to the report."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
@@ -131,17 +131,17 @@ def add_section(report: Report, section: Section) -> None:
         rows, unfinished = read_rows(path)
     if problem and unfinished:
         problem = f"{problem} in the case '{unfinished}'"
-    found = report["sections"][section.name] = {
+    added = report["sections"][section.name] = {
         "seconds": round(time.monotonic() - start, 1),
         "budget_s": round(section.budget, 1),
         "problem": problem,
         "cases": rows,
     }
-    print(f"{section.name}: {gpu_report.summary(found)}", flush=True)
+    print(f"{section.name}: {gpu_report.summary(added)}", flush=True)
 
 
 def in_a_process(target: Callable[[], None], seconds: float) -> str:
-    """Run `target` in a fresh process; what went wrong with it, or ""."""
+    """Run `target` in a new process. Returns its problem, "" if there was none."""
     process = multiprocessing.get_context("spawn").Process(target=target)
     process.start()
     process.join(max(0.0, seconds))
@@ -153,7 +153,7 @@ def in_a_process(target: Callable[[], None], seconds: float) -> str:
 
 
 def read_rows(path: Path) -> tuple[list[Facts], str]:
-    """The finished rows, and the name of a case that was started and not finished, or ""."""
-    found = json_lines(path)
-    unfinished = found[-1].get("starting", "") if found else ""
-    return [row for row in found if "starting" not in row], unfinished
+    """The finished rows, and the name of a case that was started but not finished, or ""."""
+    lines = json_lines(path)
+    unfinished = lines[-1].get("starting", "") if lines else ""
+    return [row for row in lines if "starting" not in row], unfinished

@@ -1,4 +1,5 @@
-"""What `python -m bench gpu` writes: facts about the machine, rows as JSON, tables as Markdown."""
+"""The report of `python -m bench gpu`: facts about the machine, rows as JSON, tables as
+Markdown."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from fp8stack.tables import markdown as table
 
 ROOT = Path(__file__).parents[2]
 TIME_IS_UP = "the section's time was up"
-# The facts of a case that are not in a column of their own.
+# Facts of a case that have no column.
 UNTOLD = ("check", "holds", "skipped", "failed", "traceback", "first", "losses")
 Report = dict[str, Any]
 
 
 def new_report(hardware: Hardware, quick: bool) -> Report:
-    """A report with no section yet: when, by which command, on what."""
+    """A report without sections: the date, the command, the commit and the machine."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python -m bench {shlex.join(sys.argv[1:])}",
@@ -47,7 +48,7 @@ def new_report(hardware: Hardware, quick: bool) -> Report:
 
 
 def versions(hardware: Hardware) -> dict[str, str | None]:
-    """What computed; None where it is not there or not known."""
+    """The versions of the packages and libraries; None if missing or unknown."""
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
         "fp8stack": fp8stack.__version__,
@@ -63,7 +64,7 @@ def versions(hardware: Hardware) -> dict[str, str | None]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None if there is no such command here, or nothing to print."""
+    """The output of a command; None if the command does not exist, fails, or prints nothing."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -72,23 +73,23 @@ def _output(*command: str) -> str | None:
 
 
 def slug(name: str) -> str:
-    """A folder's name for a GPU: "NVIDIA H200" is nvidia-h200."""
+    """The folder name of a GPU: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
 
 
 def problems(report: Report) -> list[str]:
-    """Each section that did not run to its end, and each case that failed or does not hold."""
-    found = []
+    """A line for each section that did not finish, and each case that failed or does not hold."""
+    lines = []
     for name, section in report["sections"].items():
         if section["problem"]:
-            found.append(f"{name}: {section['problem']}")
+            lines.append(f"{name}: {section['problem']}")
         bad = filter(broken, section["cases"])
-        found += [f"{name}: {row['check']}: {brief(row)}" for row in bad]
-    return found
+        lines += [f"{name}: {row['check']}: {brief(row)}" for row in bad]
+    return lines
 
 
 def write(report: Report, folder: Path) -> None:
-    """`gpu.json` and `gpu.md`, as far as the report has got."""
+    """Write `gpu.json` and `gpu.md` with the sections that the report has so far."""
     folder.mkdir(parents=True, exist_ok=True)
     report["problems"] = problems(report)
     (folder / "gpu.json").write_text(json.dumps(_finite(report), indent=1) + "\n")
@@ -96,7 +97,7 @@ def write(report: Report, folder: Path) -> None:
 
 
 def _finite(data: Any) -> Any:
-    """The data with None for numbers that JSON does not have."""
+    """The data with None in place of numbers that are not finite."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -105,19 +106,25 @@ def _finite(data: Any) -> Any:
 
 
 def markdown(report: Report) -> str:
-    """The report as a page: what it ran on, what is wrong, and a table for each section."""
-    known = ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value)
+    """The report as a page: the machine, the problems, and a table for each section."""
+    known_versions = ", ".join(
+        f"{name} {value}" for name, value in report["versions"].items() if value
+    )
     lines = [
         f"# {report['gpu']}",
         "",
         f"Made by `{report['command']}` on {report['date']}: compute capability "
-        f"{report['capability']}, driver {report['driver']}, {known}, commit {report['commit']}"
-        f"{' with changes' if report['changed_since_commit'] else ''}.",
+        f"{report['capability']}, driver {report['driver']}, {known_versions}, commit "
+        f"{report['commit']}{' with changes' if report['changed_since_commit'] else ''}.",
         "",
     ]
-    found = problems(report)
-    lines.append(f"{len(found)} problems:" if found else "Everything that has to hold holds.")
-    lines += ["", *[f"- {line}" for line in found], *([""] if found else [])]
+    found_problems = problems(report)
+    lines.append(
+        f"{len(found_problems)} problems:"
+        if found_problems
+        else "Everything that has to hold holds."
+    )
+    lines += ["", *[f"- {line}" for line in found_problems], *([""] if found_problems else [])]
     for name, section in report["sections"].items():
         lines += [f"## {name}", "", summary(section), ""]
         lines += [*_rows(section["cases"]), ""]
@@ -125,7 +132,7 @@ def markdown(report: Report) -> str:
 
 
 def summary(section: Mapping[str, Any]) -> str:
-    """How many cases of a section came out how, in a line."""
+    """A line with the number of cases of a section by outcome."""
     rows = section["cases"]
     count = {
         "hold": sum(row.get("holds") is True for row in rows),
@@ -134,7 +141,7 @@ def summary(section: Mapping[str, Any]) -> str:
         "skipped": sum("skipped" in row for row in rows),
         "of these for want of time": sum(row.get("skipped") == TIME_IS_UP for row in rows),
     }
-    counts = ", ".join(f"{number} {what}" for what, number in count.items())
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
     problem = f" {section['problem']}." if section["problem"] else ""
     return f"{len(rows)} cases in {section['seconds']:.0f} s: {counts}.{problem}"
 
@@ -150,7 +157,7 @@ def _rows(rows: list[Facts]) -> list[str]:
 
 def _told(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_told(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_told(inner)}" for name, inner in value.items())
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value)

@@ -1,7 +1,7 @@
-"""Short trainings of GPT-2 in every precision: losses, and a first look at speed. Eager, not tuned.
+"""Short trainings of GPT-2 in every precision: losses and first timings, eager and untuned.
 
-Data, initial weights, order and learning rates are the same for all. A run that the time does not
-suffice for keeps its milliseconds per step and has no final loss.
+Data, initial weights, order and learning rates are the same for all. A run that runs out of time
+reports its milliseconds per step but no final loss.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import load_recipe
 
 BF16 = ("reference", "bf16")
-# The first ones first, should the time not suffice for all.
+# The most important arms first, since the time may not suffice for all.
 ARMS = [BF16] + [
     (backend, recipe)
     for backend in ("te", "torch", "emulate")
     for recipe in ("delayed", "current", "block", "mxfp8")
 ]
 AVERAGED = 20  # the last losses, whose mean is compared
-MOST_APART_PERCENT = 5.0  # from bf16, after at least as many steps as are quick to run
-COMPARED_FROM = 200
+MOST_APART_PERCENT = 5.0  # the largest gap to bf16
+COMPARED_FROM = 200  # steps: shorter runs are not compared with bf16
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and for how long."""
+    """The model to train, its batch and the number of steps."""
 
     model: str = "gpt2-124m"
     steps: int = 200
@@ -54,18 +54,18 @@ class Training:
 
 
 def cases(
-    context: Context, deadline: float = math.inf, given: Training | None = None
+    context: Context, deadline: float = math.inf, preset: Training | None = None
 ) -> Iterator[Check]:
-    """The trainings of all arms, each compared with bf16's, which is the first; `deadline` is on
-    `time.monotonic`'s clock."""
-    training = given or Training(steps=20 if context.quick else 200)
-    found: dict[tuple[str, str], Facts] = {}
+    """The trainings of all arms, each compared with bf16, which is the first. `deadline` is a time
+    of `time.monotonic`."""
+    training = preset or Training(steps=20 if context.quick else 200)
+    results: dict[tuple[str, str], Facts] = {}
 
     def compared(arm: tuple[str, str]) -> Facts:
-        """The arm's training; it holds if the losses are finite and near bf16's."""
-        facts = found[arm] = train(context, training, *arm, deadline=deadline)
+        """Train an arm. The check holds if the losses are finite and near bf16's."""
+        facts = results[arm] = train(context, training, *arm, deadline=deadline)
         facts["holds"] = all(map(math.isfinite, facts["losses"]))
-        reference = found.get(BF16, {}).get("mean_of_last")
+        reference = results.get(BF16, {}).get("mean_of_last")
         if arm != BF16 and reference and facts["mean_of_last"]:
             gap = 100 * (facts["mean_of_last"] / reference - 1)
             facts["gap_to_bf16_percent"] = round(gap, 3)
@@ -80,7 +80,8 @@ def cases(
 def train(
     context: Context, training: Training, backend: str, recipe: str, deadline: float = math.inf
 ) -> Facts:
-    """Losses by step, the median milliseconds of a step, the peak memory and what ran in FP8."""
+    """Train, and return the losses by step, the median milliseconds of a step, the peak memory and
+    the number of layers and GEMMs in FP8."""
     config = load_config(training.model)
     plan_of(load_recipe(recipe), context, backend)
     plan = plan_for(config, recipe, context.hardware, backend)
@@ -122,22 +123,22 @@ def train(
 def _summary(training: Training, losses: list[float], seconds: list[float]) -> Facts:
     done = len(losses)
     warm = seconds[min(5, done // 2) :]
-    whole = done == training.steps
+    is_complete = done == training.steps
     facts: Facts = {
         "steps": done,
-        "final_loss": round(losses[-1], 5) if whole else None,
-        "mean_of_last": round(statistics.fmean(losses[-AVERAGED:]), 5) if whole else None,
+        "final_loss": round(losses[-1], 5) if is_complete else None,
+        "mean_of_last": round(statistics.fmean(losses[-AVERAGED:]), 5) if is_complete else None,
         "ms_per_step": round(1000 * statistics.median(warm), 3),
         "tokens_per_s": round(training.batch * training.context / statistics.median(warm)),
         "losses": [round(loss, 5) for loss in losses],
     }
-    if not whole:
+    if not is_complete:
         facts["note"] = f"the time was up after {done} of {training.steps} steps"
     return facts
 
 
 def _batches(config: GPTConfig, training: Training) -> data.StepBatches:
-    """The default corpus: the bytes of Python's own standard library."""
+    """Batches of the default corpus, the bytes of Python's standard library."""
     corpus, _ = data.load_corpora(None, config.vocabulary)
     if config.context < training.context:
         raise Skipped(f"{training.context} tokens are more than {training.model}'s context")

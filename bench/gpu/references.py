@@ -1,8 +1,8 @@
-"""The golden file of Transformer Engine's own Python references: no GPU made it.
+"""The golden file of Transformer Engine's Python references, which is made without a GPU.
 
-TE checks its kernels against functions in Python. They are taken out of its sources, without its
-compiled part: those of delayed and current scaling and NVFP4 from the installed package, those of
-block scaling, MXFP8 and the swizzle from tests/pytorch of a checkout.
+TE checks its kernels against functions in Python. This module extracts these functions from TE's
+sources, without TE's compiled part: delayed scaling, current scaling and NVFP4 from the installed
+package; block scaling, MXFP8 and the swizzle from tests/pytorch of a checkout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TE = "transformer_engine.pytorch"
 
 
 def installed() -> Path | None:
-    """The folder of TE's Python sources, None where it is not installed."""
+    """The folder of TE's Python sources; None if TE is not installed."""
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -48,8 +48,9 @@ def installed() -> Path | None:
     return path if (path / "custom_recipes").exists() else None
 
 
-def definitions(path: Path, *names: str, **given: Any) -> types.SimpleNamespace:
-    """The functions, classes and constants of these names in a file, and nothing else of it."""
+def definitions(path: Path, *names: str, **imported: Any) -> types.SimpleNamespace:
+    """Load only the functions, classes and constants `names` of a file, with the `imported` names
+    as globals."""
     chosen = [
         node
         for node in ast.parse(path.read_text()).body
@@ -64,18 +65,18 @@ def definitions(path: Path, *names: str, **given: Any) -> types.SimpleNamespace:
     with TemporaryDirectory() as folder:
         file = Path(folder) / path.name
         file.write_text(ast.unparse(module))
-        made = _load(path.stem, file, **scope, **given)
-    return types.SimpleNamespace(**{name: getattr(made, name) for name in names})
+        loaded = _load(path.stem, file, **scope, **imported)
+    return types.SimpleNamespace(**{name: getattr(loaded, name) for name in names})
 
 
 @contextmanager
 def nvfp4_reference(folder: Path) -> Iterator[Any]:
-    """The module of the NVFP4 reference, with empty stand-ins for what it imports beside torch."""
+    """The module of the NVFP4 reference, with empty stand-ins for its imports other than torch."""
 
     def module(name: str, **contents: Any) -> types.ModuleType:
-        made = types.ModuleType(name)
-        made.__dict__.update(contents)
-        return made
+        stub = types.ModuleType(name)
+        stub.__dict__.update(contents)
+        return stub
 
     class Base:
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -95,20 +96,20 @@ def nvfp4_reference(folder: Path) -> Iterator[Any]:
         yield _load("reference_nvfp4", path)
 
 
-def _load(name: str, path: Path, **given: Any) -> Any:
-    """The module in a file, which finds the `given` names among its own."""
+def _load(name: str, path: Path, **contents: Any) -> Any:
+    """Load the module in a file, with `contents` as additional globals."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    made.__dict__.update(given)
-    with mock.patch.dict(sys.modules, {name: made}):  # dataclasses look themselves up
-        spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    module.__dict__.update(contents)
+    with mock.patch.dict(sys.modules, {name: module}):  # dataclasses look themselves up
+        spec.loader.exec_module(module)
+    return module
 
 
 def captured(tests: Path, commit: str) -> tuple[dict[str, Any], Tensors]:
-    """The description and tensors of the file; `tests` is tests/pytorch of TE at `commit`."""
+    """The description and tensors of the golden file; `tests` is TE's tests/pytorch at `commit`."""
     package = installed()
     if package is None:
         raise SystemExit("python -m bench golden --references needs transformer-engine's package.")
@@ -116,14 +117,14 @@ def captured(tests: Path, commit: str) -> tuple[dict[str, Any], Tensors]:
     tensors = {f"inputs/{name}": x for name, x in INPUTS.items()}
     tensors["inputs/amaxes"] = _amaxes()
     cases = []
-    told = f"transformer-engine {version}, transformer_engine/pytorch"
-    makers = [(told, maker(package)) for maker in (_delayed, _current, _nvfp4)]
-    told = f"TransformerEngine {commit}, tests/pytorch"
-    makers += [(told, maker(tests)) for maker in (_blocks, _mxfp8, _swizzle)]
+    source = f"transformer-engine {version}, transformer_engine/pytorch"
+    makers = [(source, maker(package)) for maker in (_delayed, _current, _nvfp4)]
+    source = f"TransformerEngine {commit}, tests/pytorch"
+    makers += [(source, maker(tests)) for maker in (_blocks, _mxfp8, _swizzle)]
     for source, maker in makers:
-        for name, case, made in maker:
+        for name, case, case_tensors in maker:
             cases.append({"name": name, "source": source, **case})
-            tensors |= {f"{name}/{key}": value for key, value in made.items()}
+            tensors |= {f"{name}/{key}": value for key, value in case_tensors.items()}
     description = {
         "made_by": "TE's Python references",
         "gpu": None,
@@ -135,12 +136,13 @@ def captured(tests: Path, commit: str) -> tuple[dict[str, Any], Tensors]:
 
 
 def _amaxes() -> Tensor:
-    """Amaxes of three slots in 60 steps, none of them 0 or NaN, which the reference has otherwise
+    """Amaxes of three slots in 60 steps. None is 0 or NaN, which the reference treats differently
     than TE's kernels."""
-    found = amaxes()
-    found = found[(found > 0) & ~found.isnan()][:180].clone().view(60, 3)
-    found[20:] = found[20:].log2().remainder(8).exp2()  # then of like sizes, so that windows matter
-    return found
+    values = amaxes()
+    values = values[(values > 0) & ~values.isnan()][:180].clone().view(60, 3)
+    # Later amaxes are of similar size, so that windows matter.
+    values[20:] = values[20:].log2().remainder(8).exp2()
+    return values
 
 
 def _delayed(package: Path) -> Made:
@@ -163,8 +165,8 @@ def _delayed(package: Path) -> Made:
             amax_compute_algo=algorithm, margin=margin, scaling_factor_compute_algo=None
         )
         histories: list[Tensor] = []
-        seen: list[Tensor] = []
-        # As tensors: a float by a tensor is the product with its reciprocal, which rounds twice.
+        scale_columns: list[Tensor] = []
+        # As tensors: a float over a tensor is a product with the reciprocal, which rounds twice.
         for largest in map(torch.tensor, (448.0, 448.0, 57344.0)):
             history, scale, every = torch.zeros(length, 1), torch.ones(1), []
             for amax in _amaxes()[:, len(histories)]:
@@ -172,15 +174,15 @@ def _delayed(package: Path) -> Made:
                 update(history, scale, largest, recipe)
                 every.append(scale.clone())
             histories.append(history[:, 0])
-            seen.append(torch.cat(every))
+            scale_columns.append(torch.cat(every))
         case = {"kind": "history", "length": length, "margin": margin, "algorithm": algorithm}
-        made = {"scales": torch.stack(seen, 1), "histories": torch.stack(histories, 1)}
+        tensors = {"scales": torch.stack(scale_columns, 1), "histories": torch.stack(histories, 1)}
         name = f"delayed: history of {length}, {algorithm}, margin {margin}"
-        yield name, {**case, "input": "inputs/amaxes"}, made
+        yield name, {**case, "input": "inputs/amaxes"}, tensors
 
 
 def quantizer_case(quantizer: Quantizer, x: str) -> dict[str, Any]:
-    """How a case of this quantizer and input is described."""
+    """The description of a case with this quantizer and input."""
     plain = Quantizer()
     fields = {k: v for k, v in dataclasses.asdict(quantizer).items() if v != getattr(plain, k)}
     return {"kind": "quantizer", "input": f"inputs/{x}", "quantizer": fields}
@@ -198,13 +200,13 @@ def _current(package: Path) -> Made:
                     pow_2_scales=scale == "power_of_two",
                 )  # fmt: skip
                 quantizer = Quantizer(format=format, scale=scale, eps=eps)  # type: ignore[arg-type]
-                made = {"bytes along": (values * into).to(dtype), "scales along": out}
+                tensors = {"bytes along": (values * into).to(dtype), "scales along": out}
                 name = f"current: {format}, {scale}, eps {eps:g}, {x}"
-                yield name, quantizer_case(quantizer, x), _as_bytes(made)
+                yield name, quantizer_case(quantizer, x), _as_bytes(tensors)
 
 
-def _as_bytes(made: Tensors) -> Tensors:
-    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in made.items()}
+def _as_bytes(tensors: Tensors) -> Tensors:
+    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in tensors.items()}
 
 
 def _nvfp4(package: Path) -> Made:
@@ -215,17 +217,17 @@ def _nvfp4(package: Path) -> Made:
                 quantizer = dataclasses.replace(NVFP4, block=tile, hadamard=hadamard)
                 fields: Tensors = {}
                 for way, data in (("along", INPUTS[x]), ("across", INPUTS[x].t().contiguous())):
-                    made = reference.NVFP4QuantizerRef(
+                    quantizer_reference = reference.NVFP4QuantizerRef(
                         reference.reference_utils.Fp4Formats.E2M1,
                         columnwise=False,
                         quant_tile_shape=tile,
                         with_rht=bool(hadamard),
                     )
-                    data = made._apply_rht(data)
-                    made.with_rht = False
-                    found = made.quantize(data)
-                    scales = found.scale[:: tile[0]]
-                    turned = [t if way == "along" else t.t() for t in (found.data, scales)]
+                    data = quantizer_reference._apply_rht(data)
+                    quantizer_reference.with_rht = False
+                    quantized = quantizer_reference.quantize(data)
+                    scales = quantized.scale[:: tile[0]]
+                    turned = [t if way == "along" else t.t() for t in (quantized.data, scales)]
                     fields |= {f"bytes {way}": turned[0], f"scales {way}": turned[1]}
                 name = f"nvfp4: {tile[0]}x{tile[1]}{', hadamard' if hadamard else ''}, {x}"
                 yield name, quantizer_case(quantizer, x), _as_bytes(fields)
@@ -240,15 +242,15 @@ def _blocks(tests: Path) -> Made:
     for block in ((1, 128), (128, 128)):
         for kind in ("power_of_two", "float32"):
             for x in ("wide bf16", "wide fp32") if kind == "float32" else ("wide bf16",):
-                made = reference.quantize(
+                quantized = reference.quantize(
                     INPUTS[x], torch.float8_e4m3fn, return_transpose=True, munge_scale_shapes=False,
                     pow_2_scales=kind == "power_of_two", quant_tile_shape=block,
                 )  # fmt: skip
                 fields = {
-                    "bytes along": made.data, "scales along": made.scale,
-                    "bytes across": made.data_t.t(), "scales across": made.scale_t.t(),
+                    "bytes along": quantized.data, "scales along": quantized.scale,
+                    "bytes across": quantized.data_t.t(), "scales across": quantized.scale_t.t(),
                 }  # fmt: skip
-                if block[0] > 1:  # the same, transposed
+                if block[0] > 1:  # the same bytes, transposed
                     del fields["bytes across"], fields["scales across"]
                 quantizer = Quantizer(block=block, scale=kind)
                 name = f"block: {block[0]}x{block[1]}, {kind}, {x}"
@@ -267,10 +269,10 @@ def _mxfp8(tests: Path) -> Made:
     for x in ("ordinary bf16", "ordinary fp32"):
         fields: Tensors = {}
         for way, data in (("along", INPUTS[x]), ("across", INPUTS[x].t())):
-            # The reference has squares: of each row 32 copies are one, its blocks those of the row.
+            # The reference has 32 x 32 blocks: 32 copies of a row make its blocks rows of 32.
             codes, scales, _ = quantize(data.repeat_interleave(32, 0).contiguous())
-            made = codes.view(torch.uint8)[::32], scales[::32]
-            turned = [t if way == "along" else t.t() for t in made]
+            copies = codes.view(torch.uint8)[::32], scales[::32]
+            turned = [t if way == "along" else t.t() for t in copies]
             fields |= {f"bytes {way}": turned[0], f"scales {way}": turned[1]}
         yield f"mxfp8: 1x32, {x}", quantizer_case(Quantizer(block=(1, 32), scale="e8m0"), x), fields
         codes, scales, _ = quantize(INPUTS[x])
@@ -282,9 +284,9 @@ def _mxfp8(tests: Path) -> Made:
 def _swizzle(tests: Path) -> Made:
     path = tests / "mxfp8" / "mxfp8_utils.py"
     swizzle = definitions(path, "_rowwise_swizzle_mxfp8_scale")._rowwise_swizzle_mxfp8_scale
-    made = swizzle(256, 256, INPUTS["codes"])
+    scales = swizzle(256, 256, INPUTS["codes"])
     yield (
         "mxfp8: scales as cuBLAS reads them",
         {"kind": "layout", "input": "inputs/codes"},
-        {"scales": made},
+        {"scales": scales},
     )

@@ -1,6 +1,8 @@
-"""Training steps of one model in some recipes, one after the other, the head in FP8 if wanted.
+"""Training steps of one model in some recipes, one after the other, optionally with the head in
+FP8.
 
-A recipe's row is written as soon as it is known; one that fails does not take the others with it.
+The row of a recipe is written as soon as it is measured; a recipe that fails does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 def measured(
     work: Work, recipe: str, hardware: Hardware, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One recipe's row: what runs, and its time; `arguments` are the command's."""
-    asked = load_recipe(recipe)
-    if arguments.head and asked.is_fp8:
-        asked = asked.model_copy(update={"head": True})
-    plan = plan_for(work.config, asked, hardware, arguments.backend, tokens=work.tokens)
+    """The row of a recipe: its plan and time; `arguments` are the command's."""
+    to_run = load_recipe(recipe)
+    if arguments.head and to_run.is_fp8:
+        to_run = to_run.model_copy(update={"head": True})
+    plan = plan_for(work.config, to_run, hardware, arguments.backend, tokens=work.tokens)
     model = GPT(work.config, build_backend(plan)).to(hardware.device)
     compiled = hardware.device == "cuda" and plan.backend != "te"
     if compiled:
@@ -46,7 +48,7 @@ def measured(
     timing = interleaved({recipe: step}, device=hardware.device, **options)[recipe]
     row = {"recipe": recipe, "compiled": compiled, "plan": plan.summary()}
     row |= figures(work, timing, timing, peak_rate(hardware, plan))
-    for key in ("ratio", "speedup"):  # to itself
+    for key in ("ratio", "speedup"):  # they compare the recipe with itself
         del row[key]
     if arguments.profile:
         name = f"{work.model}-{recipe}{'-head' if arguments.head else ''}"
@@ -59,7 +61,7 @@ def measured(
 
 
 def main() -> int:
-    """Measure, print and append to a file; 1 if a recipe failed."""
+    """Measure, print, and append to a file. Returns 1 if a recipe failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.steps", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="a file, one JSON object per line")
@@ -81,13 +83,13 @@ def main() -> int:
     for recipe in arguments.recipes:
         try:
             row = measured(work, recipe, hardware, arguments)
-            told = f"{row['median_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
-        except Exception as error:  # whatever it is, the next recipe is to be measured
-            failed, told = True, f"failed: {type(error).__name__}: {error}"
+            result = f"{row['median_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
+        except Exception as error:  # of any kind: the next recipe is measured all the same
+            failed, result = True, f"failed: {type(error).__name__}: {error}"
             row = {"model": work.model, "recipe": recipe, "traceback": traceback.format_exc()}
         with arguments.out.open("a") as file:
             file.write(json.dumps(row | {"head": arguments.head}) + "\n")
-        print(f"{work.model} in {recipe}{', head in FP8' if arguments.head else ''}: {told}")
+        print(f"{work.model} in {recipe}{', head in FP8' if arguments.head else ''}: {result}")
         free_memory(hardware.device)
         torch._dynamo.reset()
     return int(failed)

@@ -1,8 +1,9 @@
 """The first half hour on a new GPU in five parts, each under nine minutes: `bench gpu --part 1`.
 
-Every task runs in a process of its own, has a limit, and may fail or hang without taking the others
-with it. All that they print is in a part's log, and how each ended in its JSON file, at any moment.
-A dry run does the same on a CPU with tiny sizes, and collects the tests for a pretended GPU.
+Every task runs in a separate process with a time limit, and may fail or hang without affecting the
+others. The log of a part has the output of its tasks, and its JSON file how each task ended; both
+are on disk at any moment. A dry run does the same on a CPU with tiny sizes, and collects the tests
+for a pretended GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-WHOLE = 530.0  # seconds for a part; what a task leaves, the next ones have
-SHOWN = 15  # lines of a task that failed
-# Without layers and losses: those are too large for a CPU.
+WHOLE = 530.0  # seconds for a part; a task may use the time that earlier tasks left
+SHOWN = 15  # lines to print of a task that failed
+# Layers and losses are left out: they are too large for a CPU.
 FEW_CASES = "--device cpu --quick --cases 2 --sections casts,histories,golden"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One command of a part: what follows `python -m`. `{out}` is the part's folder, `{scratch}`
-    one that is deleted.
+    """One command of a part. `words` follow `python -m`; `{out}` stands for the part's folder and
+    `{scratch}` for a temporary folder.
 
     Attributes:
-        seconds: after which it is stopped.
-        dry: more words in a dry run, or, with `instead`, all of them.
+        seconds: the time limit, after which the command is stopped.
+        dry: additional words in a dry run, or, with `instead`, all of its words.
     """
 
     name: str
@@ -51,22 +52,22 @@ class Task:
 
 
 def tests(names: str, seconds: float) -> Task:
-    """Some of the tests on a GPU; a dry run imports and collects them."""
+    """The GPU tests of these names; a dry run only imports and collects them."""
     files = " ".join(f"tests/gpu/test_gpu_{name}.py" for name in names.split())
-    given = f"pytest -q -p no:cacheprovider {files}"
+    words = f"pytest -q -p no:cacheprovider {files}"
     dry = "-p tests.support.pretend_gpu --collect-only"
-    return Task(f"tests of {names}", given, seconds, dry)
+    return Task(f"tests of {names}", words, seconds, dry)
 
 
 def steps(model: str, recipes: str, seconds: float, more: str = "") -> Task:
     """Training steps of a model, each recipe with its own row and profile."""
     name = f"steps of {model} in {recipes}{', head in FP8' if '--head' in more else ''}"
-    given = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
-    return Task(name, given, seconds, "--tiny --rounds 6 --budget 2")
+    words = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
+    return Task(name, words, seconds, "--tiny --rounds 6 --budget 2")
 
 
 def training(key: str) -> Task:
-    """A small run, whose loss and speed are told by its log."""
+    """A small run, whose loss and speed are in the log."""
     run = (
         "fp8stack pretrain --model gpt-nano --recipe delayed --set model_overrides.context=320 "
         f"--set deterministic={key} --out {{scratch}}/{key}"
@@ -86,7 +87,7 @@ def training(key: str) -> Task:
 
 @dataclass(frozen=True)
 class Part:
-    what: str
+    description: str
     tasks: Sequence[Task] = field(default_factory=tuple)
 
 
@@ -126,11 +127,11 @@ PARTS = {
 
 class Visit:
     def __init__(self, number: int, out: Path, dry: bool) -> None:
-        out = out.resolve()  # its tasks run elsewhere
+        out = out.resolve()  # the tasks run in another folder
         self.part, self.out, self.dry = PARTS[number], out, dry
         self.log, self.summary = out / f"part-{number}.log", out / f"part-{number}.json"
         self.report: dict[str, Any] = {
-            "part": number, "what": self.part.what, "dry_run": dry, "tasks": [],
+            "part": number, "what": self.part.description, "dry_run": dry, "tasks": [],
         }  # fmt: skip
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -148,7 +149,7 @@ class Visit:
             signal.signal(signal.SIGTERM, before)
         return all(task["ended"] == "done" for task in self.report["tasks"])
 
-    def _do(self, task: Task, scratch: Path, left: float) -> None:
+    def _do(self, task: Task, scratch: Path, remaining_s: float) -> None:
         command = task.command(self.out, scratch, self.dry)
         row = {"task": task.name, "command": command[1:], "ended": "under way", "seconds": 0.0}
         self.report["tasks"].append(row)
@@ -158,7 +159,7 @@ class Visit:
             log.write(f"\n==== {task.name}: python {' '.join(command[1:])}\n".encode())
             log.flush()
             begin = log.tell()
-            row["ended"] = self._process(command, log, min(task.seconds, left))
+            row["ended"] = self._process(command, log, min(task.seconds, remaining_s))
         row["seconds"] = round(time.monotonic() - start, 1)
         self._write()
         print(f"{task.name}: {row['ended']} after {row['seconds']} s", flush=True)
@@ -200,12 +201,12 @@ class Visit:
 
 
 def run(number: int | None, out: Path, dry: bool) -> None:
-    """Run one part, or all for a dry run; exits with 1 if something failed."""
+    """Run one part, or all parts for a dry run. Exits with code 1 if a task failed."""
     chosen = [number] if number else list(PARTS)
     good = True
-    for each in chosen:
-        print(f"part {each}: {PARTS[each].what}", flush=True)
-        good = Visit(each, out, dry).run() and good
+    for part_number in chosen:
+        print(f"part {part_number}: {PARTS[part_number].description}", flush=True)
+        good = Visit(part_number, out, dry).run() and good
     print(f"written: {out}")
     if not good:
         raise SystemExit(1)

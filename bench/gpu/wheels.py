@@ -1,9 +1,9 @@
-"""What a machine without a package registry lacks, and how to bring it: wheels in a folder.
+"""List the packages that a machine without a registry lacks, and download their wheels elsewhere.
 
     python bench/gpu/wheels.py missing               # on the machine with the GPU, from a checkout
     python bench/gpu/wheels.py download .whl         # where there is a registry
 
-A script of the standard library alone, since it runs where fp8stack cannot be imported yet.
+This script needs only the standard library, since it runs where fp8stack cannot be imported yet.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What images with torch lack, as a rule; they have the rest of the dependencies.
+# Packages that images with torch usually lack; they have the other dependencies.
 USUALLY_MISSING = ("pydantic",)
-# For the tests on a GPU, beside the package's own dependencies.
+# Packages that the tests on a GPU need besides the package's dependencies.
 TESTS = ("pytest", "hypothesis", "ml_dtypes")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
@@ -34,40 +34,40 @@ def dependencies() -> list[str]:
 def missing(
     requirements: Iterable[str], requires: Callable[[str], list[str] | None] = metadata.requires
 ) -> Iterator[str]:
-    """The packages that are not installed, and those that installed ones want and do not have.
-    What a missing one itself wants is not known here: its METADATA says it."""
-    seen: set[str] = set()
-    left = list(requirements)
-    while left:
-        requirement = left.pop(0)
+    """Yield the packages that are not installed, including missing dependencies of installed
+    packages. Dependencies of a missing package are unknown here: its METADATA lists them."""
+    visited: set[str] = set()
+    remaining = list(requirements)
+    while remaining:
+        requirement = remaining.pop(0)
         name, marker = _name(requirement), requirement.partition(";")[2]
-        if name in seen or "extra" in marker or not _applies(marker):
+        if name in visited or "extra" in marker or not _applies(marker):
             continue
-        seen.add(name)
+        visited.add(name)
         try:
-            left += requires(name) or []
+            remaining += requires(name) or []
         except metadata.PackageNotFoundError:
             yield name
 
 
 def _name(requirement: str) -> str:
-    found = re.match(r"[\w.-]+", requirement.strip())
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    match = re.match(r"[\w.-]+", requirement.strip())
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 def _applies(marker: str) -> bool:
-    """Whether a marker may hold here: those of other systems and old Pythons do not."""
-    other = re.search(r"""(platform_system|sys_platform|os_name)\s*==\s*["'](\w+)""", marker)
-    if other and other[2].lower() not in ("linux", "posix"):
+    """Whether a marker may hold here: markers for other systems and older Pythons do not."""
+    system = re.search(r"""(platform_system|sys_platform|os_name)\s*==\s*["'](\w+)""", marker)
+    if system and system[2].lower() not in ("linux", "posix"):
         return False
     old = re.search(r"""python_version\s*<(=?)\s*["']3\.(\d+)""", marker)
     return old is None or sys.version_info < (3, int(old[2]) + (old[1] == "="))
 
 
 def download(folder: Path, names: Iterable[str], python: str) -> list[str]:
-    """The command that downloads wheels for Linux and this version of Python, and of all that they
-    need, in the versions of constraints.txt."""
+    """The command that downloads wheels, including dependencies, for Linux and this version of
+    Python, in the versions of constraints.txt."""
     command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:"]
     command += ["--python-version", python, "--implementation", "cp"]
     for platform in PLATFORMS:
@@ -76,7 +76,7 @@ def download(folder: Path, names: Iterable[str], python: str) -> list[str]:
 
 
 def main() -> int:
-    """Print what is missing, or download: see the module's docstring."""
+    """Print the missing packages, or download: see the module's docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,9 +89,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.what == "download":
         return subprocess.call(download(arguments.folder, arguments.names, arguments.python))
-    found = list(missing(dependencies()))
-    print(*found, sep="\n")
-    return 1 if found else 0
+    names = list(missing(dependencies()))
+    print(*names, sep="\n")
+    return 1 if names else 0
 
 
 if __name__ == "__main__":

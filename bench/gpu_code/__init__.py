@@ -1,2 +1,2 @@
 TOKENS = 8192
-"""Of the pass whose kernels are counted."""
+"""The tokens of the pass whose kernels are counted."""

@@ -1,6 +1,6 @@
-"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms]`: as JSON the
-plan and the kernels of a model on a pretended GPU, the host's time in a step, or the scaled GEMMs
-in each of several recipes, `A,B`."""
+"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms]`: print, as
+JSON, the plan and the kernels of a model on a pretended GPU, the host's time in a step, or the
+scaled GEMMs in each of several recipes, `A,B`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def main() -> None:
     arguments = parser.parse_args()
     major, minor = map(int, arguments.capability.split("."))
     pretend((major, minor))
-    asked = arguments.model, arguments.recipe, arguments.capability
+    target = arguments.model, arguments.recipe, arguments.capability
     if arguments.host:
         from bench.gpu_code.host import host_times
 
-        print(json.dumps([asdict(one) for one in host_times(*asked)]))
+        print(json.dumps([asdict(record) for record in host_times(*target)]))
         return
     from bench.gpu_code.blocks import kernels_of, plan_of, scaled_gemms_of
 
@@ -38,9 +38,9 @@ def main() -> None:
         }
         print(json.dumps({recipe: [asdict(gemm) for gemm in gemms[recipe]] for recipe in gemms}))
         return
-    plan = plan_of(*asked)
+    plan = plan_of(*target)
     kernels = kernels_of(arguments.model, plan, stores=not arguments.no_stores)
-    print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(one) for one in kernels]}))
+    print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(record) for record in kernels]}))
 
 
 main()

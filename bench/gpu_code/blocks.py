@@ -1,6 +1,6 @@
-"""A model's blocks, compiled for a pretended GPU: which kernels they are, and what these move.
+"""A model's blocks, compiled for a pretended GPU: the kernels, and the bytes that they move.
 
-Import it where `pretend` was called: inductor asks for the GPU as it is imported.
+Import this module after `pretend`: inductor looks for the GPU when it is imported.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ class Kernel:
     """One launch.
 
     Attributes:
-        part: "block" or "loss", compiled; "weights": once before the first pass of a step, eager
-            or compiled.
-        backward: whether it is of the backward pass.
-        kind: made by inductor; an operator of fp8stack; a GEMM; attention; another of torch.
-        name: of the operator, or of the operators that were fused.
-        bytes: read and written, each tensor once.
-        waits: whether the host waits for the device, to copy between the two.
-        store: the bytes of the narrowest store in the PTX of that of the autotuner's variants where
-            it is widest; 0 for what inductor does not generate, or where it was not asked for.
+        part: "block" or "loss", which are compiled, or "weights", which runs once before the first
+            pass of a step, eager or compiled.
+        backward: whether the kernel belongs to the backward pass.
+        kind: "generated" by inductor; "ours", an operator of fp8stack; a GEMM; attention; or
+            another operator of torch.
+        name: the name of the operator, or of the fused operators.
+        bytes: the bytes read and written; each tensor counts once.
+        waits: whether the host waits for the device, for a copy between the two.
+        store: the bytes of the narrowest store in the PTX, for the autotuner's variant where they
+            are most; 0 if inductor does not generate the kernel, or if stores are not analyzed.
     """
 
     part: str = "weights"
@@ -72,15 +73,15 @@ class Kernel:
 
 
 def plan_of(model: str, recipe: str, capability: str) -> Plan:
-    """What the model runs as on such a GPU, by torch alone."""
+    """The plan of the model on such a GPU, without Transformer Engine."""
     plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
     return plan.for_layers(load_config(model).linear_shapes())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The Python code that launches the kernels of a part's forward or backward pass, and what it
-    was called with: fake tensors, for the most part."""
+    """The Python code that launches the kernels of a part's forward or backward pass, and its
+    inputs, which are mostly fake tensors."""
 
     part: str
     code: str
@@ -88,13 +89,13 @@ class Program:
 
 
 def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
-    """The kernels of one block and of the loss, forward and backward, in a pass of 8,192 tokens
-    that trains, and of what precedes the first such pass of a step.
+    """The kernels of one block and of the loss, forward and backward, in a training pass of 8,192
+    tokens, and the kernels that run before the first pass of a step.
 
     Args:
-        model: a preset.
-        plan: with its layers decided.
-        stores: whether to find `Kernel.store`, which takes as long again.
+        model: the name of a preset.
+        plan: a plan for the layers of the model.
+        stores: whether to determine `Kernel.store`, which doubles the time.
 
     Raises:
         RefusedGemmError: torch's meta function refuses a scaled GEMM of the code.
@@ -106,7 +107,7 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
 
 
 def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
-    """The scaled GEMMs of the code that `kernels_of` counts the kernels of.
+    """The scaled GEMMs of the code whose kernels `kernels_of` counts.
 
     Raises:
         RefusedGemmError: torch's meta function refuses one of them.
@@ -119,13 +120,14 @@ def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
 def compile_for_gpu(
     config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False
 ) -> tuple[list[Kernel], list[Program]]:
-    """See `kernels_of`; and the programs of these parts, in the order in which they ran."""
-    found: list[Kernel] = []
+    """The kernels, see `kernels_of`, and the programs of the parts, in the order in which they
+    ran."""
+    launched: list[Kernel] = []
     programs: list[Program] = []
-    part = "weights"
+    current_part = "weights"
 
     def compiled(graph: GraphLowering) -> Any:
-        """In place of `compile_to_module`: calls note the kernels, and give tensors without
+        """Replaces `compile_to_module`: calls record the kernels, and return tensors without
         values."""
         with _kernels_by_node() as names:
             code = graph.codegen()[0].value
@@ -136,8 +138,8 @@ def compile_for_gpu(
         outputs = [*graph.graph_outputs]
 
         def call(inputs: list[Any]) -> list[Any]:
-            found.extend(replace(kernel, part=part) for kernel in kernels)
-            programs.append(Program(part=part, code=code, inputs=[*inputs]))
+            launched.extend(replace(kernel, part=current_part) for kernel in kernels)
+            programs.append(Program(part=current_part, code=code, inputs=[*inputs]))
             inputs.clear()
             return [*map(_like, values, outputs)]
 
@@ -159,19 +161,19 @@ def compile_for_gpu(
         if config.positions != "learned":
             rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))
         gpt.compile_blocks()
-        for _ in range(2):  # the first makes room
-            found.clear()
+        for _ in range(2):  # the first allocates the casts
+            launched.clear()
             gpt.backend.weights.mark()  # as an optimizer does
             before = Launches()
             with patch.object(many_weights, "launch_weights", before.launched), before:
                 for hook in gpt._forward_pre_hooks.values():
                     hook(gpt, ())
-        found += before.kernels
-        part = "block"
+        launched += before.kernels
+        current_part = "block"
         gpt.blocks[0](x, rotation).sum().backward()
-        part = "loss"
+        current_part = "loss"
         gpt.loss(gpt.final_norm, gpt.lm_head, x, targets).backward()
-    return found, programs
+    return launched, programs
 
 
 def _like(value: Any, output: Any) -> Any:
@@ -189,26 +191,27 @@ def _like(value: Any, output: Any) -> Any:
 
 @contextmanager
 def _kernels_by_node() -> Iterator[dict[str, str]]:
-    """The names of the kernels that inductor defines meanwhile, by scheduler's nodes in them."""
-    found: dict[str, str] = {}
+    """A context that collects the names of the kernels that inductor defines, by the scheduler
+    nodes in them."""
+    names: dict[str, str] = {}
     define: Any = TritonScheduling.define_kernel
 
     def defined(self: Any, source: str, nodes: list[Any], kernel: Any) -> str:
         name: str = define(self, source, nodes, kernel)
-        found.update({n.get_name(): name for n in nodes if isinstance(n, BaseSchedulerNode)})
+        names.update({n.get_name(): name for n in nodes if isinstance(n, BaseSchedulerNode)})
         return name
 
     with patch.object(TritonScheduling, "define_kernel", defined):
-        yield found
+        yield names
 
 
 def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
-    """The kernels of a graph; `widths` is `Kernel.store` by the scheduler's nodes."""
+    """The kernels of a graph; `widths` has `Kernel.store` by scheduler node."""
     for node in graph.scheduler.nodes:
         if isinstance(node, NopKernelSchedulerNode):
             continue
         kind, name = _what(node)
-        if name == "MultiOutput":  # names a part of what another gave
+        if name == "MultiOutput":  # selects an output of another node
             continue
         yield Kernel(
             backward=graph.is_backward,
@@ -216,15 +219,17 @@ def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
             name=name,
             bytes=node.get_read_write_buffers_sizes(),
             waits=name == "DeviceCopy",
-            store=max((widths.get(one.get_name(), 0) for one in node.get_nodes()), default=0),
+            store=max((widths.get(member.get_name(), 0) for member in node.get_nodes()), default=0),
         )
 
 
 def _what(node: BaseSchedulerNode) -> tuple[Kind, str]:
-    """The kind of a kernel, and a name for it."""
+    """The kind and the name of a kernel."""
     if not isinstance(node, ExternKernelSchedulerNode):
-        made: list[Any] = [one.node for one in node.get_nodes() if one.node is not None]
-        origins = [origin.name for one in made for origin in one.origins]
+        ir_nodes: list[Any] = [
+            member.node for member in node.get_nodes() if member.node is not None
+        ]
+        origins = [origin.name for member in ir_nodes for origin in member.origins]
         return "generated", " ".join(dict.fromkeys(origins))
     operator = getattr(node.node, "op_overload", None)
     return _kind(str(operator.name())) if operator else ("other", type(node.node).__name__)
@@ -240,7 +245,7 @@ def _kind(operator: str) -> tuple[Kind, str]:
 
 
 def _widths(code: str) -> Iterator[tuple[str, int]]:
-    """Of each Triton kernel in a wrapper's code its name and `Kernel.store`."""
+    """Yield the name and `Kernel.store` of each Triton kernel in a wrapper's code."""
     for name, source in _SOURCE.findall(code):
         kernel = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)
@@ -255,8 +260,8 @@ def _widths(code: str) -> Iterator[tuple[str, int]]:
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What eager code runs before a pass: operators but for views, and the kernel that casts many
-    weights, which reads addresses that fake tensors do not have."""
+    """Records the kernels that eager code runs before a pass: operators other than views, and the
+    kernel that casts many weights, which cannot run because fake tensors have no addresses."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -264,14 +269,14 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs compiled where this looks on."""
+        """Whether compiled code stays compiled in this mode."""
         return True
 
-    def launched(self, tiles: int, operands: Any, how: Variant, options: Any) -> None:
-        """In place of the kernel that casts many weights."""
-        elements = tiles * how.rows * how.columns
-        each = how.dtype.primitive_bitwidth // 8 + 2 * (how.scales != "none")
-        self.kernels.append(Kernel(kind="ours", name="weights", bytes=elements * each))
+    def launched(self, tiles: int, operands: Any, variant: Variant, options: Any) -> None:
+        """Replaces the kernel that casts many weights, and records it."""
+        elements = tiles * variant.rows * variant.columns
+        element_bytes = variant.dtype.primitive_bitwidth // 8 + 2 * (variant.scales != "none")
+        self.kernels.append(Kernel(kind="ours", name="weights", bytes=elements * element_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gave = func(*args, **(kwargs or {}))

@@ -1,10 +1,11 @@
 """The scaled GEMMs of the code that inductor generates, checked by torch's meta functions.
 
-A program runs on tensors without values, of the shapes, strides and dtypes that it has on the GPU.
-Its Triton kernels do nothing; torch looks at the operands and scales of each scaled GEMM as it
-does before it calls cuBLAS or CUTLASS. Operators of fp8stack that multiply are entered.
+A program runs on meta tensors with the shapes, strides and dtypes that they have on the GPU. Its
+Triton kernels do nothing; torch checks the operands and scales of each scaled GEMM as it does
+before it calls cuBLAS or CUTLASS. GEMM operators of fp8stack run their eager code, so that the
+scaled GEMMs in them are checked as well.
 
-Import it where `pretend` was called.
+Import this module after `pretend`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SCALED = ("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_
 
 
 class RefusedGemmError(RuntimeError):
-    """A scaled GEMM that torch does not take."""
+    """A scaled GEMM that torch does not accept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class ScaledGemm:
     """One call of a scaled GEMM.
 
     Attributes:
-        part: of the model, see `blocks.Kernel`.
-        operator: of torch, without its namespace and overload.
+        part: the part of the model, see `blocks.Kernel`.
+        operator: the name of torch's operator, without namespace and overload.
         operands: the dtype, shape and strides of each tensor: the matrices, the scales, the bias.
     """
 
@@ -67,7 +68,7 @@ def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
             Tensor, lambda x: _empty(x.shape, x.stride(), x.dtype), program.inputs
         )
         with (
-            # Fake implementations of ours give what the operator gives on the inputs' device.
+            # Our fake implementations return what the operator returns on the inputs' device.
             patch.object(fused_casts, "has_kernel", lambda device: True),
             patch.object(kernels, "has_kernel", lambda device: True),
             ScaledGemms(program.part) as recorder,
@@ -82,11 +83,11 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> T
 
 
 class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes scaled GEMMs, after torch's meta function has taken them."""
+    """Records scaled GEMMs that torch's meta function accepts."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, model_part: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.part = part
+        self.part = model_part
         self.gemms: list[ScaledGemm] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +95,7 @@ class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, _, name = func.name().partition("::")
         name = name.partition(".")[0]
         if space == "fp8stack" and name.endswith("_gemm"):
-            with self:  # its fake implementation knows shapes alone
+            with self:  # the fake implementation would only compute shapes
                 return EAGER[name](*args, **options)
         if space != "aten" or name not in SCALED:
             return func(*args, **options)
@@ -115,8 +116,8 @@ class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _overlooked(operator: str, tensors: Sequence[Tensor]) -> str:
-    """A reason to refuse a GEMM that torch's meta function takes: it does not look at the strides
-    of scales by block, where cuBLAS reads them as they lie in memory. Else ""."""
+    """A reason to refuse a GEMM that torch's meta function accepts, or "". The meta function does
+    not check the strides of block scales, which cuBLAS reads in memory order."""
     a, b, *scales_and_bias = tensors
     scales = [x for x in scales_and_bias if x.ndim == 2 and x.dtype == torch.float32]
     rows = {(a.shape[0], 1), (1, b.shape[1])}

@@ -1,4 +1,4 @@
-"""The code that torch makes of our models for a GPU, judged on a machine without one.
+"""The code that torch generates for our models on a GPU, judged on a machine without one.
 
 The blocks and the loss of a model are compiled for a pretended GPU. Counted is what their kernels
 read and write in a pass of 8,192 tokens, each tensor once, GEMMs and attention left out; an H200
@@ -43,7 +43,7 @@ from fp8stack.precision.hardware import machine_for
 
 FOLDER = "gpu-code"
 TERABYTES_PER_S = 4.1
-"""What an H200 of 4.8 TB/s moves at best, by published measurements of copies on it."""
+"""The best copy rate of an H200 (4.8 TB/s), by published measurements."""
 LARGEST = "llama-8b"
 CAPABILITIES = ("9.0", "8.9", "10.0", "12.0")
 GOALS = {"delayed": 1.2, "current": 1.5, "block": 1.7}
@@ -53,25 +53,25 @@ GOALS |= {file: GOALS[name] for file, name in RESIDUAL.items()}
 HOST_MODEL = "gpt2-1.5b"
 HOST_RECIPES = ("bf16", "delayed", "current", "block")
 HOST_GOAL = 1.0
-"""Milliseconds of the host's time, in a step, for the casts of the weights of `HOST_MODEL`."""
+"""Milliseconds that the host takes in a step to cast the weights of `HOST_MODEL`."""
 BLOCK, WEIGHTS = "ms of a block", "ms of the host, weights"
 TOLERANCE = 0.03
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    what = "(default: all; capabilities but the first have the largest alone)"
-    add("--models", type=words, default=[], metavar="A,B", help=what)
+    help_text = "(default: all; capabilities but the first have the largest alone)"
+    add("--models", type=words, default=[], metavar="A,B", help=help_text)
     add("--recipes", type=words, default=[], metavar="A,B", help="(default: all that run natively)")
-    what = f"compute capabilities (default: {','.join(CAPABILITIES)})"
-    add("--capabilities", type=words, default=[*CAPABILITIES], metavar="A,B", help=what)
+    help_text = f"compute capabilities (default: {','.join(CAPABILITIES)})"
+    add("--capabilities", type=words, default=[*CAPABILITIES], metavar="A,B", help=help_text)
     add("--no-stores", action="store_true", help="leave the width of stores out: twice as fast")
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Each model in each recipe, in a process of its own."""
+    """Compile every model in every recipe, each in a separate process."""
     stores = not arguments.no_stores
-    for name in arguments.models:  # an unknown name is refused before anything is compiled
+    for name in arguments.models:  # raises for an unknown name before anything is compiled
         load_config(name)
     for name in arguments.recipes:
         load_recipe(name)
@@ -85,26 +85,26 @@ def measure(arguments: argparse.Namespace) -> Report:
             case = f"host of {HOST_MODEL}"
             host += arguments.cells.rows(case, [recipe], partial(_host_rows, case, recipe))
     settings = {"tokens": TOKENS, "terabytes_per_s": TERABYTES_PER_S}
-    found = report_of("cpu", settings, rows, bars=_bars(rows, host), packages=("triton",))
-    return found | {"host": host}
+    data = report_of("cpu", settings, rows, bars=_bars(rows, host), packages=("triton",))
+    return data | {"host": host}
 
 
 def _row(model: str, recipe: str, capability: str, stores: bool) -> list[Row]:
     case = f"{model} on {capability}"
     try:
-        found = summary(compiled(model, recipe, capability, stores=stores))
+        figures = summary(compiled(model, recipe, capability, stores=stores))
     except UserError as error:
         return [failure(case, recipe, error)]
     ideal = ideal_bytes(model, recipe, capability)
-    return [{"case": case, "arm": recipe, **found, "ideal_bytes": ideal}]
+    return [{"case": case, "arm": recipe, **figures, "ideal_bytes": ideal}]
 
 
 def _host_rows(case: str, recipe: str) -> list[Row]:
     try:
-        found = _told(HOST_MODEL, recipe, "9.0", "--host")
+        times = _told(HOST_MODEL, recipe, "9.0", "--host")
     except UserError as error:
         return [failure(case, recipe, error)]
-    return [{"case": case, "arm": recipe, **part} for part in found]
+    return [{"case": case, "arm": recipe, **time} for time in times]
 
 
 def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
@@ -112,18 +112,20 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
         first = capability == arguments.capabilities[0]
         models = arguments.models or (presets.names("models") if first else [LARGEST])
         chosen = arguments.recipes or ["bf16", *presets.names("recipes"), *RESIDUAL]
-        found = [recipe for recipe in dict.fromkeys(chosen) if is_native(recipe, capability)]
-        if arguments.recipes and len(found) < len(chosen):
-            others = ", ".join(recipe for recipe in chosen if recipe not in found)
-            print(f"left out on {capability}, where they do not run natively: {others}", flush=True)
+        native = [recipe for recipe in dict.fromkeys(chosen) if is_native(recipe, capability)]
+        if arguments.recipes and len(native) < len(chosen):
+            missing = ", ".join(recipe for recipe in chosen if recipe not in native)
+            print(
+                f"left out on {capability}, where they do not run natively: {missing}", flush=True
+            )
         for model in models:
-            for recipe in found:
+            for recipe in native:
                 yield model, recipe, capability
 
 
 def is_native(name: str, capability: str) -> bool:
-    """Whether such a GPU runs a recipe in few bits as it is by torch alone; bf16 is the baseline
-    of all."""
+    """Whether such a GPU runs a low-precision recipe natively by torch alone. True for bf16, the
+    baseline."""
     recipe = load_recipe(name)
     plan = resolve(recipe, machine_for(capability, te=False))
     return name == "bf16" or (recipe.is_fp8 and plan.is_fp8 and plan.native)
@@ -146,49 +148,49 @@ def scaled_gemms(model: str, recipes: Sequence[str], capability: str) -> dict[st
     Raises:
         UserError: torch could not compile it, or its meta function refuses a GEMM.
     """
-    found: dict[str, list[Row]] = _told(model, ",".join(recipes), capability, "--gemms")
-    return found
+    gemms: dict[str, list[Row]] = _told(model, ",".join(recipes), capability, "--gemms")
+    return gemms
 
 
 def _told(model: str, recipe: str, capability: str, *options: str) -> Any:
-    """What `python -m bench.gpu_code` prints.
+    """The output of `python -m bench.gpu_code`.
 
     Raises:
-        UserError: it failed.
+        UserError: the command failed.
     """
     command = [sys.executable, "-W", "ignore", "-m", "bench.gpu_code", model, recipe, capability]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise UserError(f"{model} in {recipe} on {capability}: {(said or ['?'])[-1]}")
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise UserError(f"{model} in {recipe} on {capability}: {(errors or ['?'])[-1]}")
     return json.loads(done.stdout)
 
 
 def ideal_bytes(model: str, recipe: str, capability: str) -> int:
-    """What an ideal GPU moves for one block more and the casts of its weights, see
+    """The bytes that an ideal GPU moves for one more block and the casts of its weights, see
     `roofline.ideal_work`."""
     config = load_config(model, {"layers": 1})
     plan = plan_for(config, load_recipe(recipe), machine_for(capability, te=False))
     shape = TOKENS // config.context, config.context
 
     def moved(blocks: int) -> int:
-        made = trace(config, plan, *shape, blocks=(0,) * blocks, backward=True)
-        return sum(work.moved for work in ideal_work(made) if not work.flops)
+        operations = trace(config, plan, *shape, blocks=(0,) * blocks, backward=True)
+        return sum(work.moved for work in ideal_work(operations) if not work.flops)
 
     return moved(2) - moved(1)
 
 
 def summary(kernels: Sequence[Row]) -> Row:
-    """The figures of a row: bytes and launches by part, and the kernels themselves."""
-    ours = [k for k in kernels if k["kind"] not in ("GEMM", "attention")]
-    block = [k for k in ours if k["part"] == "block"]
+    """The figures of a row: bytes and launches by part, and the kernels."""
+    counted = [k for k in kernels if k["kind"] not in ("GEMM", "attention")]
+    block = [k for k in counted if k["part"] == "block"]
     narrow = [k for k in block if 0 < k["store"] < 4 and k["bytes"] > 2**20]
 
-    def moved(part: str) -> int:
-        return sum(k["bytes"] for k in ours if k["part"] == part)
+    def moved(model_part: str) -> int:
+        return sum(k["bytes"] for k in counted if k["part"] == model_part)
 
     return {
-        **{f"{part}_bytes": moved(part) for part in ("block", "loss", "weights")},
+        **{f"{model_part}_bytes": moved(model_part) for model_part in ("block", "loss", "weights")},
         "block_ms": round(moved("block") / TERABYTES_PER_S / 1e9, 4),
         "launches": sum(k["part"] == "block" for k in kernels),
         "weight_launches": sum(k["part"] == "weights" for k in kernels),
@@ -199,10 +201,10 @@ def summary(kernels: Sequence[Row]) -> Row:
 
 
 def _bars(rows: Sequence[Row], host: Sequence[Row]) -> list[Row]:
-    """Whether the goals hold on the first of the capabilities."""
+    """The goals on capability 9.0, and whether they hold."""
     case = f"{LARGEST} on 9.0"
-    found = {row["arm"]: row["block_ms"] for row in rows if row["case"] == case}
-    bars = [(case, name, BLOCK, GOALS[name], found[name]) for name in GOALS if name in found]
+    block_ms = {row["arm"]: row["block_ms"] for row in rows if row["case"] == case}
+    bars = [(case, name, BLOCK, GOALS[name], block_ms[name]) for name in GOALS if name in block_ms]
     for row in host:
         if row["part"] == "weights" and row["launches"]:
             bars.append((row["case"], row["arm"], WEIGHTS, HOST_GOAL, row["ms"]))
@@ -210,29 +212,29 @@ def _bars(rows: Sequence[Row], host: Sequence[Row]) -> list[Row]:
         {
             "case": case,
             "arm": name,
-            "what": what,
+            "what": figure_name,
             "at_most": goal,
             "measured": measured,
             "holds": measured <= goal,
         }
-        for case, name, what, goal, measured in bars
+        for case, name, figure_name, goal, measured in bars
     ]
 
 
-def grown(committed: Report, found: Report) -> list[str]:
-    """Each figure in a line that is larger than the committed one by more than 3 %."""
+def grown(committed: Report, fresh: Report) -> list[str]:
+    """A line for each figure that exceeds the committed one by more than 3 %."""
     before = {(row["case"], row["arm"]): row for row in committed["results"]}
     keys = ("block_bytes", "loss_bytes", "weights_bytes", "launches", "weight_launches", "waits")
     return [
-        f"{row['case']}, {row['arm']}: {key} {row[key]:,}, committed {known[key]:,}"
-        for row in found["results"]
-        if (known := before.get((row["case"], row["arm"]))) is not None
+        f"{row['case']}, {row['arm']}: {key} {row[key]:,}, committed {committed_row[key]:,}"
+        for row in fresh["results"]
+        if (committed_row := before.get((row["case"], row["arm"]))) is not None
         for key in keys
-        if row[key] > known[key] * (1 + TOLERANCE)
+        if row[key] > committed_row[key] * (1 + TOLERANCE)
     ]
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = (__doc__ or "").partition("\n\n")[2].strip()
     header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
     header += [
@@ -252,7 +254,7 @@ def table(found: Report) -> str:
             f"{row['block_ms']:.2f}",
             *(str(row[key]) for key in ("launches", "weight_launches", "waits")),
         ]
-        for row in found["results"]
+        for row in data["results"]
     ]
     host = [
         [
@@ -262,16 +264,16 @@ def table(found: Report) -> str:
             f"{row['calls']:.0f}",
             str(row["launches"]),
         ]
-        for row in found["host"]
+        for row in data["host"]
     ]
     names = ["recipe", "part of a step", "ms of the host", "in calls", "launches"]
     hosts = "\n" + markdown(names, host) if host else ""
-    return heading(found, "Code for GPUs", text) + markdown(header, cells) + hosts
+    return heading(data, "Code for GPUs", text) + markdown(header, cells) + hosts
 
 
-def figure(found: Report) -> Figure:
-    rows = [row for row in found["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
-    rows = rows or found["results"]
+def figure(data: Report) -> Figure:
+    rows = [row for row in data["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
+    rows = rows or data["results"]
     drawn = Figure(figsize=(7, 0.6 + 0.5 * len(rows)), layout="constrained")
     axes = drawn.subplots()
     names = [row["arm"] for row in rows]

@@ -1,11 +1,11 @@
-"""The host's time in a training step, on this machine's CPU: what would be launched is not.
+"""The host's time in a training step, on this machine's CPU, with launches that do nothing.
 
 Python runs as it does on a GPU: forward hooks, the guard, the code that inductor wrote, Triton's
-dispatch of our kernels. What a CUDA graph records there runs in the first steps, and is replayed as
-nothing after them. The model is very narrow, and its tensors are on the CPU, where single operators
-of torch compute.
+dispatch of our kernels. Code that a CUDA graph would record runs in the first steps; its replays do
+nothing. The model is very narrow, and its tensors are on the CPU, where torch's single operators
+run.
 
-Import it where `pretend` was called.
+Import this module after `pretend`.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
 
 NARROW = {"width": 128, "heads": 2, "vocabulary": 256, "context": 128}
-WARM_UP = replay.EAGER + 3  # steps after which nothing is compiled or recorded any more
-CALLS = 100  # of an operator, timed together
+WARM_UP = replay.EAGER + 3  # steps after which nothing is compiled or recorded
+CALLS = 100  # calls of an operator that are timed together
 
 Timed = Callable[[str], Any]
-"""A context whose time counts for a part."""
+"""A context manager that adds its time to a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """A part of a step of one micro-batch.
+    """The host's time for a part of a step of one micro-batch.
 
     Attributes:
-        part: "weights", cast before the first pass; "amaxes", moved into the history, from which
-            scales follow; "guard", which judges the step; a compiled block's "forward" and
-            "backward", without what torch.compile does before and after the code that it wrote.
-        ms: of the fastest step.
-        calls: `ms` in calls of a small operator of torch, the fastest of those meanwhile.
-        launches: of kernels and graphs; single operators of torch not counted.
+        part: "weights", the casts before the first pass; "amaxes", the update of the history and
+            the scales; "guard", the judging of the step; "forward" and "backward" of a compiled
+            block, without torch.compile's work before and after the generated code.
+        ms: milliseconds in the fastest step.
+        calls: `ms` in units of a call of a small operator of torch, the fastest meanwhile.
+        launches: launches of kernels and graphs, without single operators of torch.
     """
 
     part: str
@@ -65,13 +65,13 @@ class HostTime:
 
 
 def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) -> list[HostTime]:
-    """The parts of a step.
+    """The host's time for each part of a step.
 
     Args:
-        model: a preset, which says how many blocks there are.
-        recipe: one whose weights one kernel casts.
-        capability: of the pretended GPU.
-        steps: how many to time.
+        model: the name of a preset, which sets the number of blocks.
+        recipe: a recipe whose weights one kernel casts.
+        capability: the compute capability of the pretended GPU.
+        steps: the number of steps to time.
     """
     config = load_config(model, NARROW)
     plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
@@ -80,26 +80,26 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
     programs = [p for p in compile_for_gpu(one_block, plan, config.context)[1] if p.part == "block"]
     took: dict[str, list[float]] = defaultdict(list)
     launches: Counter[str] = Counter()  # by part
-    part = ""
+    current_part = ""
 
     def launch(*args: Any, **options: Any) -> None:
-        launches[part] += 1
+        launches[current_part] += 1
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
-        nonlocal part
-        part, start = name, time.perf_counter()
+        nonlocal current_part
+        current_part, start = name, time.perf_counter()
         yield
         spent[name] += time.perf_counter() - start
 
     number = torch.ones(())
     with _launching(launch):
-        whole = _outside_blocks(GPT(config, build_backend(plan)), timed)
+        run_outside = _outside_blocks(GPT(config, build_backend(plan)), timed)
         passes = [_bound(program, launch) for program in programs]
         for step in range(WARM_UP + steps):
             spent: defaultdict[str, float] = defaultdict(float)
             launches.clear()
-            whole(step)
+            run_outside(step)
             for name, run in zip(("forward", "backward"), passes, strict=True):
                 with timed(name):
                     run()
@@ -112,16 +112,16 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
     return [
         HostTime(
             part=name,
-            ms=round(1000 * min(found), 4),
-            calls=round(min(found) / call, 1),
+            ms=round(1000 * min(samples), 4),
+            calls=round(min(samples) / call, 1),
             launches=launches[name],
         )
-        for name, found in took.items()
+        for name, samples in took.items()
     ]
 
 
 def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
-    """What a step runs outside the blocks and does not depend on the number of tokens."""
+    """The work of a step outside the blocks that does not depend on the number of tokens."""
     delayed = gpt.backend.delayed
     gpt.backend.weights.only_told = True  # as in a run
     if delayed is not None:
@@ -148,7 +148,7 @@ def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
 
 
 def _bound(program: Program, launch: Callable[..., None]) -> Callable[[], None]:
-    """The code of a pass, to be called with its inputs, by which `launch` is called instead of
+    """A function that runs the code of a pass on its inputs, and calls `launch` in place of
     inductor's kernels and GEMMs."""
     kernel = SimpleNamespace(run=launch)
     with patch.object(AsyncCompile, "triton", lambda *source, **options: kernel):
@@ -171,7 +171,7 @@ def _on_cpu(value: Any) -> Any:
 
 @contextmanager
 def _launching(launch: Callable[..., None]) -> Iterator[None]:
-    """Within, the CPU counts as a GPU, and `launch` is called for our kernels and for graphs."""
+    """A context in which the CPU counts as a GPU, and `launch` replaces our kernels and graphs."""
     graph = SimpleNamespace(replay=launch)
 
     def load(kernel: Any) -> None:

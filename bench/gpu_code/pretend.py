@@ -1,9 +1,9 @@
 """A pretended GPU: torch traces and compiles for it on a machine without one.
 
-`pretend` changes torch for the rest of the process: call it in a process of its own. What torch
-then makes of CUDA tensors are the graphs and the Triton code that it makes on the GPU itself, of
-the versions that are installed here; nothing can run. Attention is an operator without insides, as
-cuDNN's and FlashAttention's kernels are to the compiler.
+`pretend` changes torch for the rest of the process: call it in a separate process. torch then
+generates the same graphs and Triton code for CUDA tensors as the installed versions do on a real
+GPU, but nothing can run. Attention is an opaque operator, as cuDNN's and FlashAttention's kernels
+are to the compiler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CUDA = torch.device("cuda", 0)
-# Multiprocessors, registers of each, threads of each, and shared memory of a block, from NVIDIA's
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the first of one
-# product with it: L4, H200, B200, RTX 5090.
+# Multiprocessors, registers and threads per multiprocessor, and shared memory per block, from
+# NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". The number
+# of multiprocessors is the one of a product: L4, H200, B200, RTX 5090.
 _SIZES = {
     (8, 9): (58, 65536, 1536, 101_376),
     (9, 0): (132, 65536, 2048, 232_448),
@@ -29,10 +29,10 @@ _SIZES = {
 
 
 def properties(capability: tuple[int, int] = (9, 0)) -> Any:
-    """What torch is told of the GPU.
+    """The properties of the GPU that torch sees.
 
     Raises:
-        KeyError: another capability than 8.9, 9.0, 10.0 and 12.0.
+        KeyError: the capability is not 8.9, 9.0, 10.0 or 12.0.
     """
     processors, registers, threads, shared = _SIZES[capability]
     return SimpleNamespace(
@@ -49,7 +49,7 @@ def properties(capability: tuple[int, int] = (9, 0)) -> Any:
 
 
 def told(capability: tuple[int, int] = (9, 0)) -> dict[str, Callable[..., Any]]:
-    """Functions of `torch.cuda` by which a program finds the GPU."""
+    """Replacements for the functions of `torch.cuda` by which a program finds the GPU."""
     gpu = properties(capability)
     return {
         "is_available": lambda: True,
@@ -61,7 +61,7 @@ def told(capability: tuple[int, int] = (9, 0)) -> dict[str, Callable[..., Any]]:
 
 
 def pretend(capability: tuple[int, int]) -> None:
-    """Have this process trace and compile for such a GPU."""
+    """Make this process trace and compile for such a GPU."""
     _find_the_gpu(capability)
     _fake_tensors_may_be_on_it()
     _compile_without_running()
@@ -100,8 +100,9 @@ def _find_the_gpu(capability: tuple[int, int]) -> None:
 
 
 def _fake_tensors_may_be_on_it() -> None:
-    """Autograd asks for a tensor's stream, which a torch without CUDA has none of. So it is told
-    what is true of fake tensors: that they are on the device "meta". Python is told CUDA."""
+    """Let fake tensors be on the GPU. Autograd asks for a tensor's stream, which a torch without
+    CUDA does not have, so it sees the device "meta", where fake tensors really are. Python sees
+    CUDA."""
     import torch._dynamo.polyfills.loader  # before `_make_subclass` has another signature
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -117,7 +118,7 @@ def _fake_tensors_may_be_on_it() -> None:
 
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     patched: Any = FakeTensor
-    # It has a kernel for "meta", by which autograd would think that it need not look inside.
+    # The operator has a kernel for "meta", so autograd would not decompose it.
     loss = torch.ops.aten.nll_loss.default
     loss.py_impl(torch._C.DispatchKey.AutogradMeta)(loss.decompose)
     patched._normalize_fake_device = staticmethod(normalized)
@@ -134,7 +135,7 @@ def _compile_without_running() -> None:
 
     triton_helpers.set_driver_to_gpu = lambda: None
 
-    # Both try tensors on the device, for patterns that our models do not have.
+    # Both run tensors on the device, for patterns that our models do not have.
     patterns: Any
     for patterns, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init")):
         setattr(patterns, name, lambda *args: None)
@@ -152,7 +153,7 @@ def _compile_without_running() -> None:
 
 
 def _without_meta(graph: fx.Graph) -> None:
-    """Have the device that autograd was told of be the GPU again."""
+    """Replace the device "meta", which autograd saw, by the GPU."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.prims.device_put.default):
         if node.args[1].type == "meta":
             node.replace_all_uses_with(node.args[0])
@@ -167,7 +168,8 @@ def _without_meta(graph: fx.Graph) -> None:
 
 @torch.library.custom_op("pretended::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output and a float32 log-sum-exp per query, laid out as FlashAttention does."""
+    """Empty tensors for the output and a float32 log-sum-exp per query, in FlashAttention's
+    layout."""
     return _by_token(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -181,11 +183,11 @@ def _attention_backward(
     return _by_token(q), _by_token(k), _by_token(v)
 
 
-_attention_backward.register_fake(lambda *given: _attention_backward._init_fn(*given))
+_attention_backward.register_fake(lambda *tensors: _attention_backward._init_fn(*tensors))
 
 
 def _by_token(like: Tensor) -> Tensor:
-    """[B, H, T, E], the memory in the order [B, T, H, E]."""
+    """An empty tensor [B, H, T, E] whose memory is in the order [B, T, H, E]."""
     B, H, T, E = like.shape
     return like.new_empty(B, T, H, E).transpose(1, 2)
 

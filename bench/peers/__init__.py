@@ -1,6 +1,7 @@
-"""Training steps of other libraries: a plain GPT, with torchao's linears, and transformers' GPT-2.
+"""Training steps of peers: a plain GPT, the same with torchao's linears, and transformers' GPT-2.
 
-Nothing of fp8stack multiplies here. torchao and transformers are imported by what needs them.
+No layer of fp8stack runs here. torchao and transformers are imported only by the functions that
+need them.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def linear(
 ) -> nn.Module:
     from bench.peers.torchao import with_torchao
 
-    made = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
-    return made.to(device, dtype)
+    model = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
+    return model.to(device, dtype)
 
 
 def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> Step:
-    """A training step of the plain GPT, its linears torchao's if a recipe of it is named: bf16
+    """A training step of the plain GPT, with torchao's linears if `torchao` names a recipe: bf16
     autocast on a GPU, float32 on a CPU."""
-    # On a GPU the head is aligned, as nanoGPT does with its 50304 tokens.
+    # On a GPU the vocabulary is padded to a multiple of 64, as nanoGPT's is (50304).
     model: nn.Module = PlainGPT(shape_of(work.config, 64 if device == "cuda" else 1)).to(device)
     if torchao:
         from bench.peers.torchao import with_torchao
@@ -67,14 +68,14 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 
 def autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model, on a GPU in bf16 autocast."""
+    """The model; on a GPU, in bf16 autocast."""
     if device == "cpu":
         return model
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found: Tensor = model(tokens, targets)
-        return found
+            mean_loss: Tensor = model(tokens, targets)
+        return mean_loss
 
     return loss
 
@@ -93,7 +94,7 @@ def transformers_step(work: Work) -> Step:
     }
     no_dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    gpt2 = transformers.GPT2Config(  # gelu_new is the one with tanh
+    gpt2 = transformers.GPT2Config(  # gelu_new is GELU with tanh
         activation_function="gelu_new", use_cache=False, **sizes, **no_dropout, **tokens
     )
     model = transformers.GPT2LMHeadModel(gpt2)

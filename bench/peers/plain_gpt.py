@@ -1,7 +1,7 @@
-"""A GPT as one would write it in standard PyTorch, in nanoGPT's manner: a peer of ours in `step`.
+"""A GPT in standard PyTorch, in the style of nanoGPT: a peer of fp8stack in `step`.
 
-Nothing here is of fp8stack. It takes the shape as plain values; its parameters have the names that
-fp8stack's have, so that a test can give both the same weights.
+It imports nothing from fp8stack and takes its shape as plain values. Its parameters have the same
+names as fp8stack's, so that a test can give both models the same weights.
 
 B batch, T tokens, D width, H query heads, G key/value heads, E head width.
 """
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """GPT-2's kind (LayerNorm, GELU, learned positions, biases), or Llama's if `llama` is true
-    (RMSNorm, SwiGLU, RoPE, none); `qk_norm` has queries and keys normalized."""
+    """The shape of a model like GPT-2 (LayerNorm, GELU, learned positions, biases), or like Llama
+    if `llama` is true (RMSNorm, SwiGLU, RoPE, no biases); `qk_norm` normalizes queries and keys."""
 
     vocabulary: int
     context: int
@@ -104,7 +104,7 @@ class _Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The model; float32 parameters, autocast decides what multiplies in less."""
+    """The model, with float32 parameters; autocast decides which operators run in bf16."""
 
     cosine: Tensor
     sine: Tensor
@@ -131,7 +131,7 @@ class PlainGPT(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def block(self, number: int) -> nn.Module:
-        """The block of that number, from 0."""
+        """The block `number`, from 0."""
         return _Block(self.shape)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class PlainGPT(nn.Module):
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.AdamW:
-    """Fused AdamW; matrices and embeddings decay, vectors do not."""
+    """Fused AdamW with weight decay for matrices and embeddings, not for vectors."""
     decaying = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)

@@ -1,6 +1,6 @@
-"""NVIDIA's own model: Transformer Engine's fused TransformerLayer, between embedding and head.
+"""A GPT of Transformer Engine's fused TransformerLayers, with the plain GPT's embedding and head.
 
-Checked against the Python source of TE 2.20. Each function needs a TE that can be imported.
+Checked against the Python source of TE 2.20. All functions need TE to be importable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def layer_options(shape: Shape, number: int) -> dict[str, Any]:
 
 
 class TEGPT(PlainGPT):
-    """The plain GPT with TransformerLayers for blocks; FP8 by TE's autocast."""
+    """The plain GPT with TransformerLayers as blocks; FP8 by TE's autocast."""
 
     def __init__(self, shape: Shape, scaling: str | None) -> None:
         super().__init__(shape)
@@ -72,6 +72,6 @@ class TEGPT(PlainGPT):
 
 
 def step(work: Work, scaling: str | None) -> Callable[[], None]:
-    """A training step of it, in bf16 or in an FP8 recipe of TE's."""
+    """A training step of the TEGPT, in bf16 or in an FP8 recipe of TE."""
     model = TEGPT(shape_of(work.config, 64), scaling)
     return training_step(autocast(model, "cuda"), optimizer_for(model), work.batch_of("cuda"))

@@ -1,4 +1,4 @@
-"""torchao's FP8 and MXFP8 linears, by themselves and in a model. It needs torchao."""
+"""torchao's FP8 and MXFP8 linears, alone and in a model. This module needs torchao."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class TorchaoMxfp8(nn.Linear):
 
 
 def with_torchao(model: nn.Module, recipe: str, device: str) -> nn.Module:
-    """`model` with its linears, the head apart, replaced by torchao's: recipe tensorwise, rowwise
-    or mxfp8; emulated on a CPU. MXFP8 is emulated everywhere."""
+    """Replace the linears of `model`, except the head, by torchao's: recipe tensorwise, rowwise or
+    mxfp8. They are emulated on a CPU; MXFP8 is emulated everywhere."""
     if recipe == "mxfp8":
         for parent in list(model.modules()):
             for name, child in parent.named_children():

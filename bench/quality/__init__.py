@@ -1,1 +1,1 @@
-"""What training comes to: losses, faults, what few bits lose."""
+"""The quality of training: losses, faults, and the error of few bits."""

@@ -1,7 +1,7 @@
-"""What gradients that ranks exchange in bfloat16 save, and what they change: whole runs of two
-ranks on a CPU, with and without compression.
+"""The savings and the loss of gradients that ranks exchange in bfloat16: whole runs of two ranks on
+a CPU, with and without compression.
 
-The bytes are counted where gradients are handed to all_reduce. Nothing here is timed.
+The bytes are counted in the calls of all_reduce. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8stack.training.run import Run
 from tests.faults.processes import checkpoints, rows, run_ranks
 
 SHORT = ["--steps", "300"]
-AT_MOST = 0.001  # of the loss, between a compressed run and one that is not
+AT_MOST = 0.001  # the largest relative gap of the loss between compressed and plain runs
 PLAIN, COMPRESSED = "float32", "bfloat16"
 SIZES = [
     "--batch", "8", "--context", "64", "--set", "model_overrides.layers=2",
@@ -47,65 +47,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Two runs of each recipe: with the gradients' own float32, and with bfloat16."""
+    """Two runs of each recipe: with gradients in float32, and in bfloat16."""
     sizes = [*SIZES, *(TINY if arguments.tiny else []), "--steps", str(arguments.steps)]
     sizes += ["--lr", arguments.lr]
     sizes += ["--eval-every", str(arguments.steps), "--save-every", str(arguments.steps)]
-    found: list[Row] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for recipe in arguments.recipes:
             flags = ["--recipe", recipe, *sizes]
             plain = trained(Path(folder), f"{recipe}-plain", arguments.ranks, flags)
             flags = [*flags, "--set", "grad_compression=bf16"]
             small = trained(Path(folder), f"{recipe}-bf16", arguments.ranks, flags)
-            found += [
+            rows += [
                 _row(recipe, arm, run, plain, arguments)
                 for arm, run in ((PLAIN, plain), (COMPRESSED, small))
             ]
     settings = {"steps": arguments.steps, "ranks": arguments.ranks, "lr": arguments.lr}
-    return report.report_of("cpu", settings, found)
+    return report.report_of("cpu", settings, rows)
 
 
 def trained(folder: Path, name: str, ranks: int, flags: Sequence[str]) -> Path:
-    """A run of several ranks, its gradients' bytes counted.
+    """A run of several ranks that counts the bytes of its gradients.
 
     Raises:
-        RuntimeError: a rank did not end well.
+        RuntimeError: a rank failed.
     """
-    given = ["pretrain", "--device", "cpu", *flags, "--out", name]
+    words = ["pretrain", "--device", "cpu", *flags, "--out", name]
     change = partial(counting, str(folder / name))
-    ended = run_ranks(given, folder, ranks, change=change, timeout_s=1800)
-    if any(each.code for each in ended):
-        raise RuntimeError(f"{name}: {[(each.code, each.stderr[-500:]) for each in ended]}")
+    ended = run_ranks(words, folder, ranks, change=change, timeout_s=1800)
+    if any(rank.code for rank in ended):
+        raise RuntimeError(f"{name}: {[(rank.code, rank.stderr[-500:]) for rank in ended]}")
     return folder / name
 
 
 @contextmanager
 def counting(run: str, rank: int) -> Iterator[None]:
-    """A rank's change, see `tests.faults.processes`: when all steps are done it writes how many
-    bytes of gradients it gave to all_reduce, for `sent`.
+    """A change to a rank, see `tests.faults.processes`: when all steps are done, the rank writes
+    the bytes of gradients that it passed to all_reduce, for `sent`.
 
-    DDP's hook is who reduces asynchronously; the guard, the amaxes and the loss wait.
+    Only DDP's hook reduces asynchronously; the guard, the amaxes and the loss wait.
     """
     counted = 0
     reduce, finish = cast(Any, dist.all_reduce), finalize.finish
 
-    def count(tensor: Tensor, *given: Any, **options: Any) -> Any:
+    def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
         nonlocal counted
         if options.get("async_op"):
             counted += tensor.nbytes
-        return reduce(tensor, *given, **options)
+        return reduce(tensor, *args, **options)
 
-    def told(of: Run, *arguments: Any) -> None:
+    def write_count(finished: Run, *arguments: Any) -> None:
         Path(f"{run}.sent-{rank}").write_text(str(counted))
-        finish(of, *arguments)
+        finish(finished, *arguments)
 
-    with patch.object(dist, "all_reduce", count), patch.object(loop, "finish", told):
+    with patch.object(dist, "all_reduce", count), patch.object(loop, "finish", write_count):
         yield
 
 
 def sent(run: Path) -> list[int]:
-    """The bytes of gradients that each rank of the run gave to all_reduce."""
+    """The bytes of gradients that each rank of the run passed to all_reduce."""
     return [int(file.read_text()) for file in sorted(run.parent.glob(f"{run.name}.sent-*"))]
 
 
@@ -131,8 +131,8 @@ def last_loss(run: Path) -> float:
     return float(next(row["val_loss"] for row in reversed(rows(run)) if "val_loss" in row))
 
 
-def table(found: Report) -> str:
-    settings = found["settings"]
+def table(data: Report) -> str:
+    settings = data["settings"]
     text = f"Runs of {settings['ranks']} ranks over gloo, same data and first weights: a GPT of 2\n"
     text += "layers of 64. Bytes are those of the gradients that a rank gives to all_reduce. The\n"
     text += "gap is that of the validation loss."
@@ -141,14 +141,14 @@ def table(found: Report) -> str:
             row["case"], row["arm"], f"{row['bytes_per_step']:,}", f"{row['bytes_share']:.2f}",
             f"{row['val_loss']:.4f}", f"{row['gap_percent']:+.3f} %",
         ]
-        for row in found["results"]
+        for row in data["results"]
     )  # fmt: skip
     header = ["recipe", "gradients travel as", "bytes per step", "share", "validation loss", "gap"]
-    return report.heading(found, "Gradient compression", text) + report.markdown(header, cells)
+    return report.heading(data, "Gradient compression", text) + report.markdown(header, cells)
 
 
-def figure(found: Report) -> Figure:
-    rows = [row for row in found["results"] if row["arm"] == COMPRESSED]
+def figure(data: Report) -> Figure:
+    rows = [row for row in data["results"] if row["arm"] == COMPRESSED]
     names, gaps = [row["case"] for row in rows], [row["gap_percent"] for row in rows]
     title = "gradients in bfloat16, against float32"
     return report.bar_figure(names, gaps, title, "gap of the validation loss, %")

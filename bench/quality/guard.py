@@ -1,6 +1,6 @@
-"""What the guard makes of faults, and of none: whole runs with faults put into them.
+"""The guard's reaction to faults in whole runs, and to runs without faults.
 
-Every run stays in `--runs`, to be looked at with `fp8stack report`.
+Every run stays in `--runs`; `fp8stack report` shows it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Fault = Callable[[Run], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and what is put into it."""
+    """A run and its fault."""
 
     name: str
-    what: str
+    description: str
     fault: Fault
     steps: int = STEPS
     recipe: str = "delayed"
@@ -54,7 +54,7 @@ def nothing(run: Run) -> None:
 
 
 def nan_in_a_layer(run: Run) -> None:
-    """A layer's output is NaN in some steps, whatever the guard does but take it out of FP8."""
+    """A layer's output is NaN in some steps while the layer is in FP8."""
 
     def hook(layer: nn.Module, args: object, output: Tensor) -> Tensor | None:
         bad = layer.training and run.step + 1 in NAN_STEPS and layer.in_fp8
@@ -64,7 +64,7 @@ def nan_in_a_layer(run: Run) -> None:
 
 
 def outlier_in_a_layer(run: Run) -> None:
-    """The largest of a layer's input channels becomes 500 times as large, and stays so."""
+    """The largest input channel of a layer becomes 500 times as large, permanently."""
     channels: list[int] = []
 
     def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
@@ -80,7 +80,7 @@ def outlier_in_a_layer(run: Run) -> None:
 
 
 def loss_spikes(run: Run) -> None:
-    """The loss is ten times itself in some steps."""
+    """The loss is multiplied by ten in some steps."""
     at = set(spiked_steps(run.config.steps))
 
     def hook(model: nn.Module, args: object, loss: Tensor) -> Tensor | None:
@@ -90,7 +90,7 @@ def loss_spikes(run: Run) -> None:
 
 
 def spiked_steps(steps: int) -> list[int]:
-    """Where the spikes are: after the guard's warm-up, no two in a row."""
+    """The steps with a spike: after the guard's warm-up, no two in a row."""
     return sorted(2 * n for n in random.Random(0).sample(range(25, steps // 2), SPIKES))
 
 
@@ -159,7 +159,7 @@ def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
     return {
         "case": case.name,
         "arm": case.recipe,
-        "what": case.what,
+        "what": case.description,
         "steps": steps,
         "val_loss": round(next(r["val_loss"] for r in reversed(rows) if "val_loss" in r), 4),
         "events": dict(events),
@@ -170,7 +170,7 @@ def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
     }
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = "Whole runs of gpt-nano with faults put into them, judged by the guard's defaults. The\n"
     text += "long runs are of a smaller model (2 layers of 64)."
     cells = (
@@ -181,15 +181,15 @@ def table(found: Report) -> str:
             ", ".join(f"{count} {event}" for event, count in row["events"].items()),
             ", ".join(row["demoted"]),
         ]
-        for row in found["results"]
+        for row in data["results"]
     )  # fmt: skip
     header = ["case", "fault", "recipe", "steps", "validation loss", "gap to clean"]
     header += ["steps skipped", "events", "taken out of FP8"]
-    return report.heading(found, "The guard", text) + report.markdown(header, cells)
+    return report.heading(data, "The guard", text) + report.markdown(header, cells)
 
 
-def figure(found: Report) -> Figure:
-    rows = [row for row in found["results"] if row["gap_percent"] is not None]
+def figure(data: Report) -> Figure:
+    rows = [row for row in data["results"] if row["gap_percent"] is not None]
     names, losses = [row["case"] for row in rows], [row["val_loss"] for row in rows]
     label = "validation loss (nats per token)"
     return report.bar_figure(names, losses, "gpt-nano with faults", label)

@@ -1,8 +1,8 @@
 """FP8 against INT8 on the probabilities of attention: how many become exactly zero, and the error.
 
-Softmax over K keys of logits from N(0, s^2): a few large probabilities, many tiny ones. INT8 has
-255 equal steps, so what is below 1/254 of the largest is lost; E4M3's steps shrink with the value,
-and with a scale it reaches 1/458752 of the largest. Nothing here is timed.
+The softmax over K keys of logits from N(0, s^2) has a few large probabilities and many tiny ones.
+INT8 has 255 equal steps, so values below 1/254 of the largest become zero; E4M3's steps shrink with
+the value, and with a scale it reaches 1/458752 of the largest. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def probabilities(queries: int, keys: int, spread: float, seed: int = 0) -> Tensor:
-    """Attention's probabilities [queries, keys], float32: the softmax of logits from
+    """Attention probabilities, float32 [queries, keys]: the softmax of logits from
     N(0, spread^2)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.softmax(spread * torch.randn(queries, keys, generator=generator), dim=-1)
 
 
 def int8(x: Tensor) -> Tensor:
-    """`x` as symmetric INT8 gives it back: one scale, amax / 127, rounded to nearest even."""
+    """`x` quantized to symmetric INT8 and back: one scale, amax / 127, rounding to nearest even."""
     scale = float(amax(x)) / 127
     return torch.fake_quantize_per_tensor_affine(x, scale, 0, -127, 127)
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """`x` as E4M3 with one scale for the tensor, 448 / amax, gives it back."""
+    """`x` quantized to E4M3 and back, with one scale for the tensor, 448 / amax."""
     scale = tensor_scale(amax(x), "e4m3")
     return cast_to_fp8(x, scale, "e4m3").float() / scale
 
 
 def unscaled(x: Tensor) -> Tensor:
-    """`x` as E4M3 without a scale gives it back."""
+    """`x` quantized to E4M3 and back, without a scale."""
     return cast_to_fp8(x, 1.0, "e4m3").float()
 
 
@@ -58,7 +58,7 @@ ARMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def figures(x: Tensor, given_back: Tensor) -> dict[str, float | None]:
-    """The share of nonzero values that became zero, and the signal-to-noise ratio in dB."""
+    """The fraction of nonzero values that became zero, and the signal-to-noise ratio in dB."""
     nonzero = x != 0
     lost = ((given_back == 0) & nonzero).sum() / nonzero.sum()
     noise = (given_back - x).double().square().sum()
@@ -78,25 +78,25 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of("cpu", {"queries": QUERIES, "seed": arguments.seed}, rows)
 
 
-def table(found: Report) -> str:
+def table(data: Report) -> str:
     text = (
         "Softmax over so many keys of logits from N(0, s^2), one scale for the tensor. `zeros`:\n"
         "the share of values that became exactly zero."
     )
     cells = (
         [row["case"], row["arm"], f"{row['zeros']:.1%}", report.number("sqnr_db", 1)(row)]
-        for row in found["results"]
+        for row in data["results"]
     )
     header = ["case", "arm", "zeros", "SQNR, dB"]
     title = "FP8 against INT8 on attention's probabilities"
-    return report.heading(found, title, text) + report.markdown(header, cells)
+    return report.heading(data, title, text) + report.markdown(header, cells)
 
 
-def figure(found: Report) -> Figure:
+def figure(data: Report) -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.add_subplot()
     for arm in ARMS:
-        rows = [row for row in found["results"] if row["arm"] == arm]
+        rows = [row for row in data["results"] if row["arm"] == arm]
         axes.plot([row["case"] for row in rows], [row["zeros"] for row in rows], "o-", label=arm)
     axes.set(ylabel="share that becomes zero", title="attention's probabilities in 8 bits")
     axes.tick_params(axis="x", labelrotation=30)

@@ -1,9 +1,9 @@
 """The law of `fp8stack forecast`, fitted to one half of `python -m bench study` and judged on the
-other.
+other half.
 
-The models that the study trained in float32 are measured once each. A law that is fitted to one
-half tells how far it is to be trusted; then one fitted to all of it is written to where `fp8stack
-forecast` reads it.
+Each model that the study trained in float32 is measured once. The law fitted to one half shows how
+well a law predicts; then a law fitted to both halves is written to the file that `fp8stack
+forecast` reads.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ FITTED = (
     "current",
 )
 LARGEST = "0.9M"
-"""The law is fitted to these recipes on the smaller models, and judged on the other recipes there
-and on all of them on the largest model. This was chosen before the first fit."""
+"""The law is fitted to these recipes on the smaller models, and judged on the other recipes on the
+smaller models and on all recipes on the largest model. This was chosen before the first fit."""
 RESOLVED = 0.15
-"""A gap counts for the median error if its standard error is at most this share of it."""
+"""A gap counts for the median error if its standard error is at most this fraction of it."""
 LAW = Path(laws.__file__).with_name("law.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A recipe at one size and ratio: its gap in nats per token, and what was measured of it."""
+    """A recipe at one size and ratio: its gap in nats per token, and its measured sensitivities."""
 
     size: str
     ratio: int
@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def fitted(self) -> bool:
-        """Whether it is of the half that the law is fitted to."""
+        """Whether the cell is in the half that the law is fitted to."""
         return self.recipe in FITTED and self.size != LARGEST
 
 
@@ -86,50 +86,50 @@ def run(arguments: argparse.Namespace) -> None:
     _measure(rows, folder / SENSITIVITY, arguments.runs)
     cells = cells_of(rows, json_lines(folder / SENSITIVITY))
     law = fit([cell for cell in cells if cell.fitted])
-    whole = fit(cells)
-    text = page(law, whole, cells)
+    law_of_all = fit(cells)
+    text = page(law, law_of_all, cells)
     write_atomically(folder / "law.md", text.encode())
     figure(law, cells).savefig(folder / "law.png", dpi=110)
     if not arguments.keep:
-        write_atomically(LAW, (json.dumps(asdict(whole), indent=1) + "\n").encode())
+        write_atomically(LAW, (json.dumps(asdict(law_of_all), indent=1) + "\n").encode())
     print(text)
 
 
 def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
-    """Measure the study's models in float32, and add what was found to the file at `path`."""
-    known = {(row["name"], row["recipe"]) for row in json_lines(path)}
+    """Measure the study's float32 models, and add the sensitivities to the file at `path`."""
+    measured_pairs = {(row["name"], row["recipe"]) for row in json_lines(path)}
     cpu = machine(device="cpu")["machine"]
     for row in study_tables.base_of(rows):
         folder = runs / row["name"]
-        left = [r for r in study.LADDER + study.ARMS if (row["name"], r) not in known]
-        if row["seed"] >= SEEDS or not left or not folder.exists() or row["cpu"] != cpu:
+        names = [r for r in study.LADDER + study.ARMS if (row["name"], r) not in measured_pairs]
+        if row["seed"] >= SEEDS or not names or not folder.exists() or row["cpu"] != cpu:
             continue
-        recipes = {name: load_recipe(study.source_of(name)) for name in left}
+        recipes = {name: load_recipe(study.source_of(name)) for name in names}
         request = Request(run=str(folder), device="cpu")
         trained = load_trained(request, *find_trained(request))
         text, hardware = trained.windows.tokens, trained.hardware
         for name, measured in sensitivities(trained.model, recipes, text, hardware):
             facts = {key: row[key] for key in ("name", "size", "ratio")}
-            found = {
+            row_facts = {
                 "recipe": name,
                 "forward": measured.forward,
                 "layers": round(sum(measured.layers.values()), 9),
                 "backward": measured.backward,
             }
-            append_line(path, facts | found)
+            append_line(path, facts | row_facts)
         print(f"measured: {row['name']}", flush=True)
 
 
 def cells_of(rows: study_tables.Rows, measured: study_tables.Rows) -> list[Cell]:
-    """The cells that have both pairs of runs and a model that was measured."""
+    """The cells that have both pairs of runs and a measured model."""
     gaps: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     parameters = {row["size"]: row["parameters"] for row in rows}
     for row, base in study_tables.pairs_of(rows, study_tables.SHARED):
         place = (row["size"], row["ratio"], row["recipe"])
         gaps[place].append(row["val_loss"] - base["val_loss"])
     looked: dict[tuple[str, int, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for one in measured:
-        looked[one["size"], one["ratio"], one["recipe"]].append(one)
+    for row in measured:
+        looked[row["size"], row["ratio"], row["recipe"]].append(row)
     pooled = _pooled(gaps)
     return [
         Cell(
@@ -137,40 +137,40 @@ def cells_of(rows: study_tables.Rows, measured: study_tables.Rows) -> list[Cell]
             ratio=ratio,
             recipe=recipe,
             parameters=parameters[size],
-            pairs=len(of),
-            gap=statistics.fmean(of),
-            # Where no recipe has two pairs yet, the widest spread of elsewhere.
-            error=_error(of, pooled.get((size, ratio), max(pooled.values()))),
-            forward=statistics.fmean(one["forward"] for one in looked[size, ratio, recipe]),
-            backward=statistics.fmean(one["backward"] for one in looked[size, ratio, recipe]),
+            pairs=len(cell_gaps),
+            gap=statistics.fmean(cell_gaps),
+            # If no recipe has two pairs here yet, use the largest variance of all places.
+            error=_error(cell_gaps, pooled.get((size, ratio), max(pooled.values()))),
+            forward=statistics.fmean(row["forward"] for row in looked[size, ratio, recipe]),
+            backward=statistics.fmean(row["backward"] for row in looked[size, ratio, recipe]),
         )
-        for (size, ratio, recipe), of in sorted(gaps.items())
+        for (size, ratio, recipe), cell_gaps in sorted(gaps.items())
         if looked[size, ratio, recipe] and pooled
     ]
 
 
 def _pooled(gaps: Mapping[tuple[str, int, str], Sequence[float]]) -> dict[tuple[str, int], float]:
     """The variance of a pair's gap at each size and ratio: the median over its recipes."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for (size, ratio, _), of in gaps.items():
-        if len(of) > 1:
-            found[size, ratio].append(statistics.variance(of))
-    return {place: statistics.median(of) for place, of in found.items()}
+    variances: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (size, ratio, _), values in gaps.items():
+        if len(values) > 1:
+            variances[size, ratio].append(statistics.variance(values))
+    return {place: statistics.median(values) for place, values in variances.items()}
 
 
 def _error(gaps: Sequence[float], pooled: float) -> float:
-    """The standard error of a mean gap. A few pairs say little of their own spread, so that of
-    their neighbours counts like two pairs more."""
-    own = statistics.variance(gaps) * (len(gaps) - 1) if len(gaps) > 1 else 0.0
-    return math.sqrt((own + 2 * pooled) / (len(gaps) + 1) / len(gaps))
+    """The standard error of a mean gap. The variance of a few pairs is uncertain, so the pooled
+    variance of their neighbours counts like two more pairs."""
+    own_squares = statistics.variance(gaps) * (len(gaps) - 1) if len(gaps) > 1 else 0.0
+    return math.sqrt((own_squares + 2 * pooled) / (len(gaps) + 1) / len(gaps))
 
 
 # The fit
 
 
 def fit(cells: Sequence[Cell]) -> laws.Law:
-    """The law of most likelihood: gaps are normal about it, with their own standard errors and a
-    share of what it says in common.
+    """The maximum-likelihood law: gaps are normal about the predicted gap, with their standard
+    errors and a common deviation that is a fraction of the prediction.
 
     Raises:
         UserError: there are too few cells.
@@ -188,8 +188,8 @@ def fit(cells: Sequence[Cell]) -> laws.Law:
 
     begin = np.log([1.3, 1.0, 0.1, 0.15])
     options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-6, "fatol": 1e-9}
-    found = optimize.minimize(unlikely, begin, method="Nelder-Mead", options=options)
-    return _law(found.x, cells)
+    optimum = optimize.minimize(unlikely, begin, method="Nelder-Mead", options=options)
+    return _law(optimum.x, cells)
 
 
 def _law(logs: npt.NDArray[np.float64], cells: Sequence[Cell]) -> laws.Law:
@@ -210,17 +210,17 @@ def _law(logs: npt.NDArray[np.float64], cells: Sequence[Cell]) -> laws.Law:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """How well the law does on some cells."""
+    """The errors of a law on some cells."""
 
     cells: int
     resolved: int
-    median_error: float | None  # |said - found| / found, of cells whose gap is resolved
-    covered: float  # the share of cells whose gap lies in the 90 % interval
+    median_error: float | None  # |predicted - gap| / gap, over the cells with a resolved gap
+    covered: float  # the fraction of cells whose gap lies in the 90 % interval
 
 
 def judge(law: laws.Law, cells: Sequence[Cell]) -> Judgement:
-    """The law's errors. An interval is widened by the standard error of the gap that it is held
-    to."""
+    """Judge a law on some cells. The interval of a prediction is widened by the standard error of
+    the gap."""
     resolved = [cell for cell in cells if 0 < cell.error <= RESOLVED * abs(cell.gap)]
     errors = [abs(law.mean(c.forward, c.backward) / c.gap - 1) for c in resolved]
     inside = 0
@@ -239,8 +239,8 @@ def judge(law: laws.Law, cells: Sequence[Cell]) -> Judgement:
 # The page
 
 
-def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
-    """The law of one half, how well it does, the law of all cells, and every cell."""
+def page(law: laws.Law, law_of_all: laws.Law, cells: Sequence[Cell]) -> str:
+    """The page: the law of one half, its errors, the law of all cells, and every cell."""
     halves = {
         "fitted": [cell for cell in cells if cell.fitted],
         "held out": [cell for cell in cells if not cell.fitted],
@@ -248,11 +248,11 @@ def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
         f"held out, {LARGEST}": [c for c in cells if not c.fitted and c.size == LARGEST],
     }
     lines = []
-    for name, of in halves.items():
-        if of:
-            found = judge(law, of)
-            told = "" if found.median_error is None else f"{found.median_error:.0%}"
-            lines.append([name, str(found.cells), str(found.resolved), told])
+    for name, half in halves.items():
+        if half:
+            judgement = judge(law, half)
+            median_error = "" if judgement.median_error is None else f"{judgement.median_error:.0%}"
+            lines.append([name, str(judgement.cells), str(judgement.resolved), median_error])
     header = ["half", "cells", "resolved", "median error"]
     return "\n".join(
         [
@@ -273,7 +273,8 @@ def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
             *_coverage(law, halves["held out"]),
             *_drift(cells),
             "What `fp8stack forecast` uses is fitted to all cells afterwards, "
-            f"{whole.runs} pairs of runs: {_formula(whole)} within {whole.deviation:.0%}.",
+            f"{law_of_all.runs} pairs of runs: {_formula(law_of_all)} within "
+            f"{law_of_all.deviation:.0%}.",
             "",
             "Every cell, gaps in thousandths of a nat per token; the law is that of the half:",
             "",
@@ -288,7 +289,8 @@ def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
 
 
 def _coverage(law: laws.Law, cells: Sequence[Cell]) -> list[str]:
-    """The reason why the page gives no coverage of the 90 % interval, if most gaps are vague."""
+    """The reason why the page gives no coverage of the 90 % interval, if most gaps are
+    uncertain."""
     means = [law.mean(cell.forward, cell.backward) for cell in cells]
     vague = sum(c.error > law.deviation * mean for c, mean in zip(cells, means, strict=True))
     if 2 * vague <= len(cells):
@@ -301,16 +303,20 @@ def _coverage(law: laws.Law, cells: Sequence[Cell]) -> list[str]:
 
 
 def _drift(cells: Sequence[Cell]) -> list[str]:
-    """The errors at the larger ratio of a law that is fitted at the smaller one alone."""
+    """The errors, at the larger ratio, of a law that is fitted to the smaller ratio alone."""
     low, high = min(cell.ratio for cell in cells), max(cell.ratio for cell in cells)
     if low == high:
         return []
     far = [cell for cell in cells if cell.ratio == high]
-    found = judge(fit([cell for cell in cells if cell.ratio == low]), far)
-    error = "" if found.median_error is None else f", the median error is {found.median_error:.0%}"
+    judgement = judge(fit([cell for cell in cells if cell.ratio == low]), far)
+    error = (
+        ""
+        if judgement.median_error is None
+        else f", the median error is {judgement.median_error:.0%}"
+    )
     return [
-        f"Fitted to {low} tokens per parameter alone, its 90 % interval holds {found.covered:.0%} "
-        f"of the {len(far)} gaps at {high}{error}.",
+        f"Fitted to {low} tokens per parameter alone, its 90 % interval holds "
+        f"{judgement.covered:.0%} of the {len(far)} gaps at {high}{error}.",
         "",
     ]
 
@@ -320,7 +326,7 @@ def _formula(law: laws.Law) -> str:
 
 
 def _rows(law: laws.Law, cells: Sequence[Cell]) -> Iterator[list[str]]:
-    for cell in sorted(cells, key=lambda one: (one.size, one.ratio, -one.forward)):
+    for cell in sorted(cells, key=lambda cell: (cell.size, cell.ratio, -cell.forward)):
         yield [
             f"{cell.size}, {cell.ratio} tokens",
             cell.recipe,
@@ -334,21 +340,21 @@ def _rows(law: laws.Law, cells: Sequence[Cell]) -> Iterator[list[str]]:
 
 
 def figure(law: laws.Law, cells: Sequence[Cell]) -> Figure:
-    made = Figure(figsize=(7, 6.5), layout="constrained")
-    axes = made.subplots()
+    plot = Figure(figsize=(7, 6.5), layout="constrained")
+    axes = plot.subplots()
     for number, (size, ratio) in enumerate(sorted({(c.size, c.ratio) for c in cells})):
         for fitted in (True, False):
-            of = [c for c in cells if (c.size, c.ratio, c.fitted) == (size, ratio, fitted)]
-            said = [1e3 * law.mean(cell.forward, cell.backward) for cell in of]
+            points = [c for c in cells if (c.size, c.ratio, c.fitted) == (size, ratio, fitted)]
+            predicted = [1e3 * law.mean(cell.forward, cell.backward) for cell in points]
             half = "fitted" if fitted else "held out"
             axes.errorbar(
-                said,
-                [1e3 * cell.gap for cell in of],
-                yerr=[2e3 * cell.error for cell in of],
+                predicted,
+                [1e3 * cell.gap for cell in points],
+                yerr=[2e3 * cell.error for cell in points],
                 fmt="o" if fitted else "s",
                 markerfacecolor=f"C{number}" if fitted else "none",
                 color=f"C{number}",
-                label=f"{size}, {ratio} tokens per parameter, {half}" if of else None,
+                label=f"{size}, {ratio} tokens per parameter, {half}" if points else None,
                 capsize=2,
                 markersize=5,
             )
@@ -364,4 +370,4 @@ def figure(law: laws.Law, cells: Sequence[Cell]) -> Figure:
     axes.set_yscale("symlog", linthresh=1.0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    return made
+    return plot

@@ -1,7 +1,7 @@
-"""The pictures of docs/recipes.md, drawn of what our own casts make of numbers; nothing is timed.
+"""The pictures of docs/recipes.md, drawn from the results of our casts. Nothing is timed.
 
-Each picture has its data (`formats`, `spike`, `blocks`, `relative_error`), which tests look at, and
-its drawing. What the page says of a picture in figures is in the PNG as well, as text.
+Each picture has a function for its data (`formats`, `spike`, `blocks`, `relative_error`), which
+tests check, and one that draws it. The PNG also has, as text, the figures that the page states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8stack.numerics import (
 from fp8stack.numerics.error import FIGURES, quantization_error, sqnr_db
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
-# Okabe and Ito's colours, which the colour-blind tell apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#555555"
 LOWEST, HIGHEST = -18, 17  # powers of two on the number line
 STEPS, SPIKE_AT, SPIKE = 60, 20, 1000.0
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def pictures() -> dict[str, tuple[Figure, dict[str, float]]]:
-    """Each picture by name, with the figures that the page says of it."""
+    """The pictures by name, with the figures that the page states."""
     return {"formats": formats_picture(), "spike": spike_picture(), "blocks": blocks_picture()}
 
 
@@ -69,9 +69,9 @@ def formats(name: str) -> list[float]:
 
 
 def relative_error(name: str, points: int = 997) -> tuple[Floats, Floats]:
-    """What a cast with scale 1 changes at most, relative to the value, of `points` values evenly
-    spread over each half of a power of two: where each half begins, and the error. (A number of
-    points that is prime, or they would be values of bf16.)"""
+    """The largest relative error of a cast with scale 1, over `points` evenly spaced values in each
+    half of a power of two: the start of each half, and the error. (The number of points is prime,
+    or they would be values of bf16.)"""
     halves = np.repeat(2.0 ** np.arange(LOWEST, HIGHEST), 2) * np.tile([1.0, 1.5], HIGHEST - LOWEST)
     widths = np.repeat(2.0 ** np.arange(LOWEST, HIGHEST), 2) / 2
     values = halves[:, None] + widths[:, None] * np.arange(points) / points
@@ -82,7 +82,7 @@ def relative_error(name: str, points: int = 997) -> tuple[Floats, Floats]:
 
 
 def formats_picture() -> tuple[Figure, dict[str, float]]:
-    """Every value of e4m3 and e5m2 beside bf16's, and what a cast costs where."""
+    """All values of e4m3, e5m2 and bf16, and the relative error of a cast by magnitude."""
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     line, error = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     looks = {"bf16": (GREY, ":"), "e5m2": (ORANGE, "--"), "e4m3": (BLUE, "-")}
@@ -116,8 +116,9 @@ def formats_picture() -> tuple[Figure, dict[str, float]]:
 
 
 class Course(NamedTuple):
-    """What a way of scaling made of the tensors of all steps: the largest value that its scale can
-    hold, the shares of elements that were clipped and that became zero, signal to noise in dB."""
+    """The results of a way of scaling, by step: the largest value that its scale can hold, the
+    fractions of elements that were clipped and that became zero, and the signal-to-noise ratio in
+    dB."""
 
     limit: Floats
     clipped: Floats
@@ -126,16 +127,16 @@ class Course(NamedTuple):
 
 
 def spiky_tensor(step: int) -> Tensor:
-    """The tensor of a step, float32 [128, 256]: normal, its rows of very different size, and once
-    a thousand times as large as else."""
+    """The tensor of a step, float32 [128, 256]: normal, with rows of very different size, and a
+    thousand times as large in one step."""
     sizes = np.exp(1.5 * np.random.default_rng(0).standard_normal((128, 1)))
     x = np.random.default_rng(step + 1).standard_normal((128, 256)) * sizes
     return torch.from_numpy(x * (SPIKE if step == SPIKE_AT else 1.0)).to(torch.float32)
 
 
 def spike() -> tuple[Floats, dict[str, Course]]:
-    """The amax of each step, and the course of current scaling and of delayed scaling by windows;
-    E4M3."""
+    """The amax of each step, and the courses of current scaling and of delayed scaling with each
+    window, in E4M3."""
     histories = {f"delayed, window {n}": AmaxHistory({"x": "e4m3"}, length=n) for n in WINDOWS}
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in ("current", *histories)}
     amaxes = []
@@ -149,22 +150,22 @@ def spike() -> tuple[Floats, dict[str, Course]]:
             history.record("x", largest)
             history.update()
     courses = {
-        name: Course(*map(np.array, zip(*found, strict=True))) for name, found in rows.items()
+        name: Course(*map(np.array, zip(*figures, strict=True))) for name, figures in rows.items()
     }
     return np.array(amaxes), courses
 
 
 def _figures(x: Tensor, scale: Tensor) -> tuple[float, ...]:
     figures = quantization_error(x, Quantizer(), scale=scale)
-    found = dict(zip(FIGURES, figures.tolist(), strict=True))
-    ratio = sqnr_db(found["signal"], found["noise"])
+    by_name = dict(zip(FIGURES, figures.tolist(), strict=True))
+    ratio = sqnr_db(by_name["signal"], by_name["noise"])
     assert ratio is not None
     limit = FORMATS["e4m3"].max / float(scale)
-    return limit, found["saturated"], found["underflow"], ratio
+    return limit, by_name["saturated"], by_name["underflow"], ratio
 
 
 def spike_picture() -> tuple[Figure, dict[str, float]]:
-    """An amax that is a thousand times as large for one step, in current and delayed scaling."""
+    """Current and delayed scaling when the amax is a thousand times as large for one step."""
     amaxes, courses = spike()
     figure = Figure(figsize=(10, 8), layout="constrained")
     panels = figure.subplots(4, 1, sharex=True, height_ratios=(1.6, 1, 1, 1))
@@ -201,20 +202,23 @@ def spike_picture() -> tuple[Figure, dict[str, float]]:
 
 
 def outlier_matrix() -> Tensor:
-    """float32 [64, 192], normal, with two columns ten thousand times as large."""
+    """A normal matrix, float32 [64, 192], with two columns ten thousand times as large."""
     x = np.random.default_rng(0).standard_normal((ROWS, COLUMNS))
     x[:, OUTLIERS] *= OUTLIER
     return torch.from_numpy(x).to(torch.float32)
 
 
 def blocks(x: Tensor) -> dict[str, Floats]:
-    """What a cast to E4M3 changes, as a share of each element of `x`: with one scale for all, and
-    in MXFP8, with one per 32 elements of a row."""
+    """The relative error of each element of `x` in a cast to E4M3: with one scale for the tensor,
+    and in MXFP8, with one scale per 32 elements of a row."""
     scale = tensor_scale(amax(x))
     mxfp8 = Quantizer(block=(1, 32), scale="e8m0")
-    whole = cast_to_fp8(x, scale).to(torch.float64) / float(scale)
-    found = {"one scale": whole, "MXFP8": dequantize(quantize(x, mxfp8)).to(torch.float64)}
-    return {name: ((q - x).abs() / x.abs()).numpy() for name, q in found.items()}
+    one_scale = cast_to_fp8(x, scale).to(torch.float64) / float(scale)
+    dequantized = {
+        "one scale": one_scale,
+        "MXFP8": dequantize(quantize(x, mxfp8)).to(torch.float64),
+    }
+    return {name: ((q - x).abs() / x.abs()).numpy() for name, q in dequantized.items()}
 
 
 def blocks_picture() -> tuple[Figure, dict[str, float]]:
@@ -233,8 +237,8 @@ def blocks_picture() -> tuple[Figure, dict[str, float]]:
     }
     facts: dict[str, float] = {}
     for axes, (name, error) in zip(panels[1:], errors.items(), strict=True):
-        shown = np.clip(100 * error, 0.1, 100)
-        image = axes.imshow(shown, norm=LogNorm(0.1, 100), **look)
+        percent = np.clip(100 * error, 0.1, 100)
+        image = axes.imshow(percent, norm=LogNorm(0.1, 100), **look)
         bar = figure.colorbar(image, ax=axes, label="error, % of the element", pad=0.01)
         bar.set_ticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
         zeroed, median = float((error == 1).mean()), float(np.median(error))
@@ -257,5 +261,5 @@ def _cells(axes: Axes) -> None:
 
 
 def _round(value: float) -> float:
-    """To three digits, in which machines agree."""
+    """Round to three digits, in which machines agree."""
     return float(f"{value:.3g}") if math.isfinite(value) else value

@@ -1,7 +1,7 @@
-"""The reliability matrix: rows of faults that are put into runs, and what became of them.
+"""The reliability matrix: rows of faults that are put into runs, and how many runs survived.
 
-The table is written after each row: it can be made in pieces, and rows that are not run now stay as
-they were.
+The table is written after each row, so it can be measured row by row; rows that are not run now
+stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8stack.errors import UserError, unknown
 from tests.faults.case import Case, Outcome
 
 ROWS = ("kill_rows", "inputs.input_rows", "numeric.numeric_rows", "rank_rows")
-SHOWN = 10  # lines of what was lost in a row
+SHOWN = 10  # lost faults to list per row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run rows, print and write the table after each; exits with 1 if a fault was not survived."""
-    known = all_cases()
+    """Run rows, and print and write the table after each. Exits with code 1 if a fault was not
+    survived."""
+    cases = all_cases()
     for name in arguments.only:
-        if name not in known:
-            raise unknown("row", name, known)
+        if name not in cases:
+            raise unknown("row", name, cases)
     facts = machine()
-    asked: Path | None = None if arguments.out == RESULTS else arguments.out
-    folder = None if arguments.short and asked is None else asked or RESULTS / facts["slug"]
-    found = so_far(folder, facts)
+    chosen_folder: Path | None = None if arguments.out == RESULTS else arguments.out
+    folder = (
+        None
+        if arguments.short and chosen_folder is None
+        else chosen_folder or RESULTS / facts["slug"]
+    )
+    data = so_far(folder, facts)
     lost = False
-    for name in arguments.only or known:
-        if known[name].needs_cuda and not torch.cuda.is_available():
+    for name in arguments.only or cases:
+        if cases[name].needs_cuda and not torch.cuda.is_available():
             print(f"{name}: not run, it needs a CUDA GPU", flush=True)
             continue
-        row = measured(name, known[name], arguments.short, arguments.keep)
+        row = measured(name, cases[name], arguments.short, arguments.keep)
         print(
             f"{name}: {row['survived']} of {row['injected']} survived, {row['seconds']:.0f} s",
             flush=True,
@@ -67,13 +72,13 @@ def run(arguments: argparse.Namespace) -> None:
         for line in row["lost"]:
             print(f"  LOST: {line}", flush=True)
         lost |= bool(row["lost"])
-        found["results"] = sorted(
-            [*(old for old in found["results"] if old["case"] != name), row],
+        data["results"] = sorted(
+            [*(old for old in data["results"] if old["case"] != name), row],
             key=lambda row: _order(row["case"]),
         )
         if folder is not None:
-            reports.write(found, table(found, known), figure(found), folder)
-    print(table(found, known))
+            reports.write(data, table(data, cases), figure(data), folder)
+    print(table(data, cases))
     print(f"written: {folder}/reliability.json, .md and .png" if folder else "nothing is written")
     if lost:
         raise SystemExit(1)
@@ -91,7 +96,7 @@ def _order(name: str) -> int:
 
 
 def so_far(folder: Path | None, facts: Row) -> Report:
-    """The report with the rows that `folder` has already."""
+    """The report with the rows that are already in `folder`."""
     path = folder / "reliability.json" if folder else None
     results = []
     if path and path.exists():
@@ -101,18 +106,18 @@ def so_far(folder: Path | None, facts: Row) -> Report:
 
 
 def measured(name: str, case: Case, short: bool, keep: Path | None) -> Row:
-    """One row: what became of its faults, and how to do it again."""
+    """Run the faults of one row. Returns the row: the outcome, and the command that repeats it."""
     began = time.monotonic()
     with _folder(name, keep) as folder:
         try:
             outcome = case.run(folder, case.short if short else case.long)
-        except Exception as error:  # the rows after this one are run all the same
+        except Exception as error:  # the next rows are run all the same
             traceback.print_exc()
-            why = f"the row itself failed: {type(error).__name__}: {error}"
-            outcome = Outcome(injected=0, survived=0, lost=(why,))
+            reason = f"the row itself failed: {type(error).__name__}: {error}"
+            outcome = Outcome(injected=0, survived=0, lost=(reason,))
     return {
         "case": name,
-        "what": case.what,
+        "what": case.description,
         "passes": case.passes,
         "injected": outcome.injected,
         "survived": outcome.survived,
@@ -138,26 +143,26 @@ def _folder(name: str, keep: Path | None) -> Iterator[Path]:
     yield folder
 
 
-def table(found: Report, known: Mapping[str, Case]) -> str:
-    rows = {row["case"]: row for row in found["results"]}
+def table(data: Report, cases: Mapping[str, Case]) -> str:
+    rows = {row["case"]: row for row in data["results"]}
     text = "# Reliability\n\nFaults put into whole runs, and how many of them passed, each row by a"
-    text += f" rule of its own. Measured on {_machines(found)}, torch "
-    text += f"{found['machine']['torch']}, row by row, by `python -m bench reliability`.\n\n"
+    text += f" rule of its own. Measured on {_machines(data)}, torch "
+    text += f"{data['machine']['torch']}, row by row, by `python -m bench reliability`.\n\n"
     cells = [
-        _cells(rows[name]) if name in rows else _not_run(name, known[name])
-        for name in sorted(known.keys() | rows.keys(), key=_order)
+        _cells(rows[name]) if name in rows else _not_run(name, cases[name])
+        for name in sorted(cases.keys() | rows.keys(), key=_order)
     ]
     header = ["row", "faults", "a fault passes when", "injected", "survived", "lost", "seconds"]
     return text + reports.markdown([*header, "run on"], cells) + "".join(_lost(rows.values()))
 
 
-def _machines(found: Report) -> str:
-    """Where the rows were run; which where, if not all were on one machine."""
+def _machines(data: Report) -> str:
+    """The machine that the rows were run on; if there are several, each with its rows."""
     by_machine: dict[str, list[str]] = {}
-    for row in found["results"]:
+    for row in data["results"]:
         by_machine.setdefault(row["machine"], []).append(row["case"])
     if len(by_machine) < 2:
-        return str(next(iter(by_machine), found["machine"]["machine"]))
+        return str(next(iter(by_machine), data["machine"]["machine"]))
     return "; ".join(f"{name} ({', '.join(cases)})" for name, cases in by_machine.items())
 
 
@@ -169,8 +174,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def _not_run(name: str, case: Case) -> list[str]:
-    why = "not run, needs a GPU" if case.needs_cuda else "not run"
-    return [name, case.what, case.passes, "", "", "", "", why]
+    reason = "not run, needs a GPU" if case.needs_cuda else "not run"
+    return [name, case.description, case.passes, "", "", "", "", reason]
 
 
 def _lost(rows: Iterable[Row]) -> Iterator[str]:
@@ -182,12 +187,12 @@ def _lost(rows: Iterable[Row]) -> Iterator[str]:
             yield f"\nLost in {row['case']}:\n\n" + "".join(f"- {line}\n" for line in lines)
 
 
-def figure(found: Report) -> Figure:
-    rows = found["results"]
+def figure(data: Report) -> Figure:
+    rows = data["results"]
     names = [row["case"] for row in rows]
     survived = [row["survived"] for row in rows]
-    made = Figure(figsize=(6, 1.2 + 0.3 * len(rows)), layout="constrained")
-    axes = made.add_subplot()
+    plot = Figure(figsize=(6, 1.2 + 0.3 * len(rows)), layout="constrained")
+    axes = plot.add_subplot()
     bars = axes.barh(names, survived, color="tab:blue", label="survived")
     axes.bar_label(bars, padding=2, fontsize=8)
     lost = [len(row["lost"]) for row in rows]
@@ -195,4 +200,4 @@ def figure(found: Report) -> Figure:
     axes.set(xlabel="faults", xscale="symlog", title="faults put into runs")
     axes.invert_yaxis()
     axes.legend(fontsize=8)
-    return made
+    return plot

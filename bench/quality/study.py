@@ -1,8 +1,9 @@
-"""What recipes cost in loss: small models trained in each, beside float32 with the same seed.
+"""The cost of recipes in loss: small models trained in each recipe and, with the same seed, in
+float32.
 
-Runs take hours, so their figures are added to `study.jsonl` as they end, and the same command goes
-on with what is not there. Nothing here is timed: it may run beside other work, and waits while
-another `python -m bench` measures times.
+Runs take hours, so the figures of each are added to `study.jsonl` when it ends, and the same
+command continues with the missing runs. Nothing is timed: the study may run next to other work, and
+pauses while another `python -m bench` measures times.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ARMS = (
     "nvfp4_no_hadamard", "nvfp4_forward_high", "nvfp4_backward_high", "nvfp4_last_bf16",
     "mxfp6_e3m2",
 )  # fmt: skip
-"""Recipes that the largest model is not trained in: parts of NVFP4, and the other FP6."""
+"""Recipes that only the smaller models are trained in: variants of NVFP4, and the other FP6."""
 KEYS: dict[str, Any] = {
     "model": MODEL, "device": "cpu", "threads": 1, "min_lr": 0.0, "eval_windows": 512,
     "sample_tokens": 0, "guard": {"enabled": False},
@@ -69,20 +70,20 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "first half in fp32": {"shared": 0.5},
     study_tables.AA: {"shared": 0.0, "accumulate": 2},
 }
-"""How pairs are made. The first steps of a small model are chaotic: rounding in them moves the end
-of a run. A share of the steps that all runs of a seed take in float32 removes that, so the study's
-tables are of `SHARED`; the others are there to say what each does to the spread of gaps."""
+"""Designs of pairs of runs. The first steps of a small model are chaotic: rounding in them changes
+the final loss. If all runs of a seed take the first steps in float32, gaps spread less, so the
+study's tables use the design `SHARED`; the others show the effect of each design on the spread."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
-FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # one was tuned on the model of seed 0
-"""Recipes of files: one of `fp8stack tune`, and with as many bits what is commonly done; and some
-with the residual stream in bf16."""
+FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
+"""The cell and seeds for recipes from files: one from `fp8stack tune`, common choices with as many
+bits, and recipes with the residual stream in bf16."""
 AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
 
 def source_of(recipe: str) -> str:
-    """The name that `load_recipe` takes: a path for a recipe in `bench/recipes/`."""
+    """The argument of `load_recipe`: the path of a recipe in `bench/recipes/`, else the name."""
     file = FILES / f"{recipe}.toml"
     return str(file) if file.exists() else recipe
 
@@ -103,13 +104,13 @@ class Job:
 
     @property
     def is_base(self) -> bool:
-        """Whether others are compared with it."""
+        """Whether other runs are compared with this one."""
         return self.recipe == BASELINE and self.design != study_tables.AA
 
     @property
     def trial(self) -> tuple[str, int, int, str]:
-        """What a run has in common with the one in float32 that it is compared with: the steps
-        that designs share do not change that one."""
+        """The key that a run shares with the float32 run that it is compared with. Designs that
+        differ only in their shared steps have the same float32 run."""
         design = self.design
         if design == study_tables.AA:
             design = "plain"
@@ -119,7 +120,7 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """How many steps make `ratio` tokens per parameter."""
+        """The number of steps that make `ratio` tokens per parameter."""
         return round(self.ratio * _shape(self.size).parameters() / TOKENS_PER_STEP)
 
     @property
@@ -129,7 +130,7 @@ class Job:
         first = {"name": "shared", "recipe": BASELINE, "until": design.pop("shared")}
         phases = [first, {"name": "compared"}] if first["until"] else []
         every = 20 if self.design == "plain" else 3
-        own = {
+        run_keys = {
             "phases": [] if self.recipe == BASELINE else phases,
             "model_overrides": SHAPES[self.size],
             "recipe": self.source,
@@ -140,16 +141,16 @@ class Job:
             "telemetry_every": 0 if self.recipe == BASELINE else math.ceil(steps / 4),
         }
         if self.size == TINY:
-            own["eval_windows"] = 16
-        return KEYS | own | design
+            run_keys["eval_windows"] = 16
+        return KEYS | run_keys | design
 
     def content(self, cpu: str) -> str:
-        """A hash of all that the run's figures depend on: its keys, what its recipe says, and the
-        kind of CPU."""
-        keys = self.keys | {"recipe": self.recipe}  # wherever its file is
+        """A hash of everything that the run's figures depend on: its keys, the content of its
+        recipe, and the kind of CPU."""
+        keys = self.keys | {"recipe": self.recipe}  # independent of the path of its file
         shape = _shape(self.size).model_dump(mode="json")
-        told = json.dumps([keys, _recipe(self.source), shape, cpu], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        content = json.dumps([keys, _recipe(self.source), shape, cpu], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
@@ -168,7 +169,7 @@ def _shape(size: str) -> GPTConfig:
 @cache
 def _recipe(source: str) -> dict[str, Any]:
     recipe = load_recipe(source)
-    # Runs of before there was a choice are kept.
+    # Keep the hashes of runs from before the key `residual` existed.
     usual = {"residual"} if recipe.residual == "fp32" else set()
     return recipe.model_dump(mode="json", exclude={"description", *usual})
 
@@ -185,29 +186,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs(sizes: Sequence[str]) -> list[Job]:
-    """All runs, the shortest first, but the first pair of a cell before others' further ones."""
-    found = []
+    """All runs, the shortest first, except that the first pair of every cell comes early."""
+    planned = []
     for size in sizes:
         for ratio in RATIOS if size != TINY else (1,):
             recipes = {TINY: ("mxfp4",), "0.9M": LADDER}.get(size, LADDER + ARMS)
             for seed in range(PAIRS.get(size, 2)):
                 for recipe in (BASELINE, *recipes):
-                    found.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
+                    planned.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
             if (size, ratio) == FILES_CELL:
                 files = sorted({file.stem for file in FILES.glob("*.toml")} - {*LADDER, *ARMS})
                 every = ((recipe, seed) for seed in FILES_SEEDS for recipe in files)
-                found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
+                planned += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:
-                found += _designs(size, ratio)
-    found.sort(key=lambda job: _shape(job.size).parameters() ** 2 * job.ratio * (job.seed or 0.1))
+                planned += _designs(size, ratio)
+    planned.sort(key=lambda job: _shape(job.size).parameters() ** 2 * job.ratio * (job.seed or 0.1))
     if AA_CELL[0] in sizes:
-        middle = next(n for n, job in enumerate(found) if (job.ratio, job.seed) == (RATIOS[-1], 4))
-        found[middle:middle] = _same_twice(*AA_CELL)
-    return found
+        middle = next(
+            n for n, job in enumerate(planned) if (job.ratio, job.seed) == (RATIOS[-1], 4)
+        )
+        planned[middle:middle] = _same_twice(*AA_CELL)
+    return planned
 
 
 def _same_twice(size: str, ratio: int) -> Iterator[Job]:
-    """Float32 beside float32 that adds its gradients up in two parts, and so rounds otherwise."""
+    """Pairs of float32 runs, of which one adds up its gradients in two parts and so rounds
+    differently."""
     for seed in range(AA_PAIRS):
         for design in ("plain", study_tables.AA):
             yield Job(size=size, ratio=ratio, recipe=BASELINE, seed=seed, design=design)
@@ -224,13 +228,13 @@ def _designs(size: str, ratio: int) -> Iterator[Job]:
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:
-    """Where results are: all of these are of a CPU."""
+    """The folder of the results, which are all measured on CPUs."""
     out: Path = arguments.out
     return out / "cpu" if out.name == "results" else out
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train what is not there, and write the tables of what there is."""
+    """Train the missing runs, and write the tables of all finished ones."""
     sizes = [TINY] if arguments.tiny else arguments.sizes
     for size in sizes:
         if size not in SHAPES:
@@ -242,50 +246,50 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if not arguments.table:
             rows = json_lines(path)
-            left = left_of(jobs(sizes), rows, cpu)
-            print(f"{len(left)} runs are to do, {len(rows)} are there", flush=True)
-            _train(left, path, cpu, arguments)
+            remaining = left_of(jobs(sizes), rows, cpu)
+            print(f"{len(remaining)} runs are to do, {len(rows)} are there", flush=True)
+            _train(remaining, path, cpu, arguments)
     finally:
         print(study_tables.write(json_lines(path), folder))
 
 
-def left_of(asked: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:
-    """The jobs to do on this kind of CPU. A seed's pair that another kind has made is not made
-    again, since it is the same pair but for rounding; its float32 run is, where a pair needs it."""
-    known = {row["key"] for row in rows}
+def left_of(jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:
+    """The jobs left to run on this kind of CPU. A pair that another kind of CPU has finished is not
+    repeated, since it differs only in rounding. A float32 run is repeated if a new pair needs
+    it."""
+    known_keys = {row["key"] for row in rows}
     cpus = sorted({cpu} | {row["cpu"] for row in rows})
-    bases = {job.trial: job for job in asked if job.is_base}
+    bases = {job.trial: job for job in jobs if job.is_base}
 
     def is_made(job: Job) -> bool:
         base = bases[job.trial]
-        return any(job.content(c) in known and base.content(c) in known for c in cpus)
+        return any(job.content(c) in known_keys and base.content(c) in known_keys for c in cpus)
 
-    pairs = [job for job in asked if not job.is_base and not is_made(job)]
+    pairs = [job for job in jobs if not job.is_base and not is_made(job)]
     needed = {bases[job.trial] for job in pairs}.union(pairs)
-    return [job for job in asked if job in needed and job.content(cpu) not in known]
+    return [job for job in jobs if job in needed and job.content(cpu) not in known_keys]
 
 
 # Training
 
 
-def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace) -> None:
+def _train(remaining: list[Job], path: Path, cpu: str, arguments: argparse.Namespace) -> None:
     """Train the jobs in processes of one thread each, and add their figures to the file at `path`.
 
     Raises:
-        UserError: runs that failed, other than by numbers that are not finite: they are to be made
-            again.
+        UserError: runs failed for another reason than non-finite numbers, and must be repeated.
     """
     context = multiprocessing.get_context("spawn")
-    asked, done = context.Queue(), context.Queue()
-    for job in left:
-        asked.put(job)
-    count = max(1, min(arguments.workers, len(left)))
+    queue, done = context.Queue(), context.Queue()
+    for job in remaining:
+        queue.put(job)
+    count = max(1, min(arguments.workers, len(remaining)))
     for _ in range(count):
-        asked.put(None)  # there is no more
-    asked.cancel_join_thread()  # a stopped study leaves most of them unread
+        queue.put(None)  # ends a worker
+    queue.cancel_join_thread()  # a stopped study leaves most jobs unread
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     workers = [
-        context.Process(target=_work, args=(asked, done, arguments.runs, cpu, os.getpid()))
+        context.Process(target=_work, args=(queue, done, arguments.runs, cpu, os.getpid()))
         for _ in range(count)
     ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a KeyboardInterrupt, as by Ctrl-C
@@ -298,14 +302,14 @@ def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace)
             with suppress(Empty):
                 row = done.get(timeout=1)
                 ended += 1
-                print(f"[{ended}/{len(left)}] {row['name']}: {_told(row)}", flush=True)
+                print(f"[{ended}/{len(remaining)}] {row['name']}: {_told(row)}", flush=True)
                 if row["error"]:
                     failed.append(row["name"])
                 else:
                     append_line(path, row)
             if stopped or time.monotonic() > until:
                 _send(signal.SIGCONT, workers)
-                _send(signal.SIGTERM, workers)  # they save their runs and end
+                _send(signal.SIGTERM, workers)  # the workers save their runs and end
                 stopped, until = True, math.inf
             else:
                 _send(signal.SIGSTOP if held_by_another() else signal.SIGCONT, workers)
@@ -323,21 +327,21 @@ def _told(row: Mapping[str, Any]) -> str:
     return f"{row['status']}{loss}, {row['seconds']:.0f} s"
 
 
-def _send(which: signal.Signals, workers: Sequence[Any]) -> None:
+def _send(signal_number: signal.Signals, workers: Sequence[Any]) -> None:
     for worker in workers:
         if worker.is_alive():
-            os.kill(worker.pid, which)
+            os.kill(worker.pid, signal_number)
 
 
-def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
-    """Train one job after the other, until there is none left, a signal comes or the parent is
+def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
+    """Train one job after the other, until none is left, a signal arrives or the parent process is
     gone."""
     import fp8stack
 
     runs.mkdir(parents=True, exist_ok=True)
     while os.getppid() == parent:
         try:
-            job = asked.get(timeout=5)
+            job = queue.get(timeout=5)
         except Empty:
             return
         if job is None:
@@ -348,7 +352,7 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
             with (runs / f"{job.name}.log").open("a") as log, redirect_stdout(log):
                 fp8stack.pretrain(out=str(folder), resume="auto", **job.keys)
         except NumericFailure as failed:
-            exit = failed.exit_code  # that is a result
+            exit = failed.exit_code  # a failed training is a result
         except Preempted:
             return
         except UserError as failed:
@@ -362,7 +366,7 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
 
 def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dict[str, Any]:
     shape = _shape(job.size)
-    found = read_run(
+    results = read_run(
         RunFolder(folder),
         recipe=job.recipe,
         seed=job.seed,
@@ -381,27 +385,27 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
         "cpu": cpu,
         "parameters": shape.parameters(),
         "tokens": job.steps * TOKENS_PER_STEP,
-        "status": found.status,
-        "val_loss": found.val_loss,
-        "curve": [[step, round(loss, 6)] for step, loss in found.curve],
-        "skips": found.skips,
+        "status": results.status,
+        "val_loss": results.val_loss,
+        "curve": [[step, round(loss, 6)] for step, loss in results.curve],
+        "skips": results.skips,
         "operand_errors": operand_errors(folder / "telemetry.jsonl"),
         "seconds": round(seconds, 1),
     }
 
 
 def operand_errors(path: Path) -> dict[str, float]:
-    """The mean relative squared error of each kind of operand, over layers and sampled steps; the
-    first of these does not count, since delayed scaling has all its scales at 1 then."""
+    """The mean relative squared error of each kind of operand, over layers and sampled steps. The
+    first sample does not count, since delayed scaling starts with all scales at 1."""
     rows = [row for row in read_rows(path, {"step": 0}) if row.get("sqnr_db") is not None]
     first = min((row["step"] for row in rows), default=0)
-    found = {}
+    errors = {}
     for kind in OPERANDS:
-        of = [
+        squared_errors = [
             10 ** (-row["sqnr_db"] / 10)
             for row in rows
             if row["operand"] == kind and row["step"] > first
         ]
-        if of:
-            found[kind] = round(sum(of) / len(of), 9)
-    return found
+        if squared_errors:
+            errors[kind] = round(sum(squared_errors) / len(squared_errors), 9)
+    return errors

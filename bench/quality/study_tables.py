@@ -1,4 +1,4 @@
-"""The tables and the picture of `python -m bench study`, of whatever runs there are."""
+"""The tables and the picture of `python -m bench study`, from the finished runs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fp8stack.io import write_atomically
 BASELINE = "fp32"
 SHARED = "first quarter in fp32"
 AA, AA_PAIRS = "gradients in two parts", 6
-"""A design of float32 runs that differ from the plain ones in rounding alone; how many pairs make a
-comparison that is looked at after each."""
-LAST = 3  # evaluations that a mean is taken of
+"""A design of float32 runs that differ from the plain ones only in rounding, and the number of
+pairs of a comparison, which is looked at after each pair."""
+LAST = 3  # evaluations to average
 MARKERS = "osD^vPX*"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -46,39 +46,41 @@ class Cell:
 
 
 def cells_of(rows: Rows) -> list[Cell]:
-    """The cells that have a pair: runs of a recipe and of float32 with one seed, on one kind of
-    CPU.
+    """The cells that have a pair: runs of a recipe and of float32 with the same seed, on the same
+    kind of CPU.
 
-    The effective-parameter multiplier is N' / N, N' the parameters of a float32 model that has
-    this loss after the same tokens D. From log L = a + b log N + c log D, fitted to the float32
-    runs, it is (L / L_fp32)^(1 / b).
+    The effective-parameter multiplier is N' / N, where N' is the number of parameters of a float32
+    model that has this loss after the same tokens D. From log L = a + b log N + c log D, fitted to
+    the float32 runs, it is (L / L_fp32)^(1 / b).
     """
     pairs: dict[tuple[str, int, str], list[tuple[Any, Any]]] = defaultdict(list)
     for row, base in pairs_of(rows, SHARED):
         pairs[row["size"], row["ratio"], row["recipe"]].append((row, base))
     slope = loss_slope(base_of(rows))
-    return [_cell(*place, of, slope) for place, of in sorted(pairs.items())]
+    return [_cell(*place, cell_pairs, slope) for place, cell_pairs in sorted(pairs.items())]
 
 
 def pairs_of(rows: Rows, design: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The runs of all recipes in this design, each with the one in float32 of the same size, ratio,
-    seed and kind of CPU: this design's, or, where it has none, the plain one's."""
+    """The runs of all recipes in this design, each with the float32 run of the same size, ratio,
+    seed and kind of CPU: of this design, or, if it has none, of the plain design."""
     done = [row for row in rows if row["val_loss"] is not None]
     place = ("size", "ratio", "seed", "cpu")
     base: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for of in (SHARED, "plain", design):
-        own = (row for row in done if (row["recipe"], row["design"]) == (BASELINE, of))
-        base |= {tuple(row[key] for key in place): row for row in own}
+    for base_design in (SHARED, "plain", design):
+        base_rows = (
+            row for row in done if (row["recipe"], row["design"]) == (BASELINE, base_design)
+        )
+        base |= {tuple(row[key] for key in place): row for row in base_rows}
     for row in done:
-        other = base.get(tuple(row[key] for key in place))
-        if other is not None and row["design"] == design and row["recipe"] != BASELINE:
-            yield row, other
+        base_row = base.get(tuple(row[key] for key in place))
+        if base_row is not None and row["design"] == design and row["recipe"] != BASELINE:
+            yield row, base_row
 
 
 def base_of(rows: Rows) -> list[Mapping[str, Any]]:
-    """The runs in float32 that the tables are of."""
-    own = (row for row in rows if (row["recipe"], row["design"]) == (BASELINE, SHARED))
-    return [row for row in own if row["val_loss"] is not None]
+    """The float32 runs of the design that the tables use."""
+    base_rows = (row for row in rows if (row["recipe"], row["design"]) == (BASELINE, SHARED))
+    return [row for row in base_rows if row["val_loss"] is not None]
 
 
 def loss_slope(base: Rows) -> float | None:
@@ -93,7 +95,7 @@ def loss_slope(base: Rows) -> float | None:
 def _cell(
     size: str, ratio: int, recipe: str, pairs: Sequence[tuple[Any, Any]], slope: float | None
 ) -> Cell:
-    gaps = [100 * (row["val_loss"] / other["val_loss"] - 1) for row, other in pairs]
+    gaps = [100 * (row["val_loss"] / base["val_loss"] - 1) for row, base in pairs]
     gap = mean_interval(gaps)
 
     def multiplier(percent: float) -> float:
@@ -109,7 +111,7 @@ def _cell(
         ratio=ratio,
         recipe=recipe,
         gap=gap,
-        nats=statistics.fmean(row["val_loss"] - other["val_loss"] for row, other in pairs),
+        nats=statistics.fmean(row["val_loss"] - base["val_loss"] for row, base in pairs),
         multiplier=multiplier(gap.mean) if slope else None,
         multiplier_range=(multiplier(gap.mean + width), multiplier(gap.mean - width))
         if slope and width is not None
@@ -127,9 +129,9 @@ def write(rows: Rows, folder: Path) -> str:
         "machines": sorted({row["cpu"] for row in rows}),
         "not done": sorted(row["name"] for row in rows if row["val_loss"] is None),
     }
-    found = {"facts": facts, "cells": [asdict(cell) for cell in cells]}
+    data = {"facts": facts, "cells": [asdict(cell) for cell in cells]}
     text = page(cells, rows, facts)
-    write_atomically(folder / "study.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(folder / "study.json", (json.dumps(data, indent=1) + "\n").encode())
     write_atomically(folder / "study.md", text.encode())
     figure(cells).savefig(folder / "study.png", dpi=110)
     return text
@@ -139,21 +141,25 @@ def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
     places = sorted({(cell.size, cell.ratio) for cell in cells})
     by = {(cell.recipe, cell.size, cell.ratio): cell for cell in cells}
 
-    def table(told: Callable[[Cell], str]) -> str:
-        found = {
-            (recipe, f"{size}, {ratio} tokens"): told(by[recipe, size, ratio])
+    def table(cell_text: Callable[[Cell], str]) -> str:
+        cell_texts = {
+            (recipe, f"{size}, {ratio} tokens"): cell_text(by[recipe, size, ratio])
             if (recipe, size, ratio) in by
             else ""
             for recipe in _order(cells)
             for size, ratio in places
         }
-        return report.crossed(found, "recipe")
+        return report.crossed(cell_texts, "recipe")
 
     base = base_of(rows)
     losses = ", ".join(
-        f"{size} with {ratio} tokens {statistics.fmean(of):.4f}"
+        f"{size} with {ratio} tokens {statistics.fmean(losses_of_cell):.4f}"
         for size, ratio in places
-        if (of := [r["val_loss"] for r in base if (r["size"], r["ratio"]) == (size, ratio)])
+        if (
+            losses_of_cell := [
+                r["val_loss"] for r in base if (r["size"], r["ratio"]) == (size, ratio)
+            ]
+        )
     )
     slope = loss_slope(base)
     missing = f" Not done: {', '.join(facts['not done'])}." if facts["not done"] else ""
@@ -199,27 +205,29 @@ def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
 
 
 def _designs(rows: Rows) -> list[str]:
-    """How much gaps spread, by the design of the pairs."""
+    """A section about the spread of gaps, by the design of the pairs."""
     names = list(dict.fromkeys(row["design"] for row in rows if row["design"] != AA))
-    found = {name: list(pairs_of(rows, name)) for name in names}
+    pairs_by_design = {name: list(pairs_of(rows, name)) for name in names}
     averaged = f"mean of the last {LAST} evaluations"
-    found[averaged] = [
+    pairs_by_design[averaged] = [
         ({**row, "val_loss": _mean_of_last(row)}, {**base, "val_loss": _mean_of_last(base)})
-        for row, base in found.get("plain", [])
+        for row, base in pairs_by_design.get("plain", [])
     ]
-    compared = {(row["size"], row["ratio"], row["recipe"]) for row, _ in found.get("plain", [])}
+    compared = {
+        (row["size"], row["ratio"], row["recipe"]) for row, _ in pairs_by_design.get("plain", [])
+    }
     lines = []
-    for name, pairs in found.items():
+    for name, pairs in pairs_by_design.items():
         for size, ratio, recipe in sorted(compared):
-            of = [
+            gaps = [
                 100 * (row["val_loss"] / base["val_loss"] - 1)
                 for row, base in pairs
                 if (row["size"], row["ratio"], row["recipe"]) == (size, ratio, recipe)
             ]
-            if len(of) > 1:
-                gap = mean_interval(of)
-                told = [f"{gap.mean:+.2f} ± {gap.half_width:.2f}", f"{gap.deviation:.3f}"]
-                lines.append([name, f"{size}, {ratio} tokens", recipe, *told, str(len(of))])
+            if len(gaps) > 1:
+                gap = mean_interval(gaps)
+                numbers = [f"{gap.mean:+.2f} ± {gap.half_width:.2f}", f"{gap.deviation:.3f}"]
+                lines.append([name, f"{size}, {ratio} tokens", recipe, *numbers, str(len(gaps))])
     if not lines:
         return []
     header = ["design", "model", "recipe", "gap, %", "its standard deviation, %", "pairs"]
@@ -234,14 +242,15 @@ def _designs(rows: Rows) -> list[str]:
 
 
 def _false_alarms(rows: Rows) -> list[str]:
-    """How often float32 beside itself, rounded otherwise, was said to be better or worse."""
-    of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    """A section about false alarms: comparisons of float32 with itself, rounded differently, that
+    said better or worse."""
+    losses_by_seed: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row["recipe"] == BASELINE and row["ratio"] == 1 and row["val_loss"] is not None:
-            of[row["cpu"], row["seed"]][row["design"]] = row["val_loss"]
+            losses_by_seed[row["cpu"], row["seed"]][row["design"]] = row["val_loss"]
     gaps = [
         100 * (losses[AA] / losses["plain"] - 1)
-        for _, losses in sorted(of.items())
+        for _, losses in sorted(losses_by_seed.items())
         if losses.keys() >= {AA, "plain"}
     ]
     comparisons = len(gaps) // AA_PAIRS
@@ -257,10 +266,10 @@ def _false_alarms(rows: Rows) -> list[str]:
     )
     alarms, widest = 0, 0.0
     for number in range(comparisons):
-        own = gaps[number * AA_PAIRS : (number + 1) * AA_PAIRS]
-        looks = [mean_interval(own[:n], always_valid=True) for n in range(3, AA_PAIRS + 1)]
+        comparison = gaps[number * AA_PAIRS : (number + 1) * AA_PAIRS]
+        looks = [mean_interval(comparison[:n], always_valid=True) for n in range(3, AA_PAIRS + 1)]
         alarms += any(not look.contains_zero for look in looks)
-        widest = max(widest, *(abs(gap) for gap in own))
+        widest = max(widest, *(abs(gap) for gap in comparison))
     return [
         "## False alarms",
         "",
@@ -274,12 +283,15 @@ def _false_alarms(rows: Rows) -> list[str]:
 
 
 def _plain_spread(rows: Rows) -> float | None:
-    """The least standard deviation of a recipe's gap in plain pairs, in percent of the loss."""
+    """The smallest standard deviation of a recipe's gap in plain pairs, in percent of the loss."""
     gaps: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for row, base in pairs_of(rows, "plain"):
         place = row["size"], row["ratio"], row["recipe"]
         gaps[place].append(100 * (row["val_loss"] / base["val_loss"] - 1))
-    return min((statistics.stdev(of) for of in gaps.values() if len(of) > 1), default=None)
+    return min(
+        (statistics.stdev(recipe_gaps) for recipe_gaps in gaps.values() if len(recipe_gaps) > 1),
+        default=None,
+    )
 
 
 def _mean_of_last(row: Mapping[str, Any]) -> float:
@@ -287,7 +299,7 @@ def _mean_of_last(row: Mapping[str, Any]) -> float:
 
 
 def _order(cells: Sequence[Cell]) -> list[str]:
-    """The recipes, those that cost most first."""
+    """The recipes, with the largest gap first."""
     gaps: dict[str, list[float]] = defaultdict(list)
     for cell in cells:
         gaps[cell.recipe].append(cell.gap.mean)
@@ -296,8 +308,8 @@ def _order(cells: Sequence[Cell]) -> list[str]:
 
 def _gap(cell: Cell) -> str:
     width = cell.gap.half_width
-    told = "" if width is None else f" ± {width:.2f}"
-    return f"{cell.gap.mean:+.2f}{told} ({cell.gap.samples})"
+    half_width = "" if width is None else f" ± {width:.2f}"
+    return f"{cell.gap.mean:+.2f}{half_width} ({cell.gap.samples})"
 
 
 def _multiplier(cell: Cell) -> str:
@@ -317,12 +329,12 @@ def _errors(cell: Cell) -> str:
 
 
 def figure(cells: Sequence[Cell]) -> Figure:
-    made = Figure(figsize=(17, 6), layout="constrained")
-    by_recipe, by_error, sizes = made.subplots(1, 3)
+    plot = Figure(figsize=(17, 6), layout="constrained")
+    by_recipe, by_error, sizes = plot.subplots(1, 3)
     recipes = _order(cells)
     places = sorted({(cell.size, cell.ratio) for cell in cells})
     for number, place in enumerate(places):
-        of = [cell for cell in cells if (cell.size, cell.ratio) == place]
+        place_cells = [cell for cell in cells if (cell.size, cell.ratio) == place]
         style: dict[str, Any] = {
             "color": f"C{number}",
             "marker": MARKERS[number % len(MARKERS)],
@@ -331,13 +343,13 @@ def figure(cells: Sequence[Cell]) -> Figure:
         }
         label = f"{place[0]}, {place[1]} tokens per parameter"
         shift = 0.7 * ((number + 0.5) / len(places) - 0.5)
-        rows = [recipes.index(cell.recipe) + shift for cell in of]
-        widths = [cell.gap.half_width or 0.0 for cell in of]
-        means = [cell.gap.mean for cell in of]
+        rows = [recipes.index(cell.recipe) + shift for cell in place_cells]
+        widths = [cell.gap.half_width or 0.0 for cell in place_cells]
+        means = [cell.gap.mean for cell in place_cells]
         by_recipe.errorbar(means, rows, xerr=widths, label=label, capsize=2, **style)
-        errors = [sum(cell.errors.get(n, 0.0) for n in ("input", "weight")) for cell in of]
+        errors = [sum(cell.errors.get(n, 0.0) for n in ("input", "weight")) for cell in place_cells]
         by_error.errorbar(errors, means, yerr=widths, capsize=2, **style)
-        for cell, row in zip(of, rows, strict=True):
+        for cell, row in zip(place_cells, rows, strict=True):
             if cell.multiplier is not None:
                 low, high = cell.multiplier_range or (cell.multiplier, cell.multiplier)
                 around = [[cell.multiplier - low], [high - cell.multiplier]]
@@ -354,7 +366,7 @@ def figure(cells: Sequence[Cell]) -> Figure:
     _describe(by_error, "relative squared error of inputs + of weights", "why", zero=None)
     if cells:
         by_recipe.legend(frameon=False, fontsize=8, loc="lower right")
-    return made
+    return plot
 
 
 def _describe(axes: Axes, x: str, title: str, zero: float | None) -> None:

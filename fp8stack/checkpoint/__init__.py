@@ -1,1 +1,1 @@
-"""Checkpoints: written, found, verified, restored."""
+"""Checkpoints: writing, finding, verifying and restoring them."""

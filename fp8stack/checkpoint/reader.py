@@ -1,4 +1,4 @@
-"""Finding and reading checkpoints: safetensors and JSON in a folder, verified on load, without
+"""Find and read checkpoints: folders of safetensors and JSON files, verified on load, without
 pickle."""
 
 import hashlib
@@ -23,7 +23,7 @@ from fp8stack.precision.hardware import require_free
 from fp8stack.tokenizer import TokenizerIdentity
 
 FORMAT = 1
-SHARED = ("model", "optimizer")  # the groups that FSDP2's ranks share out
+SHARED = ("model", "optimizer")  # the groups that FSDP2 shards
 _NAME = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"([a-z0-9]+/shard-\d{5}-model-00001-of-00001|[a-z0-9]+)\.safetensors")
 MANIFEST = "checkpoint.json"
@@ -32,12 +32,12 @@ _LARGEST_MANIFEST = 8 * 2**20  # in memory it takes many times as much
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to go on as if it had not stopped. `tensors` holds one group of named
-    tensors per file: model, optimizer, fp8, rng; of those that ranks share out, one file per rank
-    in a folder."""
+    """The state from which a run continues as if it had not stopped. `tensors` holds the groups of
+    named tensors: model, optimizer, fp8, rng. A group is one file, or, if ranks shard it, a folder
+    with one file per rank."""
 
     step: int
-    info: dict[str, Any]  # plain JSON data: the configuration, the plan, what the data was
+    info: dict[str, Any]  # plain JSON data: the configuration, the plan, the data's identity
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
@@ -56,14 +56,14 @@ class Info(BaseModel, frozen=True, extra="forbid", strict=True):
     plan: dict[str, Any]
     scaler: dict[str, Any] | None
     versions: dict[str, str]
-    guard: dict[str, Any] | None = None  # of runs before there was one, and the next two as well
+    guard: dict[str, Any] | None = None  # old checkpoints lack this key and the next ones
     plans: list[dict[str, Any]] = []
     phases: dict[str, Any] | None = None
-    tokenizer: TokenizerIdentity | None = None  # of the data; None: unknown, or not recorded yet
+    tokenizer: TokenizerIdentity | None = None  # of the data; None if unknown or not recorded
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
-    """`checkpoint.json`, less its own checksum."""
+    """The content of `checkpoint.json`, without its own checksum."""
 
     format: int
     step: NonNegativeInt
@@ -78,7 +78,7 @@ def recorded_tokenizer(info: Mapping[str, Any]) -> TokenizerIdentity | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every byte of the checkpoint in the folder `path` is as it was written."""
+    """Whether no byte of the checkpoint in the folder `path` has changed since it was written."""
     try:
         for name, expected in _manifest(path).files.items():
             _verify(path / name, expected)
@@ -88,18 +88,21 @@ def is_whole(path: Path) -> bool:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint in the folder `path`, every byte of it verified.
+    """Read the checkpoint in the folder `path`, and verify every byte of it.
 
     Raises:
-        UserError: naming the file that is missing, cut short, changed or of another format.
+        UserError: a file is missing, cut short, changed or of another format; the message names it.
     """
     manifest = _manifest(path)
-    require_free(sum(of.bytes for file, of in manifest.files.items() if "/" not in file), str(path))
+    require_free(
+        sum(file_sum.bytes for file, file_sum in manifest.files.items() if "/" not in file),
+        str(path),
+    )
     groups: dict[str, Mapping[str, Tensor]] = {}
     shards: dict[str, set[str]] = {}
     for name, expected in manifest.files.items():
         group, shared, shard = name.partition("/")
-        if shared:  # one of many: read when asked for
+        if shared:  # a rank's file: its tensors are read on access
             _verify(path / name, expected)
             shards.setdefault(group, set()).add(shard)
             continue
@@ -115,7 +118,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verify(file: Path, expected: FileSum) -> None:
-    """Raise a UserError unless a file is as it was written; it is read in pieces."""
+    """Raise a UserError if a file has changed since it was written. Reads it in pieces."""
     try:
         _require_size(file, expected.bytes)
         digest = sha256_of_file(file)
@@ -134,8 +137,8 @@ def candidates(folder: Path) -> list[Path]:
     """The checkpoint folders in `folder`, newest first, good or damaged."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -146,7 +149,7 @@ def step_of(path: Path) -> int:
 
 
 def _manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, checked against its own sum."""
+    """The manifest of the checkpoint at `path`, verified by the checksum that it states."""
     file = path / MANIFEST
     content = _read(file, None)
     try:
@@ -168,7 +171,8 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _read(file: Path, size: int | None) -> bytes:
-    """The content of `file`, which has `size` bytes; None is any size that a manifest can have."""
+    """The content of `file`. Raises a UserError if it does not have `size` bytes; None allows any
+    size that a manifest can have."""
     try:
         _require_size(file, size)
         return file.read_bytes()
@@ -178,7 +182,7 @@ def _read(file: Path, size: int | None) -> bytes:
 
 def _require_size(file: Path, size: int | None) -> None:
     status = file.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read for ever
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
         raise UserError(f"{file} is no regular file.")
     if size is not None and status.st_size != size:
         raise UserError(f"{file} is damaged: it has {status.st_size} bytes, not {size}.")
@@ -187,10 +191,10 @@ def _require_size(file: Path, size: int | None) -> None:
 
 
 def sha256_of(content: bytes) -> str:
-    """Its SHA-256 in hexadecimal."""
+    """The SHA-256 of `content`, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def canonical(body: Mapping[str, Any]) -> bytes:
-    """A manifest as the bytes that its own sum is of."""
+    """The bytes of a manifest that its own checksum covers."""
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

@@ -1,6 +1,6 @@
-"""When checkpoints are written: while the run waits, or by a thread while it goes on. In the
-background a step waits only until its tensors are copied to host memory; the thread then writes,
-flushes, verifies and removes as `writer` does. One is written at a time."""
+"""Save checkpoints while the run waits, or in a thread while the run continues. With a thread, a
+step waits only until its tensors are copied to host memory; the thread then writes, flushes,
+verifies and removes checkpoints by `writer`. It writes one checkpoint at a time."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -22,17 +22,19 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 class Saver:
-    """Writes the checkpoints of one run into `folder`, and keeps `keep` good ones and those of each
-    `keep_every`-th step, see `retain`; `good` are known to be whole.
+    """Writes the checkpoints of one run into `folder`, and keeps the newest `keep` good ones and
+    every checkpoint of a `keep_every`-th step, see `retain`.
 
-    As a context it waits at the end for what is being written, unless the user interrupted, and
-    lets go of the host memory.
+    As a context manager it waits at the end for the checkpoint being written, unless the user
+    interrupted the run, and frees the host memory.
 
     Args:
+        good: checkpoints that are known to be undamaged.
         in_background: whether `save` returns as soon as the tensors are copied.
-        before: is called before each checkpoint is written, by whoever writes it.
-        first_rows: of a model that ranks share out; see `writer.write`.
-        ranks: if so, who writes, and by a process group of their own, since a thread of each may.
+        before: called before a checkpoint is written, by the thread that writes it.
+        first_rows: the first rows of a model that ranks shard, see `writer.write`; else None.
+        ranks: the ranks that write a sharded model. They need a process group of their own, since
+            they may write in threads.
     """
 
     def __init__(
@@ -56,18 +58,20 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, step: int, info: Mapping[str, Any], capture: Callable[[], Groups]) -> Path:
-        """Write what `capture` gives as the checkpoint of `step`, with the JSON data `info`, and
-        return where it is or will be. The one before is waited for. Raises a StorageError if this
-        checkpoint or, in the background, the one before cannot be written."""
+        """Write the tensors that `capture` returns as the checkpoint of `step`, with the JSON data
+        `info`, and return its path. Waits for the previous checkpoint first. Raises a StorageError
+        if this checkpoint or, in the background, the previous one cannot be written."""
         self.wait()
         path = checkpoints.path_of(self.folder, step)
         if not self.in_background:
             self._write(step, info, capture())
             return path
         self._host.take(capture())
-        told = copy.deepcopy(dict(info))  # parts of it may change while it is written
-        # A daemon: an interrupted process does not wait for it; what it left is swept later.
-        self._thread = Thread(target=self._work, args=(step, told), name="checkpoint", daemon=True)
+        info_copy = copy.deepcopy(dict(info))  # the run may change `info` while the thread writes
+        # A daemon thread: an interrupted process does not wait for it. `sweep` removes its files.
+        self._thread = Thread(
+            target=self._work, args=(step, info_copy), name="checkpoint", daemon=True
+        )
         self._thread.start()
         return path
 
@@ -102,14 +106,14 @@ class Saver:
         except UserError as lost:
             if error is None:
                 raise
-            say(str(lost))  # the run ends by another error, which is not to be hidden
+            say(str(lost))  # raising it would hide the error that ends the run
         finally:
             self._host = HostCopy()
 
     def _work(self, step: int, info: Mapping[str, Any]) -> None:
         try:
             self._write(step, info, self._host.values())
-        except BaseException as error:  # `wait` raises it where the run can end by it
+        except BaseException as error:  # `wait` raises it in the main thread
             self._error = error
 
     def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:
@@ -124,15 +128,15 @@ class Saver:
 
 
 class HostCopy:
-    """Tensors copied to host memory, which is allocated once and used again; pinned for a GPU,
-    whose later work waits for the copies by itself."""
+    """Copies of tensors in host memory, which is allocated once and reused. For a GPU the memory is
+    pinned, and the GPU's later work waits for the copies."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, Tensor]] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(self, groups: Groups) -> None:
-        """Copy `groups`; from a GPU, the copies may still be running when this returns."""
+        """Copy `groups`. Copies from a GPU may still be running when this returns."""
         old = self._groups
         self._groups = {
             group: {

@@ -1,9 +1,9 @@
-"""Tensors that ranks share out, by rows: which rows are here, and their files.
+"""Tensors that ranks shard by rows: the rows of a rank, and the files of the shards.
 
-A group of a checkpoint is then a folder with one file per rank, in the layout of
-torch.distributed.checkpoint's safetensors storage, whose reader takes from them whatever rows are
-asked for: so a run may go on with another number of ranks. Nothing is pickled. (Its writer is not
-used: it cannot leave out the rows that pad a vocabulary, nor write copies of a GPU's rows in the
+A sharded group of a checkpoint is a folder with one file per rank, in the layout of
+torch.distributed.checkpoint's safetensors storage. torch's reader reads any rows from these files,
+so a run may resume with another number of ranks. Nothing is pickled. (torch's writer is not used:
+it cannot leave out the rows that pad a vocabulary, nor write copies of a GPU's rows in the
 background.)
 """
 
@@ -26,12 +26,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fp8stack.backends.fsdp import local_shard
 from fp8stack.errors import UserError
 
-# What torch 2.13's writer calls them.
+# The metadata keys of torch 2.13's writer.
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def first_row(tensor: Tensor) -> int:
-    """The index of this rank's first row in the whole tensor."""
+    """The index, in the full tensor, of this rank's first row."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return 0
     shape, mesh = tensor.shape, tensor.device_mesh
@@ -40,7 +40,8 @@ def first_row(tensor: Tensor) -> int:
 
 
 def copy_into(into: Tensor, values: Tensor) -> None:
-    """Copy `values`, the whole or DTensors of the same rows, into `into`: each rank its rows."""
+    """Copy `values`, a full tensor or a DTensor sharded as `into`, into `into`; every rank copies
+    its own rows."""
     if isinstance(into, DTensor) and not isinstance(values, DTensor):
         values = values.to(into.to_local().device)
         values = distribute_tensor(values, into.device_mesh, into.placements, src_data_rank=None)
@@ -48,23 +49,28 @@ def copy_into(into: Tensor, values: Tensor) -> None:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """The name of the file of a rank."""
     return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
 
 
 def write_rows(file: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> None:
-    """Write the rows of this rank, each tensor's beginning at that row of the whole."""
-    rows = {name: of.detach().cpu().contiguous() for name, of in tensors.items() if of.numel()}
+    """Write this rank's rows of `tensors`; `first_rows` has the index of the first row of each, in
+    the full tensor."""
+    rows = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
     offsets = {
-        name: {_OFFSETS: [first_rows.get(name, 0), *[0] * (of.ndim - 1)][: of.ndim]}
-        for name, of in rows.items()
+        name: {_OFFSETS: [first_rows.get(name, 0), *[0] * (tensor.ndim - 1)][: tensor.ndim]}
+        for name, tensor in rows.items()
     }
     safetensors.torch.save_file(rows, file, metadata={_HEADER: json.dumps(offsets)})
 
 
 class SharedGroup(Mapping[str, Tensor]):
-    """The named tensors of the `files` in a folder that ranks wrote, read one at a time when asked
-    for. Raises a UserError if the files are not what ranks write, or there are others."""
+    """The named tensors in the shard `files` of a folder, each read on access. Raises a UserError
+    if the files are not shards, or if the folder holds other safetensors files."""
 
     def __init__(self, folder: Path, files: Set[str]) -> None:
         self.folder = folder
@@ -72,11 +78,13 @@ class SharedGroup(Mapping[str, Tensor]):
             raise UserError(f"{folder / min(odd)} does not belong to the checkpoint.")
         self._reader = _Reader(str(folder))
         try:
-            found = self._reader.read_metadata().state_dict_metadata
-        except Exception as error:  # torch's reader expects what its writer writes
+            metadata = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # torch's reader does not check what it reads
             raise UserError(f"{folder} holds no shards of tensors: {error}.") from error
         kind = TensorStorageMetadata
-        self._tensors = {name: of for name, of in found.items() if isinstance(of, kind)}
+        self._tensors = {
+            name: tensor for name, tensor in metadata.items() if isinstance(tensor, kind)
+        }
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -85,12 +93,12 @@ class SharedGroup(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole of a tensor. Raises a UserError if its rows do not make a whole."""
-        of = self._tensors[name]
-        return self._read(name, torch.empty(of.size, dtype=of.properties.dtype))
+        """The full tensor. Raises a UserError if rows are missing or stored twice."""
+        metadata = self._tensors[name]
+        return self._read(name, torch.empty(metadata.size, dtype=metadata.properties.dtype))
 
     def like(self, name: str, like: Tensor) -> Tensor:
-        """A tensor, shared out as `like` if it has the same shape; else the whole, as by `[]`."""
+        """The tensor `name`, sharded as `like` if the shapes are equal; else the full tensor."""
         if isinstance(like, DTensor) and like.shape == self._tensors[name].size:
             return self._read(name, torch.empty_like(like, device=like.to_local().device))
         return self[name]
@@ -110,26 +118,26 @@ class SharedGroup(Mapping[str, Tensor]):
         return into
 
 
-def _is_whole(of: TensorStorageMetadata) -> bool:
-    """Whether the parts of a tensor are rows that follow each other, from the first to the last:
-    torch's reader would leave out what is missing."""
-    row, widths = 0, of.size[1:]
-    for part in sorted(of.chunks, key=lambda part: tuple(part.offsets)):
-        place = (row, *[0] * len(widths))[: len(of.size)]
-        if tuple(part.offsets) != place or part.sizes[1:] != widths:
+def _is_whole(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor hold consecutive rows, from the first to the last: torch's
+    reader does not notice missing rows."""
+    row, widths = 0, tensor.size[1:]
+    for chunk in sorted(tensor.chunks, key=lambda chunk: tuple(chunk.offsets)):
+        place = (row, *[0] * len(widths))[: len(tensor.size)]
+        if tuple(chunk.offsets) != place or chunk.sizes[1:] != widths:
             return False
-        row += part.sizes[0] if of.size else 1
-    return row == (of.size[0] if of.size else 1)
+        row += chunk.sizes[0] if tensor.size else 1
+    return row == (tensor.size[0] if tensor.size else 1)
 
 
 class _Reader(HuggingFaceStorageReader):
-    """torch's reader, which looks at the files once and not for every tensor."""
+    """torch's reader, but it reads the metadata once and not for every tensor."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._found: Metadata | None = None
+        self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        if self._found is None:
-            self._found = super().read_metadata()
-        return self._found
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata

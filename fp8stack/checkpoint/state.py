@@ -1,4 +1,4 @@
-"""Capturing a run's state as named tensors, and restoring it from a checkpoint."""
+"""Capture a run's state as named tensors, and restore it from a checkpoint."""
 
 import math
 import re
@@ -24,13 +24,13 @@ Group = Mapping[str, Tensor]
 def capture(
     model: GPT, optimizer: Optimizer, random: Group | None = None, *, fp8_model: GPT | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
-    rows that are here. The rows that pad the vocabulary are left out: they are zero, and how many
-    there are depends on the recipe.
+    """Weights, moments, FP8 state and random state, by name; of sharded tensors, this rank's rows.
+    The rows that pad the vocabulary are left out: they are zero, and their number depends on the
+    recipe.
 
     Args:
-        random: what `random_states` gave, on several ranks.
-        fp8_model: the variant of the model whose FP8 state it is, if that is another one.
+        random: the result of `random_states`; None for the state of this rank alone.
+        fp8_model: the variant of the model to take the FP8 state from, if it is not `model`.
     """
     weights, moments = {}, {}
     for name, parameter in model.named_parameters():
@@ -44,10 +44,10 @@ def capture(
 def first_rows(model: GPT) -> dict[str, int]:
     """The index of the first row that `capture` returns, for each sharded tensor."""
     return {
-        f"{name}{of}": first_row(parameter)
+        f"{name}{suffix}": first_row(parameter)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor)
-        for of in ("", ".exp_avg", ".exp_avg_sq")
+        for suffix in ("", ".exp_avg", ".exp_avg_sq")
     }
 
 
@@ -60,9 +60,9 @@ def restore(
     *,
     fp8_model: GPT | None = None,
 ) -> None:
-    """Put back what `capture` gave, on as many ranks as there are now; `rank` is this one. Raises a
-    UserError if a tensor is missing, left over, or of another shape or dtype, or a weight or moment
-    is not finite; then all weights and moments are as they were."""
+    """Restore the state that `capture` returned; the number of ranks may have changed, and `rank`
+    is this one. Raises a UserError if a tensor is missing, left over, or of another shape or dtype,
+    or if a weight or moment is not finite; then no weight or moment has changed."""
     weights, moments = groups.get("model", {}), groups.get("optimizer", {})
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
@@ -83,7 +83,7 @@ def restore(
 
 
 def random_states(ranks: Ranks) -> Group:
-    """The random state of every rank: `cpu` and `cuda` of the main one, `cpu.1` of the next."""
+    """The random state of every rank: `cpu` and `cuda` of the main rank, `cpu.1` of the next."""
     return {
         f"{name}.{rank}" if rank else name: state
         for name, mine in random_state().items()
@@ -92,8 +92,8 @@ def random_states(ranks: Ranks) -> Group:
 
 
 def restore_random_state(state: Group, rank: int = 0) -> None:
-    """Put back what `random_state` gave, or `random_states`. A rank that there was none of then
-    keeps what it has. Raises a UserError if it is invalid."""
+    """Restore the result of `random_state` or `random_states`. A rank for which no state was saved
+    keeps its current state. Raises a UserError if the state is invalid."""
     suffix = f".{rank}" if rank else ""
     if rank and f"cpu{suffix}" not in state:
         return
@@ -107,22 +107,22 @@ def restore_random_state(state: Group, rank: int = 0) -> None:
 
 @torch.no_grad()
 def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
-    """The largest norm of a weight or moment that is here: float32, 0-dim; not finite if an element
-    is not. With `order` infinity that is the largest element; 2 is faster on a CPU and at least as
-    large, but infinite from elements of 2^64 on."""
+    """The largest norm of a weight or moment of this rank: float32, 0-dim; not finite if an element
+    is not. With `order` infinity it is the largest element. Order 2 is faster on a CPU and at least
+    as large, but infinite if an element is 2^64 or more."""
     tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
-    tensors += [value for kept in optimizer.state.values() for value in plain(kept).values()]
-    # Codes of 8 bits are bounded; where what they stood for was not, their scale is not finite.
-    parts = [local_shard(tensor) for tensor in tensors if tensor.dtype.itemsize > 1]
-    parts = [part for part in parts if part.ndim and part.numel()]
-    return torch.stack(torch._foreach_norm(parts, ord=order)).max()
+    tensors += [value for state in optimizer.state.values() for value in plain(state).values()]
+    # Skip 8-bit codes, which are always finite: their scales show values that are not.
+    shards = [local_shard(tensor) for tensor in tensors if tensor.dtype.itemsize > 1]
+    shards = [shard for shard in shards if shard.ndim and shard.numel()]
+    return torch.stack(torch._foreach_norm(shards, ord=order)).max()
 
 
 @torch.no_grad()
 def restore_weights(model: GPT, weights: Group) -> None:
-    """Put the weights of a checkpoint into a model, padded as the model wants it. Raises a
-    UserError if one is missing, left over, of another shape or dtype, or not finite; then all are
-    as they were."""
+    """Restore a model's weights from a checkpoint, padded to the model's shapes. Raises a UserError
+    if a weight is missing, left over, of another shape or dtype, or not finite; then no weight has
+    changed."""
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
     for name, parameter in parameters.items():
@@ -136,25 +136,29 @@ def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dic
     for name, parameter in parameters.items():
         owner = owners[parameter]
         if isinstance(owner, AdamW):
-            kept = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            moments = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
         else:
-            kept = plain(first_state(owner, parameter))
+            moments = plain(first_state(owner, parameter))
             if isinstance(owner, SGD | Muon):
-                kept = dict.fromkeys(kept, parameter)
-        likes |= {f"{name}.{key}": like for key, like in kept.items()}
+                moments = dict.fromkeys(moments, parameter)
+        likes |= {f"{name}.{key}": like for key, like in moments.items()}
     return likes
 
 
 def _owners(optimizer: Optimizer) -> dict[Tensor, Optimizer]:
-    return {one: part for part in optimizers_in(optimizer) for one in parameters_of(part)}
+    return {
+        parameter: member
+        for member in optimizers_in(optimizer)
+        for parameter in parameters_of(member)
+    }
 
 
 def _check(likes: Group, saved: Group, model: GPT) -> None:
-    """Check that each tensor of `saved` fits the one in `likes`, before any is changed."""
+    """Check that every tensor of `saved` fits its counterpart in `likes`, before any is changed."""
     odd = sorted(likes.keys() ^ saved.keys())
     if odd:
-        which = "lacks" if odd[0] in likes else "has a tensor too many,"
-        raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
+        fault = "lacks" if odd[0] in likes else "has a tensor too many,"
+        raise UserError(f"The checkpoint {fault} '{odd[0]}': it is of another model.")
     for name, like in likes.items():
         values = local_shard(_saved(saved, name, like, model))
         if not (values.float() if values.dtype.itemsize == 1 else values).isfinite().all():
@@ -162,7 +166,7 @@ def _check(likes: Group, saved: Group, model: GPT) -> None:
 
 
 def _trim(name: str, tensor: Tensor, model: GPT) -> Tensor:
-    """The rows of `tensor` that are here, without those that pad the vocabulary."""
+    """This rank's rows of `tensor`, without the rows that pad the vocabulary."""
     first, tensor = first_row(tensor), local_shard(tensor)
     if name not in PADDED or not tensor.ndim:
         return tensor
@@ -170,7 +174,7 @@ def _trim(name: str, tensor: Tensor, model: GPT) -> Tensor:
 
 
 def _saved(group: Group, name: str, like: Tensor, model: GPT) -> Tensor:
-    """The tensor `name` with the rows that `_trim` cut off, checked to be what `like` can take."""
+    """The tensor `name`, checked to fit `like`, with the padding that `_trim` cut off."""
     tensor = group.like(name, like) if isinstance(group, SharedGroup) else group[name]
     shape = tuple(like.shape)
     if re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", name) in PADDED:
@@ -193,12 +197,12 @@ def random_state() -> dict[str, Tensor]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Where two pieces of JSON data differ, each as `key is X here and Y in the checkpoint`."""
-    # What both have first: a key that only one recipe knows follows from the recipes' difference.
+    """Yield the differences of two JSON objects: `key is X here and Y in the checkpoint`."""
+    # Common keys come first: a key that only one recipe has follows from the recipes' difference.
     for key in sorted(saved.keys() | now.keys(), key=lambda k: (k not in saved or k not in now, k)):
-        ours, theirs = now.get(key), saved.get(key)
+        value, saved_value = now.get(key), saved.get(key)
         name = f"{path}{key}"
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            yield from differences(theirs, ours, f"{name}.")
-        elif ours != theirs:
-            yield f"{name} is {ours!r} here and {theirs!r} in the checkpoint"
+        if isinstance(value, dict) and isinstance(saved_value, dict):
+            yield from differences(saved_value, value, f"{name}.")
+        elif value != saved_value:
+            yield f"{name} is {value!r} here and {saved_value!r} in the checkpoint"

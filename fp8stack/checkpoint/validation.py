@@ -1,8 +1,8 @@
-"""Whether a checkpoint holds what a run or a model needs, whatever its checksums say.
+"""Check that a checkpoint holds what a run or a model needs.
 
-Right checksums prove that no byte has changed since it was written, not that what was written is of
-use. What does not fit is found here, before anything is done with it, so that an older checkpoint
-can be taken.
+Correct checksums prove that no byte has changed since the checkpoint was written, not that a run
+can use it. The checks here find what does not fit before the run changes, so that an older
+checkpoint can be used.
 """
 
 import re
@@ -29,36 +29,36 @@ from fp8stack.precision import Hardware, Recipe, load_recipe, recipe_from_json
 Check = Callable[[Checkpoint], object]
 
 
-class _Told(BaseModel, frozen=True, strict=True, extra="allow"):
-    """A table of which only some keys are checked."""
+class _CheckedKeys(BaseModel, frozen=True, strict=True, extra="allow"):
+    """A JSON object with more keys than the ones checked here."""
 
 
-class _Identity(_Told):
+class _Identity(_CheckedKeys):
     model: dict[str, Any]
     recipe: dict[str, Any]
     data: dict[str, str]
-    recipes: dict[str, dict[str, Any]] = {}  # of several variants, by their places in `plans`
+    recipes: dict[str, dict[str, Any]] = {}  # of the variants, by index in `plans`
 
 
-class _Layer(_Told):
+class _Layer(_CheckedKeys):
     name: str
     reason: str
     fp8: bool = False
 
 
-class _Plan(_Told):
+class _Plan(_CheckedKeys):
     layers: list[_Layer]
     recipe: dict[str, Any] = {}
 
 
-class _Phases(_Told):
+class _Phases(_CheckedKeys):
     ended_at: int | None
     judged_at: int
     entered: str | None
     places: dict[str, int]
 
 
-class _Scaler(_Told):
+class _Scaler(_CheckedKeys):
     scale: PositiveFloat
     growth_factor: PositiveFloat
     backoff_factor: PositiveFloat
@@ -68,14 +68,14 @@ class _Scaler(_Told):
     overflows: NonNegativeInt = 0
 
 
-class _Watch(_Told):
+class _Watch(_CheckedKeys):
     window: list[Any]
     streak: int
     overflows: int
     norms: list[float] = []
 
 
-class _Guard(_Told):
+class _Guard(_CheckedKeys):
     watch: _Watch
     left_out: list[int]
     demoted: dict[str, int | None]
@@ -87,8 +87,8 @@ class _Guard(_Told):
 
 
 def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str]]:
-    """The newest checkpoint in `folder` that passes `check`, its path, and why newer ones do not.
-    Raises a NoUsableCheckpoint if there is none; the message gives the reasons."""
+    """The newest checkpoint in `folder` that passes `check`, its path, and the reasons why newer
+    ones do not. Raises a NoUsableCheckpoint with the reasons if no checkpoint passes."""
     passed_over: list[str] = []
     for path in checkpoints.candidates(folder):
         try:
@@ -104,8 +104,8 @@ def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str
 
 
 def load_sound(path: Path, check: Check) -> Checkpoint:
-    """The checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
-    NoUsableCheckpoint naming what is wrong with it."""
+    """Load the checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
+    NoUsableCheckpoint that names its fault."""
     try:
         checkpoint = checkpoints.load(path)
     except UserError as error:
@@ -116,14 +116,14 @@ def load_sound(path: Path, check: Check) -> Checkpoint:
             raise UserError(f"it is of step {quoted(str(checkpoint.step))}")
         check(checkpoint)
     except UserError as error:
-        said = str(error).rstrip(".")
-        raise NoUsableCheckpoint(f"{path} cannot be used: {said}.") from error
+        fault = str(error).rstrip(".")
+        raise NoUsableCheckpoint(f"{path} cannot be used: {fault}.") from error
     return checkpoint
 
 
 def can_go_on(checkpoint: Checkpoint) -> None:
-    """See that a run can go on from `checkpoint`: configuration, weights, moments and scales fit.
-    Raises a UserError naming the first key or tensor that does not."""
+    """Check that a run can resume from `checkpoint`: configuration, weights, moments and scales
+    fit. Raises a UserError that names the first key or tensor that does not."""
     config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
@@ -133,26 +133,27 @@ def can_go_on(checkpoint: Checkpoint) -> None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
-        known = {layer.name for layer in plan.layers}
-        known |= {name.removesuffix(".qkv") for name in known}  # attention
-        for name in guard.demoted.keys() - known:
+        layer_names = {layer.name for layer in plan.layers}
+        layer_names |= {name.removesuffix(".qkv") for name in layer_names}  # attention
+        for name in guard.demoted.keys() - layer_names:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()
     for place, planned in enumerate(plans):
-        if told := identity.recipes.get(str(place)):  # the FP8 state has the counters of all
-            _without_memory(shape, _recipe(told, f"recipes.{place}"), planned, draws)
+        # The FP8 state has the counters of all variants.
+        if recipe_keys := identity.recipes.get(str(place)):
+            _without_memory(shape, _recipe(recipe_keys, f"recipes.{place}"), planned, draws)
     model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
-    kept = random_state()
+    random = random_state()
     try:
         restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
     finally:
-        restore_random_state(kept)
+        restore_random_state(random)
 
 
 def has_weights(checkpoint: Checkpoint) -> None:
-    """See that `checkpoint` holds the weights of the model that it names. Raises a UserError naming
-    the first key or tensor that does not fit."""
+    """Check that `checkpoint` holds the weights of the model that it names. Raises a UserError that
+    names the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _plan(checkpoint)
     model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
@@ -160,11 +161,13 @@ def has_weights(checkpoint: Checkpoint) -> None:
 
 
 def model_of(checkpoint: Checkpoint) -> GPTConfig:
-    """The shape of the model that `checkpoint` is of. Raises a UserError if it does not say, or
-    says what its tensors cannot be of."""
-    told = _parsed(_Identity, checkpoint, "identity")
-    config: GPTConfig = presets.parse(GPTConfig, told.model, "identity.model in checkpoint.json")
-    if config.layers > len(checkpoint.tensors.get("model", {})):  # before a million are built
+    """The shape of the model in `checkpoint`. Raises a UserError if the checkpoint does not state a
+    shape, or states more layers than it has tensors."""
+    identity = _parsed(_Identity, checkpoint, "identity")
+    config: GPTConfig = presets.parse(
+        GPTConfig, identity.model, "identity.model in checkpoint.json"
+    )
+    if config.layers > len(checkpoint.tensors.get("model", {})):  # a damaged number may be huge
         raise UserError(
             f"identity.model in checkpoint.json has {config.layers} layers, the weights fewer"
         )
@@ -187,17 +190,18 @@ def _plan(checkpoint: Checkpoint) -> _Plan:
     return plan
 
 
-def _recipe(told: dict[str, Any], key: str) -> Recipe:
-    return recipe_from_json({"name": "its recipe"} | told, f"identity.{key} in checkpoint.json")
+def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:
+    return recipe_from_json(
+        {"name": "its recipe"} | recipe_keys, f"identity.{key} in checkpoint.json"
+    )
 
 
 def _without_memory(config: GPTConfig, recipe: Recipe, planned: _Plan, draws: Draws) -> GPT:
-    """A model of shapes without values, to check tensors against. Models that take turns in a run
-    share `draws`."""
-    chosen = recipe.model_copy(update={"attention": "compute"})  # that in FP8 needs a GPU
+    """A model on the meta device, to check tensors against. The variants of a run share `draws`."""
+    chosen = recipe.model_copy(update={"attention": "compute"})  # FP8 attention needs a GPU to run
     left_out = {layer.name: layer.reason for layer in planned.layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
     attends = plan.recipe.model_copy(update={"attention": recipe.attention})
-    plan = replace(plan, recipe=attends)  # but its state does not
+    plan = replace(plan, recipe=attends)  # its state does not
     with torch.device("meta"):
         return GPT(config, build_backend(plan, draws=draws))

@@ -1,6 +1,6 @@
-"""Checkpoints written whole or not at all, and removed when newer ones take their place. A
-checkpoint is written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-256 sums
-goes last, and one rename makes it visible."""
+"""Write checkpoints atomically, and remove them when newer ones take their place. A checkpoint is
+written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-256 sums is written
+last, and a rename makes the checkpoint visible."""
 
 import json
 import shutil
@@ -42,16 +42,16 @@ def write(
     first_rows: Mapping[str, int] | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write what this rank has of `checkpoint` to `folder/step-000200`, on a file system that all
+    """Write this rank's tensors of `checkpoint` to `folder/step-000200`, on a file system that all
     ranks share, and return that path. All `ranks` call this.
 
-    Of a model that ranks share out, each rank writes its rows of the groups `SHARED`, which begin
-    at `first_rows` of the whole, and the main one the rest; None if the model is whole here. Raises
-    a RankLost if a rank is gone, and a StorageError if the disk is full or cannot be written; older
-    checkpoints are untouched.
+    If ranks shard the model, every rank writes its rows of the groups `SHARED`, and the main rank
+    everything else. `first_rows` has the index of each tensor's first row on this rank; None if the
+    model is not sharded. Raises a RankLost if a rank is gone, and a StorageError if the disk is
+    full or cannot be written; older checkpoints are untouched.
     """
     final = path_of(folder, checkpoint.step)
-    temporary = folder / f"{TEMPORARY}{final.name}"  # by the step alone: every rank knows it
+    temporary = folder / f"{TEMPORARY}{final.name}"  # the same name on every rank
     with ExitStack() as cleared:
         with ranks.together(), storage_errors(folder):
             if ranks.is_main:
@@ -78,48 +78,54 @@ def write(
 def _write_tensors(
     temporary: Path, checkpoint: Checkpoint, first_rows: Mapping[str, int] | None, ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
-    """Write this rank's files and flush them to the disk: the size and checksum of each."""
+    """Write this rank's files and flush them to the disk. Returns the size and checksum of each."""
     sums = {}
     for group, tensors in checkpoint.tensors.items():
         if first_rows is not None and group in SHARED:
             file = temporary / group / file_of(ranks.index)
             file.parent.mkdir(mode=stat.S_IMODE(temporary.stat().st_mode), exist_ok=True)
-            mine = {name: of for name, of in tensors.items() if ranks.is_main or name in first_rows}
+            mine = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if ranks.is_main or name in first_rows
+            }
             write_rows(file, mine, first_rows)
         elif ranks.is_main:
             file = temporary / f"{group}.safetensors"
-            save_file({name: of.detach().cpu().contiguous() for name, of in tensors.items()}, file)
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file
+            )
         else:
             continue
         settle(file)
-        told = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
-        sums[file.relative_to(temporary).as_posix()] = told
+        file_sum = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
+        sums[file.relative_to(temporary).as_posix()] = file_sum
         if file.parent != temporary:
             sync_folder(file.parent)
     return sums
 
 
 def retain(folder: Path, keep: int, keep_every: int, good: set[Path]) -> None:
-    """Remove the checkpoints that are older than the newest `keep` good ones, but not those of
-    every `keep_every`-th step (0: of none).
+    """Remove the checkpoints that are older than the newest `keep` good ones, except the
+    checkpoints of every `keep_every`-th step (0: no exception).
 
-    Good is what is in `good`, which this process wrote or loaded, and what is found whole now, byte
-    by byte; it is added there. So a damaged checkpoint never takes the place of a good one, and
-    with `keep` at least 2 there are always two good ones, once there were.
+    A checkpoint is good if it is in `good`, because this process wrote or loaded it, or if all its
+    bytes are verified now; it is then added to `good`. So a damaged checkpoint never takes the
+    place of a good one, and with `keep` at least 2 there are always two good ones, once two exist.
     """
-    found = 0
+    good_count = 0
     for path in candidates(folder):
-        if found < keep:
+        if good_count < keep:
             if path in good or is_whole(path):
                 good.add(path)
-                found += 1
+                good_count += 1
         elif not keep_every or step_of(path) % keep_every:
             _remove(path)
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, damaged or abandoned, which are about to be done
-    again, and what a process that died in the middle of a save left behind."""
+    """Remove the checkpoints of steps after `step`, which are damaged or about to be repeated, and
+    the files of processes that died during a save."""
     for path in candidates(folder):
         if step_of(path) > step:
             _remove(path)
@@ -133,15 +139,16 @@ def sweep(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint: by one rename it is none any more, whenever this is cut short."""
-    gone = path.with_name(f"{TEMPORARY}old-{path.name}")
+    """Remove a checkpoint. The rename comes first, so that an interruption never leaves a damaged
+    checkpoint behind."""
+    removed = path.with_name(f"{TEMPORARY}old-{path.name}")
     with suppress(OSError):
-        path.rename(gone)
-    _discard(gone)
+        path.rename(removed)
+    _discard(removed)
 
 
 def _discard(path: Path) -> None:
-    """Remove a file, a folder with all that is in it, or a link but not what it points at."""
+    """Remove a file, a folder with its contents, or a symbolic link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

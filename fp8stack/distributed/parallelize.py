@@ -1,6 +1,7 @@
-"""How a model is spread over ranks: DDP, a whole one on each, or FSDP2, which shares it out.
-Gradients are summed over ranks, not averaged: each rank divides its loss by their number instead,
-so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes."""
+"""Spread a model over ranks: by DDP, with a full model on every rank, or by FSDP2, which shards it.
+Gradients are summed over ranks, not averaged. Every rank divides its loss by the number of ranks
+instead, so that the gradient of an output, and its FP8 codes, are the same for any number of
+ranks."""
 
 from typing import Any
 
@@ -25,14 +26,14 @@ from fp8stack.errors import UserError
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Plan
 
-# Gradients are views of the buckets that DDP reduces: no copy of them.
+# Gradients are views of the buckets that DDP reduces, which saves a copy.
 DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 
 TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
-    """Raise a UserError unless each rank gets as much of a batch as any other."""
+    """Raise a UserError unless the batch can be divided equally among the ranks."""
     if config.batch % (config.accumulate * ranks):
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         raise UserError(
@@ -42,7 +43,7 @@ def require_divisible(config: RunConfig, ranks: int) -> None:
 
 
 def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
-    """Refuse what several ranks cannot do. Raises a UserError with what to choose instead."""
+    """Raise a UserError if several ranks cannot train by this plan and configuration."""
     if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
         raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
     if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
@@ -53,12 +54,12 @@ def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
 
 
 def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
-    """A rank's share of each micro-batch, in order: [batch, ...] -> [batch / ranks, ...]."""
+    """A rank's rows of every micro-batch, in order: [batch, ...] -> [batch / ranks, ...]."""
     if ranks == 1:
         return tokens
     share = len(tokens) // (accumulate * ranks)
-    parts = tokens.view(accumulate, ranks, share, *tokens.shape[1:])
-    return parts[:, rank].reshape(accumulate * share, *tokens.shape[1:])
+    micro_batches = tokens.view(accumulate, ranks, share, *tokens.shape[1:])
+    return micro_batches[:, rank].reshape(accumulate * share, *tokens.shape[1:])
 
 
 def spread(
@@ -69,8 +70,8 @@ def spread(
     *,
     compiled: bool = False,
 ) -> nn.Module:
-    """The model, which may be `compiled`, as all ranks train it together. With FSDP2 its parameters
-    become DTensors, each split by rows: optimizers are made after."""
+    """Wrap the model, which may be `compiled`, for training on several ranks. FSDP2 turns its
+    parameters into DTensors that are sharded by rows: build the optimizer after this call."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
         _share_out(model, backend, accelerator, compiled=compiled)
@@ -82,18 +83,19 @@ def spread(
 
 
 def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
-    """FSDP2, block by block. (accelerate has it on GPUs alone, with an FP8 path of its own.)"""
+    """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
+    path.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    rest = [part for part in model.children() if part is not model.blocks]
-    for part in (*rest, *model.blocks, model):
-        if part is not model:  # block by block: a device need not hold all at once
-            part.to(accelerator.device)
-        if part in rest:  # shared out with the root
+    root_layers = [module for module in model.children() if module is not model.blocks]
+    for module in (*root_layers, *model.blocks, model):
+        if module is not model:  # block by block: the full model may not fit on the device
+            module.to(accelerator.device)
+        if module in root_layers:  # sharded with the root
             continue
-        # Compiled code takes whole weights in float32; so do the root's layers.
-        backend.share_out(None if compiled or part is model else part)
-        # The root as well: else an evaluation would leave its parameters whole.
-        sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # Compiled code and the root's layers take full weights in float32.
+        backend.share_out(None if compiled or module is model else module)
+        # For the root as well: else its parameters stay gathered after an evaluation.
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
@@ -102,9 +104,9 @@ def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled:
 
 
 class _BeforeGathering:
-    """A hook that makes ready for what FSDP2 gathers in a pass of the model. A layer that left FP8,
-    or came back to it, has its weight gathered in other memory from then on: FSDP2 is made to
-    forget what it has of it (private names of torch 2.11 to 2.13)."""
+    """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
+    The gathered weight of a layer that left FP8, or came back to it, needs other memory: the hook
+    makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
 
     def __init__(self, model: GPT, backend: Backend) -> None:
         self.backend = backend
@@ -124,8 +126,8 @@ class _BeforeGathering:
 
 
 def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
-    for part in model.modules():
-        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group):
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:
                 if parameter.sharded_param is layer.weight:
                     parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
@@ -133,28 +135,28 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
 
 
 def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's hook: the sum over ranks, where it has their mean by itself.
+    """A communication hook that sums gradients over ranks; DDP's default averages them.
 
-    Each gradient by itself: with three ranks or more, the order in which a value is summed depends
-    on its place in what is reduced, and DDP lays its buckets out anew after the first step of each
-    start. So a run that goes on would else not repeat to the bit.
+    It reduces every gradient separately. With three or more ranks, the order in which a value is
+    summed depends on its position in the reduced tensor, and DDP rebuilds its buckets after the
+    first step of every process. If buckets were reduced, a resumed run would not match to the bit.
     """
     buffer = bucket.buffer()
-    works: list[Any] = [dist.all_reduce(part, async_op=True) for part in bucket.gradients()]
+    works: list[Any] = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
     done = torch.futures.collect_all([work.get_future() for work in works])
     return done.then(lambda _: buffer)
 
 
 def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
+    """A communication hook that sums gradients rounded to bfloat16, which sends half the bytes.
 
-    The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What
-    torch's wrapper returns cannot be registered by itself: by its name, DDP takes it for NCCL's
-    alone. gloo adds bfloat16 as well.)
+    The sum is rounded to bfloat16, too, and written back in the gradients' dtype. (The result of
+    torch's wrapper cannot be registered itself: DDP decides by its name that it needs NCCL. gloo
+    can add bfloat16 as well.)
     """
     return bf16_compress_wrapper(_sum)(state, bucket)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that ranks share, in full on each of them: a collective; others as they are."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, by a collective; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

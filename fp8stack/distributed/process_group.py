@@ -1,6 +1,6 @@
-"""The processes that train one run together: which of them this is, and how they agree. torchrun
-and accelerate launch start one process per device, a rank. Here the ranks' hosts exchange words,
-through gloo, without waiting for a GPU."""
+"""The ranks of a run, and the messages by which they agree. torchrun and accelerate launch start
+one process, a rank, per device. The ranks exchange messages between hosts through gloo, without
+waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINE, _FAILED = 0, -1
 
 
 class ElsewhereError(UserError):
-    """Another rank failed, and said why: its message, and its exit code."""
+    """An error on another rank, with its message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -33,11 +33,12 @@ class ElsewhereError(UserError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, of which this is `index`; alone unless several were started. Hosts
-    exchange words through `group`; None is torch's default one.
+    """The ranks of a run; this process is rank `index`. There is one rank unless several were
+    started. Hosts exchange messages through `group`; None is torch's default group.
 
-    All exchanges below are made by all ranks, in the same order. A rank that failed says so in its
-    next one, and all others raise `ElsewhereError` there: so nobody waits for who will not come.
+    All ranks call the methods that exchange messages, in the same order. A rank that failed says so
+    in the next exchange, and all others raise an `ElsewhereError` there, so that no rank waits for
+    a rank that never comes.
     """
 
     index: int = 0
@@ -47,11 +48,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes the run's files and speaks."""
+        """Whether this rank writes the run's files and prints."""
         return self.index == 0
 
     def apart(self) -> Ranks:
-        """The same ranks with a group of their own, for a thread of each to use."""
+        """The same ranks with a process group of their own, for use in a thread."""
         if self.count == 1:
             return self
         wait = timedelta(seconds=self.timeout_s)
@@ -63,12 +64,12 @@ class Ranks:
         return max(self._exchange(int(flag))[0]) > 0
 
     def wait(self) -> None:
-        """Go on when all ranks are here."""
+        """Wait until all ranks have called this."""
         self.any(False)
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives, plain JSON data, or raises: called on the main rank alone, given to
-        all."""
+        """Call `make` on the main rank, and return its result, plain JSON data, on all ranks.
+        Raises on all ranks if `make` does."""
         if self.count == 1:
             return make()
         text = ""
@@ -77,29 +78,29 @@ class Ranks:
         return json.loads(self.texts(text)[0])
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor `mine` of every rank, on the host and of one shape."""
+        """The tensors `mine` of all ranks, which are on the host and have the same shape."""
         if self.count == 1:
             return [mine]
-        found = [torch.empty_like(mine) for _ in range(self.count)]
+        tensors = [torch.empty_like(mine) for _ in range(self.count)]
         with losing_ranks():
-            dist.all_gather(found, mine, group=self.group)
-        return found
+            dist.all_gather(tensors, mine, group=self.group)
+        return tensors
 
-    def require_equal(self, what: str, value: str) -> None:
-        """See that `value` is the same on all ranks. Raises a UserError if it is not."""
+    def require_equal(self, subject: str, value: str) -> None:
+        """Raise a UserError, which names `subject`, unless `value` is the same on all ranks."""
         values = self.texts(value)
-        for index, other in enumerate(values):
-            if other != values[0]:
+        for index, rank_value in enumerate(values):
+            if rank_value != values[0]:
                 raise UserError(
-                    f"Rank {index} has another {what} than rank 0: all ranks need the same "
+                    f"Rank {index} has another {subject} than rank 0: all ranks need the same "
                     "hardware, software and files."
                 )
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within, a `UserError` on one rank becomes one on all, at the end at the latest. There
-        must be no collective within but those of this class."""
-        if self.count == 1:  # others may have to be told by a `together` around this one
+        """A context in which a `UserError` on one rank becomes an error on all ranks, at its end at
+        the latest. The methods of this class are the only collectives allowed in it."""
+        if self.count == 1:  # an outer `together` may still have ranks to tell
             yield
             return
         try:
@@ -107,20 +108,20 @@ class Ranks:
         except (ElsewhereError, RankLost):
             raise
         except UserError as error:
-            if not error.is_shared:  # by a `together` within this one
+            if not error.is_shared:  # an inner `together` may have told the other ranks
                 error.is_shared = True
-                said = {"message": str(error), "exit_code": error.exit_code}
-                self._exchange(_FAILED, json.dumps(said))
+                failure = {"message": str(error), "exit_code": error.exit_code}
+                self._exchange(_FAILED, json.dumps(failure))
             raise
         self._exchange(_FINE)
 
     def texts(self, text: str) -> list[str]:
-        """The text of every rank."""
+        """The texts of all ranks."""
         return self._exchange(_FINE, text)[1]
 
     def _exchange(self, number: int, text: str = "") -> tuple[list[int], list[str]]:
-        """The number and the text of every rank. Raises an ElsewhereError if a rank failed. If this
-        is one, it has an error of its own."""
+        """The numbers and texts of all ranks. Raises an ElsewhereError if another rank failed,
+        unless this rank failed as well: it then has its own error to raise."""
         if self.count == 1:
             return [number], [text]
         content = text.encode()
@@ -134,8 +135,8 @@ class Ranks:
             texts = [bytes(row[:size].tolist()).decode() for row, size in pairs]
         if _FAILED in numbers and number != _FAILED:
             index = numbers.index(_FAILED)
-            said = json.loads(texts[index])
-            raise ElsewhereError(f"rank {index}: {said['message']}", said["exit_code"])
+            failure = json.loads(texts[index])
+            raise ElsewhereError(f"rank {index}: {failure['message']}", failure["exit_code"])
         return numbers, texts
 
 
@@ -143,7 +144,7 @@ ALONE = Ranks()
 
 
 def started() -> int:
-    """How many ranks were started, this one among them."""
+    """The number of ranks that were started, including this one."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "WORLD_SIZE" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
         raise UserError(
@@ -160,9 +161,9 @@ def started() -> int:
 
 
 def join(device: str, timeout_s: float) -> Ranks:
-    """Meet the other ranks, if any were started, with tensors on `device`, cpu or cuda. One that
-    does not answer for `timeout_s` counts as lost. Raises a UserError if the launcher's environment
-    is incomplete, and a RankLost if they cannot be reached."""
+    """Join the process group of the other ranks, if any were started; tensors are on `device`, cpu
+    or cuda. A rank that does not answer for `timeout_s` counts as lost. Raises a UserError if the
+    launcher's environment is incomplete, and a RankLost if the ranks cannot be reached."""
     if started() == 1:
         return ALONE
     missing = [key for key in ("RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
@@ -174,16 +175,16 @@ def join(device: str, timeout_s: float) -> Ranks:
     wait = timedelta(seconds=timeout_s)
     with losing_ranks():
         store, index, count = next(rendezvous("env://", timeout=wait))
-        # torchrun keeps its store when it starts ranks again, with the addresses of those before
-        # (torch 2.13, `_create_c10d_store`): to be left to torch when it keeps them apart.
+        # torchrun keeps its store, with the old ranks' addresses, when it restarts ranks (torch
+        # 2.13, `_create_c10d_store`). Remove the prefix once torch separates them.
         store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         PartialState(cpu=device == "cpu", timeout=wait, store=store, rank=index, world_size=count)
-        # Words go between hosts, whatever tensors go through.
+        # Messages go between hosts, also where tensors go through NCCL.
         group = None if device == "cpu" else dist.new_group(backend="gloo", timeout=wait)
     return Ranks(dist.get_rank(), dist.get_world_size(), group, timeout_s)
 
 
-_BY = ("gloo", "nccl", "timeout caused pair closure")  # the last is gloo's, without its name
+_BY = ("gloo", "nccl", "timeout caused pair closure")  # the last is a message of gloo
 _LOST = (
     *("connection closed", "connection reset", "connection refused", "broken pipe", "timed out"),
     *("remote process exited", "nccl watchdog", "peer", "timeout"),
@@ -192,17 +193,17 @@ _LOST = (
 
 @contextmanager
 def losing_ranks() -> Iterator[None]:
-    """Raise a RankLost, one line, for torch's error about a rank that is gone, or silent."""
+    """A context that turns torch's error about a rank that is gone or silent into a RankLost."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error).lower()
-        of_ranks = isinstance(error, dist.DistError) or any(name in said for name in _BY)
-        if not (of_ranks and any(sign in said for sign in _LOST)):
+        message = str(error).lower()
+        of_ranks = isinstance(error, dist.DistError) or any(name in message for name in _BY)
+        if not (of_ranks and any(sign in message for sign in _LOST)):
             raise
         index, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        why = " ".join(str(error).split("\n")[0].split())
+        first_line = " ".join(str(error).split("\n")[0].split())
         raise RankLost(
-            f"rank {index} of {count} lost another rank: {why[:200]} Go on from the last "
+            f"rank {index} of {count} lost another rank: {first_line[:200]} Go on from the last "
             "checkpoint with --resume auto."
         ) from error

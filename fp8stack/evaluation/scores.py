@@ -27,23 +27,23 @@ from fp8stack.training.setup.init_from import find_source
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Score:
-    """What a run's model made of some windows in one recipe."""
+    """The losses of a model in one recipe."""
 
-    run: str  # and recipe, as they were asked for
-    checkpoint: Path  # what was read: a folder, or a model of transformers as a run file names it
-    recipe: str
-    plan: Plan  # what ran
-    data: str  # its name
+    run: str  # as the user named it
+    checkpoint: Path  # the folder that was read, or the name of a model of transformers
+    recipe: str  # as the user named it
+    plan: Plan  # the plan that ran
+    data: str  # the name of the data
     losses_N: Tensor  # nats per token of each window, float64, on the CPU
-    bits_per_byte: float | None  # of the text that the labels stand for; None if nobody knows it
-    fp8_gemms: int  # how many GEMMs on FP8 operands really ran
-    tokens: int  # how many labels there were
-    seconds: float  # that it took
-    baseline: Score | None  # the run's first recipe; None for that itself
+    bits_per_byte: float | None  # None if the text behind the labels is unknown
+    fp8_gemms: int  # the number of GEMMs on FP8 operands that ran
+    tokens: int  # the number of labels
+    seconds: float  # the time that the evaluation took
+    baseline: Score | None  # the score in the run's first recipe; None if this is it
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """The mean loss, in nats per token."""
         return self.losses_N.mean().item()
 
     @property
@@ -53,14 +53,14 @@ class Score:
 
     @property
     def difference(self) -> float | None:
-        """The loss less the baseline's, on the same windows."""
+        """The loss minus the baseline's loss, on the same windows."""
         differences_N = self._differences_N
         return None if differences_N is None else differences_N.mean().item()
 
     @property
     def standard_error(self) -> float | None:
-        """Of the difference: the standard deviation of the windows' differences, over the root of
-        their number; None for a single window."""
+        """The standard error of `difference`: the standard deviation of the windows' differences,
+        over the root of the number of windows; None for a single window."""
         differences_N = self._differences_N
         if differences_N is None or len(differences_N) < 2:
             return None
@@ -82,20 +82,20 @@ def evaluate(
     device: str = "auto",
     backend: str = "auto",
 ) -> list[Score]:
-    """The losses of trained models on the same windows. What goes on is told on stderr.
+    """Evaluate trained models on the same windows. Progress is printed to stderr.
 
     Args:
-        runs: a run's folder, a checkpoint's, `hf:` and a folder that transformers saved or
-            `hf:owner/name` (these need `data`), or several.
-        recipes: to run each of them in; left out, each run's own, the one it was last trained in,
-            and fp32 for a model of transformers.
+        runs: one or several models: a run's folder, a checkpoint's folder, `hf:` and a folder that
+            transformers saved, or `hf:owner/name` (the last two need `data`).
+        recipes: recipes to run each model in. By default, the recipe that a run was last trained
+            in, and fp32 for a model of transformers.
         data, windows, context: see `windows_for`.
-        batch: windows at a time; None for as many as a run's own evaluations take.
-        tokenizer: name or path, of runs that do not have one.
-        device, backend: as the options of `fp8stack eval`.
+        batch: windows per forward pass; None for as many as the run's own evaluations take.
+        tokenizer: the name or path of the tokenizer, for runs that do not have one.
+        device, backend: see the options of `fp8stack eval`.
 
     Returns:
-        A score for each run in each recipe, in that order, with `loss` in nats per token,
+        A score for every run in every recipe, in that order, with `loss` in nats per token,
         `perplexity`, `bits_per_byte`, and `difference` from the run's first recipe with its
         `standard_error`.
 
@@ -115,28 +115,30 @@ def evaluate(
         require_text(run, trained.config, data)
         config = trained.config or RunConfig()
         chosen = recipes or (trained.recipe,)
-        for recipe in chosen:  # all are refused before the first one is evaluated
+        for recipe in chosen:  # raise for any recipe before the first is evaluated
             trained.plan(recipe, hardware, backend)
         baseline: Score | None = None
-        given: Windows | None = None
+        run_windows: Windows | None = None
         for recipe in chosen:
             model = trained.model(recipe, hardware, backend)
-            if given is None:
+            if run_windows is None:
                 tokenizer_name = tokenizer or trained.own_tokenizer
-                known = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
-                given = windows_for(run, config, model.config, known, data, windows, context)
-            count = len(given.tokens)
+                run_tokenizer = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
+                run_windows = windows_for(
+                    run, config, model.config, run_tokenizer, data, windows, context
+                )
+            count = len(run_windows.tokens)
             warn(f"{trained.path} in {recipe}: {counted(count, 'window')}")
             began = time.perf_counter()
-            nats_NT = nats_of(model, given.tokens, batch or config.batch // config.accumulate)
+            nats_NT = nats_of(model, run_windows.tokens, batch or config.batch // config.accumulate)
             score = Score(
                 run=run,
                 checkpoint=trained.path,
                 recipe=recipe,
                 plan=model.backend.plan,
-                data=given.name,
+                data=run_windows.name,
                 losses_N=nats_NT.mean(dim=1),
-                bits_per_byte=bits_per_byte(nats_NT, given.text_bytes),
+                bits_per_byte=bits_per_byte(nats_NT, run_windows.text_bytes),
                 fp8_gemms=model.backend.fp8_gemms(),
                 tokens=nats_NT.numel(),
                 seconds=time.perf_counter() - began,
@@ -149,25 +151,26 @@ def evaluate(
 
 def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
     """The loss of each label, in nats: float64 [N, T], on the CPU, for windows int64 [N, T + 1], or
-    with documents [N, 2, T + 1]. The logits of `batch` of them, [batch, T, V] in float32, are in
+    with documents [N, 2, T + 1]. The logits of `batch` windows, float32 [batch, T, V], are in
     memory at once."""
     device = model.embedding.weight.device
-    found = []
+    nats = []
     with eval_mode(model):
-        for part in torch.split(windows, batch):
-            inputs_BT, targets_BT, *documents = inputs_of(part.to(device))
+        for batch_windows in torch.split(windows, batch):
+            inputs_BT, targets_BT, *documents = inputs_of(batch_windows.to(device))
             logits_BTV = model(inputs_BT, None, *documents)
-            found += [
+            nats += [
                 F.cross_entropy(logits_TV, targets_T, reduction="none").double().cpu()
                 for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)
             ]
-    return torch.stack(found)
+    return torch.stack(nats)
 
 
 def bits_per_byte(nats_NT: Tensor, text_bytes: Tensor | None) -> float | None:
-    """Bits of loss per byte of text: comparable between tokenizers, as nats per token, float64 [N,
-    T], are not. Tokens that stand for no text, such as the end of a document, count neither above
-    nor below, where it is known of each token: see `Windows.text_bytes`."""
+    """Bits of loss per byte of text, from nats per token, float64 [N, T]. Bits per byte can be
+    compared between tokenizers, nats per token cannot. Tokens that stand for no text, such as the
+    end of a document, count neither as loss nor as bytes, if the bytes of each token are known: see
+    `Windows.text_bytes`."""
     if text_bytes is None or not int(text_bytes.sum()):
         return None
     nats = (nats_NT * (text_bytes > 0)).sum()

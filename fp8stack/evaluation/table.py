@@ -17,7 +17,7 @@ HEADINGS = (
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """JSON data: `{"scores": [...]}`; what is not known or not finite is null."""
+    """The scores as JSON data: `{"scores": [...]}`; unknown and non-finite numbers are null."""
 
     def finite(score: Score, name: str) -> float | None:
         value: float | None = getattr(score, name)
@@ -76,7 +76,7 @@ def _cells(score: Score) -> tuple[str, ...]:
 
 
 def notes(scores: Sequence[Score]) -> list[str]:
-    """What the numbers are of, and how each recipe ran and why, each once."""
+    """Lines below the table: the data, and how and why each recipe ran, without repetitions."""
     lines = []
     for score in scores:
         windows, tokens = len(score.losses_N), score.tokens

@@ -21,17 +21,17 @@ from fp8stack.training.setup.build import context_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """What is evaluated."""
+    """The windows that a run is evaluated on."""
 
-    name: str  # of the data
+    name: str  # the name of the data
     tokens: Tensor  # int64 [N, T + 1], or with documents [N, 2, T + 1], see `StepBatches`
-    # Int64 [N, T], how many bytes of UTF-8 each label stands for; [N, 1], those of a window's
-    # labels together, where single tokens do not say; None if nobody knows.
+    # UTF-8 bytes that each label stands for, int64 [N, T]; or bytes per window, [N, 1], if the
+    # bytes of single tokens are unknown; None if the tokenizer is unknown.
     text_bytes: Tensor | None
 
 
 def require_text(run: str, config: RunConfig | None, data_path: str | None) -> None:
-    """Raise a UserError if neither `run`, by its `config`, nor `data_path` names data."""
+    """Raise a UserError if neither the `config` of `run` nor `data_path` names data."""
     if config is None and data_path is None:
         raise UserError(
             f"{quoted(run)} comes without text. Give some that it was not trained on: --data FILE"
@@ -47,27 +47,27 @@ def windows_for(
     count: int | None,
     context: int | None,
 ) -> Windows:
-    """The windows for the run that the user calls `run`: evenly spaced, as those of its own
-    evaluations, unless asked otherwise.
+    """The windows for the run that the user calls `run`. They are evenly spaced, and by default the
+    same as in the run's own evaluations.
 
     Args:
-        tokenizer: what its tokens are of, if that is known.
-        data_path: None for the run's own held-out part. Other data are taken as `--data` of a run
-            is, their held-out part; but a single file as a whole, if the run was not trained on it.
-        count: how many windows; None for as many as the run's own evaluations have.
-        context: tokens of each; None for the run's.
+        tokenizer: the tokenizer of the run, if it is known.
+        data_path: the data; None for the held-out split of the run's own data. Of other data the
+            held-out split is used, too, but all of a single file that the run was not trained on.
+        count: the number of windows; None for as many as the run's own evaluations have.
+        context: tokens per window; None for the context of the run.
 
     Raises:
-        UserError: the data cannot be used, or are of another tokenizer than the run's.
+        UserError: the data cannot be used, or belong to another tokenizer than the run's.
     """
     if context is not None and context > model.context:
         raise UserError(
             f"--context {context} is more than the {model.context} that the model takes. Lower it."
         )
     path = config.data if data_path is None else data_path
-    own = path == config.data
+    is_run_data = path == config.data
     if path is not None and config.data is not None:
-        own = own or data.absolute(path) == config.data
+        is_run_data = is_run_data or data.absolute(path) == config.data
     holds_text = data.holds_text(path)
     if tokenizer is None and holds_text:
         raise UserError(
@@ -75,17 +75,21 @@ def windows_for(
             "bytes, gpt2, or the path of a tokenizer.json."
         )
     texts = tokenizer if holds_text else None
-    found = data.tokenizer_of(path, texts)
-    if found is not None and tokenizer is not None and not alike(found, tokenizer):
+    data_tokenizer = data.tokenizer_of(path, texts)
+    if (
+        data_tokenizer is not None
+        and tokenizer is not None
+        and not alike(data_tokenizer, tokenizer)
+    ):
         raise UserError(
-            f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
-            f"on those of {tokenizer.name}. Make them: fp8stack prepare {shell_quoted(str(path))} "
-            f"--tokenizer {shell_quoted(run)} --out DIR"
+            f"{quoted(str(path))} is read as tokens of {data_tokenizer.name}, and {quoted(run)} "
+            f"was trained on those of {tokenizer.name}. Make them: fp8stack prepare "
+            f"{shell_quoted(str(path))} --tokenizer {shell_quoted(run)} --out DIR"
         )
-    tokenizer = tokenizer or found
+    tokenizer = tokenizer or data_tokenizer
     end = None if tokenizer is None else tokenizer.end_of_text
     train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end, texts=texts)
-    if not own and path is not None and os.path.isfile(path):
+    if not is_run_data and path is not None and os.path.isfile(path):
         held_out = Corpus(name=path, parts=(*train.parts, *held_out.parts))
     tokens = data.validation_windows(
         held_out,
@@ -100,7 +104,7 @@ def windows_for(
 def _text_bytes(tokens: Tensor, tokenizer: Tokenizer | None) -> Tensor | None:
     labels_NT = inputs_of(tokens)[1]
     if tokenizer is None or int(labels_NT.max()) >= tokenizer.vocabulary:
-        return None  # they are of another tokenizer
+        return None  # the data belong to another tokenizer
     if (lengths := tokenizer.byte_lengths()) is not None:
         return torch.from_numpy(lengths)[labels_NT]
     rows: Sequence[list[int]] = labels_NT.tolist()

@@ -20,8 +20,8 @@ log = logging.getLogger("fp8stack")
 
 
 def _base() -> Any:
-    """`Precision` of the package that the user's Trainer is from: `lightning` has a copy of all
-    classes of `pytorch_lightning`, and each Trainer takes its own alone."""
+    """The class `Precision` of the package that the user's Trainer comes from: `lightning` copies
+    all classes of `pytorch_lightning`, and a Trainer accepts only the plugins of its package."""
     loaded = "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules
     home = "lightning.pytorch" if loaded and find_spec("lightning") else "pytorch_lightning"
     return import_module(f"{home}.plugins.precision").Precision
@@ -34,14 +34,14 @@ class FP8Precision(_base()):  # type: ignore[misc]
     yourself, for instance in `configure_model`, are left as they are, and their state is kept.
 
     Args:
-        recipe: a recipe by name, or the plan that `fp8stack.resolve` gave.
+        recipe: the name of a recipe, or a plan from `fp8stack.resolve`.
         modules: the attributes of the LightningModule to convert, such as `("model",)`. By default
-            each one that contains linear layers. A linear layer that is an attribute by itself is
-            not converted.
-        exclude: patterns of module paths to leave as they are, relative to each of `modules`.
+            every attribute that contains linear layers. An attribute that is itself a linear layer
+            is not converted.
+        exclude: patterns of module paths to leave unchanged, relative to each of `modules`.
 
     Raises:
-        UserError: what `fp8stack.convert` raises; or there is nothing to convert.
+        UserError: `fp8stack.convert` raises one, or there is nothing to convert.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FP8Precision(_base()):  # type: ignore[misc]
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, once; Lightning calls this before it makes optimizers."""
         self._module = module
-        if any(hasattr(part, "fp8_plan") for part in module.modules()):
+        if any(hasattr(submodule, "fp8_plan") for submodule in module.modules()):
             return module
         children = dict(module.named_children())
         names = self.modules or [name for name, child in children.items() if _has_linears(child)]
@@ -70,8 +70,8 @@ class FP8Precision(_base()):  # type: ignore[misc]
             )
         for name in names:
             if name not in children:
-                known = ", ".join(children)
-                raise UserError(f"FP8Precision: no module '{name}'. Modules: {known}.")
+                module_names = ", ".join(children)
+                raise UserError(f"FP8Precision: no module '{name}'. Modules: {module_names}.")
             convert(children[name], self.plan, self.exclude)
         for name, child in children.items():
             if isinstance(child, nn.Linear) and name not in self.modules:
@@ -96,6 +96,8 @@ class FP8Precision(_base()):  # type: ignore[misc]
 
 
 def _has_linears(child: nn.Module) -> bool:
-    """Whether there are linear layers below `child`, Conv1D of transformers included."""
-    kinds = {kind.__name__ for part in list(child.modules())[1:] for kind in type(part).__mro__}
+    """Whether `child` contains linear layers, including transformers' Conv1D."""
+    kinds = {
+        kind.__name__ for submodule in list(child.modules())[1:] for kind in type(submodule).__mro__
+    }
     return not kinds.isdisjoint(("Linear", "Conv1D"))

@@ -17,16 +17,16 @@ class FP8State:
     saves, where it is a `Stateful`.
 
     Args:
-        model: a model that `convert` was called on, or what wraps it.
+        model: a model that `convert` was called on, or its wrapper.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `fp8stack.fp8_state` gives."""
+        """The FP8 state, see `fp8stack.fp8_state`."""
         return fp8_state(self.model)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave. Raises what `fp8stack.load_fp8_state` raises."""
+        """Restore a `state_dict`. Raises what `fp8stack.load_fp8_state` raises."""
         load_fp8_state(self.model, state_dict)

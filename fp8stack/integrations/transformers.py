@@ -21,13 +21,13 @@ FILE = "fp8.safetensors"
 class FP8StateCallback(TrainerCallback):
     """Saves the FP8 state with each checkpoint of Trainer, and restores it when training resumes.
 
-    Without it a resumed run starts with new scales, and its losses differ from those of a run that
-    was not interrupted. With `load_best_model_at_end` the state of the best checkpoint is restored
+    Without it, a resumed run starts with new scales, and its losses differ from the losses of an
+    uninterrupted run. With `load_best_model_at_end`, the state of the best checkpoint is restored
     at the end.
 
     Args:
         resume_from: the checkpoint that `trainer.train(resume_from_checkpoint=...)` resumes from,
-            if it is not in this run's `output_dir`. Trainer does not tell callbacks.
+            if it is not in this run's `output_dir`: Trainer does not pass it to callbacks.
     """
 
     def __init__(self, resume_from: str | Path | None = None) -> None:
@@ -36,7 +36,8 @@ class FP8StateCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the state next to the weights; on several ranks, one writes what all share."""
+        """Write the state next to the weights. Of several ranks, which share the state, one
+        writes."""
         fp8, checkpoint = fp8_state(kwargs["model"]), _checkpoint(args, state)
         if not fp8 or not args.should_save:
             return
@@ -51,17 +52,17 @@ class FP8StateCallback(TrainerCallback):
         """Restore the state if training resumes.
 
         Raises:
-            UserError: the model was not converted; what `fp8stack.load_fp8_state` raises.
+            UserError: the model was not converted, or the state does not fit it.
         """
         if state.global_step:
             _restore(kwargs["model"], Path(self.resume_from or _checkpoint(args, state)))
         else:
-            fp8_state(kwargs["model"])  # or the first save would be what is refused
+            fp8_state(kwargs["model"])  # raises now if the model is not converted
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the state that belongs to the best weights, if Trainer loaded those."""
+        """Restore the state of the best checkpoint, if Trainer loaded its weights."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             _restore(kwargs["model"], Path(state.best_model_checkpoint))
 

@@ -1,4 +1,4 @@
-"""Several optimizers, of disjoint parameters, that a run sees as one."""
+"""Several optimizers with disjoint parameters, combined into one."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,16 +11,15 @@ from torch.optim import SGD, Muon, Optimizer
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps all of `optimizers`, which share no parameter. Groups and state are theirs, not copies.
+    """Steps all of `optimizers`, which share no parameter. It shares their groups and state.
 
-    One that does not skip a step by itself while its `found_inf` is a 1, as torch's fused ones do,
-    is left out then: for such ones the host reads a number in each step, for which a GPU is waited
-    for.
+    torch's fused optimizers skip a step while their `found_inf` is 1. For other optimizers this
+    class skips the step: the host reads `found_inf` in each step, which waits for a GPU.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        super().__init__([one for group in groups for one in group["params"]], {})
+        super().__init__([parameter for group in groups for parameter in group["params"]], {})
         self.optimizers = tuple(optimizers)
         self.param_groups = groups
         state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -29,7 +28,7 @@ class ChainedOptimizer(Optimizer):
             optimizer.state = state
 
     def step(self, closure: Any = None) -> Any:
-        """Step each optimizer but those that are to skip. There is no closure."""
+        """Step every optimizer that does not skip the step. A closure is not supported."""
         assert closure is None
         for optimizer in self.optimizers:
             found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
@@ -41,25 +40,25 @@ class ChainedOptimizer(Optimizer):
 
 
 def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Those that it consists of; itself, if it is one."""
+    """The members of a ChainedOptimizer; the optimizer itself if it is not chained."""
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all its groups."""
+    """The parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _begin(optimizer: Optimizer) -> None:
-    """Give it its first state, as torch's fused ones have after a skipped step, for a run to
-    save."""
+    """Create an optimizer's first state, as torch's fused optimizers do in a skipped step: a
+    checkpoint needs it."""
     for parameter in parameters_of(optimizer):
         if parameter.grad is not None and not optimizer.state.get(parameter):
             optimizer.state[parameter] = first_state(optimizer, parameter)
 
 
 def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW, SGD, Muon or torchao's keeps of a parameter before its first step."""
+    """The state of a parameter before the first step of AdamW, SGD, Muon or torchao's AdamW."""
     if isinstance(optimizer, SGD) and not optimizer.defaults["momentum"]:
         return {}
     if isinstance(optimizer, SGD | Muon):
@@ -73,13 +72,13 @@ def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state as plain tensors: one of torchao's becomes `exp_avg.codes`,
-    `exp_avg.scale` and so on. They share its memory."""
-    found = {}
+    """A parameter's state as plain tensors, without copies: a quantized tensor of torchao becomes
+    `exp_avg.codes`, `exp_avg.scale` and so on."""
+    tensors = {}
     for key, value in state.items():
         if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
-            found[key] = value
+            tensors[key] = value
             continue
         names, _ = value.__tensor_flatten__()
-        found |= {f"{key}.{name}": getattr(value, name) for name in names}
-    return found
+        tensors |= {f"{key}.{name}": getattr(value, name) for name in names}
+    return tensors

@@ -1,5 +1,5 @@
-"""What bounds gradients before an optimizer takes them: their norm, each entry, or what was usual.
-Nothing here waits for the device."""
+"""Gradient clipping: by the global norm, by entry, or by a limit that adapts to earlier norms.
+Clipping does not wait for the device."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from fp8stack.distributed.parallelize import whole
+from fp8stack.distributed.parallelize import full_tensor
 from fp8stack.errors import UserError
 from fp8stack.optim.chained import optimizers_in, parameters_of
 from fp8stack.optim.grad_scaler import is_unscaled
 
 Mode = Literal["norm", "value", "adaptive"]
-_EPS = 1e-6  # that torch's clipping adds to a norm
-FEWEST = 10  # norms that must be known before their percentile is a limit
+_EPS = 1e-6  # torch's clipping adds it to the norm
+FEWEST = 10  # with fewer norms, the percentile is no limit
 
 
 class Norms:
@@ -27,8 +27,8 @@ class Norms:
         self._window = torch.full((size,), torch.nan, dtype=torch.float64, device=device)
 
     def percentile(self, percent: float) -> Tensor:
-        """The value below which `percent` of the norms lie, linear between two of them: float32,
-        0-dim; infinite while there are fewer than 10."""
+        """The percentile of the norms, with linear interpolation: float32, 0-dim; infinite while
+        there are fewer than 10 norms."""
         ordered = self._window.sort().values  # NaN comes last
         count = self._window.isfinite().sum()
         place = (count - 1).clamp(min=0) * (percent / 100)
@@ -38,27 +38,27 @@ class Norms:
         return torch.where(count >= FEWEST, value, torch.inf).float()
 
     def add(self, norm: Tensor, is_good: Tensor) -> None:
-        """Take in the norm of a step, unless the step was not good: both 0-dim."""
+        """Add the norm of a step if the step is good; both arguments are 0-dim."""
         moved = torch.cat([self._window[1:], norm.to(self._window)[None]])
         self._window.copy_(torch.where(is_good & norm.isfinite(), moved, self._window))
 
     def state(self) -> list[float]:
         """The norms, oldest first. This waits for the device."""
-        found: list[float] = self._window[self._window.isfinite()].tolist()
-        return found
+        norms: list[float] = self._window[self._window.isfinite()].tolist()
+        return norms
 
     def load_state(self, norms: Sequence[float]) -> None:
-        """Put back what `state` gave; the newest of it, if fewer are kept now."""
+        """Restore a `state`; only its newest norms if the window is smaller now."""
         keep_newest(self._window, norms, torch.nan)
 
 
 def keep_newest(window: Tensor, values: Sequence[Any], missing: float) -> None:
-    """Put the newest of `values`, which are in order, at the end of a window, and `missing` before
-    them."""
-    kept = values[-len(window) :]
+    """Put the newest of `values`, which are oldest first, at the end of a window, and fill the rest
+    with `missing`."""
+    newest = values[-len(window) :]
     window.fill_(missing)
-    if kept:
-        window[-len(kept) :] = window.new_tensor(kept)
+    if newest:
+        window[-len(newest) :] = window.new_tensor(newest)
 
 
 def clip_gradients(
@@ -70,65 +70,73 @@ def clip_gradients(
     *,
     as_taken: bool = False,
 ) -> Tensor:
-    """Bound the gradients that `optimizer` would take next, in place.
+    """Clip the gradients of `optimizer` in place.
 
-    Where it consists of several and one of those has a gradient that is not finite, the others'
-    gradients are bounded as if that one had none.
+    If a member of a ChainedOptimizer has a gradient that is not finite, the gradients of the other
+    members are clipped as if it had none.
 
     Args:
-        limit: of the global norm, or, in mode "value", of the magnitude of each entry; 0 is none.
-            For "adaptive" a float32 tensor, 0-dim, on the device: what `adaptive_limit` gives.
-        scaler: of the loss, if there is one; its `unscale_` must have been called before.
-        order: the parameters in the order in which their norms are added up, such as a model's;
-            the optimizer's own if left out.
-        as_taken: have torch's fused optimizers scale the gradients as they take them: a pass over
-            all gradients less, and the last bit may differ, since they divide.
+        limit: the limit of the global norm, or, in mode "value", of the magnitude of each entry; 0
+            for no limit. In mode "adaptive", a 0-dim float32 tensor, see `adaptive_limit`.
+        scaler: the loss scaler, if there is one; its `unscale_` must have been called before.
+        order: the parameters in the order in which their norms are added up, such as the model's
+            order. None for the optimizer's order.
+        as_taken: whether torch's fused optimizers scale the gradients in their step. This saves a
+            pass over all gradients; the last bit may differ, since the optimizers divide.
 
     Returns:
-        The norm of the gradients before, by optimizer: float32 [optimizers].
+        The norm of the gradients of each optimizer before clipping: float32 [optimizers].
 
     Raises:
         UserError: the gradients are still multiplied by the loss scale.
     """
-    parts = optimizers_in(optimizer)
-    if scaler is not None and not all(is_unscaled(scaler, part) for part in parts):
+    members = optimizers_in(optimizer)
+    if scaler is not None and not all(is_unscaled(scaler, member) for member in members):
         raise UserError(
             "Unscale first: the gradients are still multiplied by the loss scale. Call "
             "scaler.unscale_(optimizer) before they are clipped."
         )
-    parameters = [parameters_of(part) for part in parts]
+    parameters = [parameters_of(member) for member in members]
     if order is not None:
-        ranked = {id(parameter): place for place, parameter in enumerate(order)}
-        parameters = [sorted(of, key=lambda one: ranked[id(one)]) for of in parameters]
-    norms = [get_total_norm([one.grad for one in of if one.grad is not None]) for of in parameters]
-    told = whole(norms[0])[None] if len(norms) == 1 else torch.stack([whole(n) for n in norms])
-    # Of several: the norm of all gradients but those of optimizers with one that is not finite.
-    norm = norms[0] if len(parts) == 1 else _norm(told.where(told.isfinite(), 0.0))
-    for part, of in zip(parts, parameters, strict=True):
-        # torch's names, see torch.optim.adam.
+        ranked = {id(p): place for place, p in enumerate(order)}
+        parameters = [sorted(params, key=lambda p: ranked[id(p)]) for params in parameters]
+    norms = [
+        get_total_norm([p.grad for p in params if p.grad is not None]) for params in parameters
+    ]
+    member_norms = (
+        full_tensor(norms[0])[None]
+        if len(norms) == 1
+        else torch.stack([full_tensor(n) for n in norms])
+    )
+    # The norm over all members whose gradients are finite.
+    norm = (
+        norms[0] if len(members) == 1 else _norm(member_norms.where(member_norms.isfinite(), 0.0))
+    )
+    for member, params in zip(members, parameters, strict=True):
         if not isinstance(limit, Tensor) and not limit:
             continue
-        if as_taken and mode != "value" and getattr(part, "_step_supports_amp_scaling", False):
-            excess = (whole(norm) + _EPS) / limit
-            part.grad_scale = excess.clamp(min=1.0)  # type: ignore[attr-defined]
+        # `_step_supports_amp_scaling` and `grad_scale` are torch's names, see torch.optim.adam.
+        if as_taken and mode != "value" and getattr(member, "_step_supports_amp_scaling", False):
+            excess = (full_tensor(norm) + _EPS) / limit
+            member.grad_scale = excess.clamp(min=1.0)  # type: ignore[attr-defined]
         elif mode == "value":
-            clip_grad_value_(of, float(limit))
-        elif isinstance(limit, Tensor):  # torch's function would read it on the host
-            clip_grads_with_norm_(of, 1.0, whole(norm) / limit)
+            clip_grad_value_(params, float(limit))
+        elif isinstance(limit, Tensor):  # torch's function would read the limit on the host
+            clip_grads_with_norm_(params, 1.0, full_tensor(norm) / limit)
         else:
-            clip_grads_with_norm_(of, limit, norm)
-    return told
+            clip_grads_with_norm_(params, limit, norm)
+    return member_norms
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """The norm of all gradients from those of the optimizers: [optimizers] -> 0-dim."""
+    """The norm of all gradients, from the norms of the optimizers: [optimizers] -> 0-dim."""
     return norms[0] if len(norms) == 1 else _norm(norms)
 
 
 def adaptive_limit(norms: Norms, percentile: float, ceiling: float = 0.0) -> Tensor:
-    """The limit of adaptive clipping: the percentile of the norms before, and never above the
-    ceiling, if that is not 0. float32, 0-dim, on the device."""
-    smallest = torch.finfo(torch.float32).tiny  # nothing is divided by 0
+    """The limit of adaptive clipping: the percentile of earlier norms, at most `ceiling` unless it
+    is 0. float32, 0-dim, on the device."""
+    smallest = torch.finfo(torch.float32).tiny  # clipping divides by the limit
     return norms.percentile(percentile).clamp(smallest, ceiling or math.inf)
 
 

@@ -1,5 +1,5 @@
-"""The loss scale of fp16: torch's `GradScaler`, kept within bounds, and counting what it skipped.
-It serves any training loop."""
+"""The loss scale of fp16: torch's `GradScaler`, kept within bounds, with a count of overflows. It
+works in any training loop."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FIRST_SCALE = 65536.0  # torch's own
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleStatistics:
-    """What a loss scale has seen: steps, those of them that overflowed, and what it is now."""
+    """Statistics of a loss scale: the steps, the steps that overflowed, and the current scale."""
 
     steps: int
     overflows: int
@@ -37,25 +37,26 @@ class ScaleStatistics:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose scale stays within bounds, or is one for good.
+    """A `torch.amp.GradScaler` whose scale stays within bounds, or is static.
 
-    It is used as torch's is: `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)`,
+    Use it like torch's: `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)`,
     `scaler.step(optimizer)`, and one `scaler.update()` per step, whatever the number of optimizers.
-    `update` waits for no device. torch's own scale has no bounds: halved again and again it becomes
-    0, by which the next step divides.
+    `update` does not wait for the device. The scale of torch's class has no bounds: repeated
+    overflows halve it to 0, and the next step divides by 0.
 
     Args:
-        device: the kind of device that the loss is on: "cpu", "cuda".
-        first: what a dynamic scale begins with.
-        interval: steps in a row without an overflow after which it is multiplied by `growth`.
-        growth: above 1. Scales that are powers of two round nothing.
-        backoff: between 0 and 1: what an overflow multiplies the scale by.
+        device: the type of the loss's device: "cpu", "cuda".
+        first: the initial value of a dynamic scale.
+        interval: steps in a row without an overflow after which the scale is multiplied by
+            `growth`.
+        growth: a factor above 1. Scaling by a power of two does not round.
+        backoff: a factor between 0 and 1, by which an overflow multiplies the scale.
         smallest: the smallest scale, above 0.
         largest: the largest scale.
-        static: a scale that stays; None for a dynamic one.
+        static: a scale that never changes; None for a dynamic scale.
 
     Raises:
-        UserError: a scale beyond the bounds, or a factor, a bound or an interval that cannot be.
+        UserError: a scale is out of bounds, or a factor, a bound or the interval is invalid.
     """
 
     def __init__(
@@ -89,16 +90,17 @@ class LossScaler(torch.amp.GradScaler):
         )
         self.static, self._first = static, first
         self._bounds = (smallest, largest)
-        self._counts: Tensor | None = None  # of steps and overflows, on the device
-        self._counted = [0, 0]  # what they begin with
+        self._counts: Tensor | None = None  # steps and overflows, on the device
+        self._counted = [0, 0]  # the initial values of `_counts`
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale follows the steps."""
+        """Whether the scale changes with the steps."""
         return self.static is None
 
     def now(self, like: Tensor) -> Tensor:
-        """The scale, float32, 0-dim, on the device of `like`: `get_scale` would wait for it."""
+        """The scale: float32, 0-dim, on the device of `like`, without waiting for the device as
+        `get_scale` does."""
         return self.scale(torch.ones_like(like, dtype=torch.float32))
 
     def can_fall(self, like: Tensor) -> Tensor:
@@ -107,16 +109,16 @@ class LossScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale follow the step, within its bounds, and count the step; or set it to
-        `new_scale`, within its bounds, and count none. A scale that is none, which nothing would
-        bring down or up again, is begun anew."""
+        """Update the scale after a step, within its bounds, and count the step; or set the scale to
+        `new_scale`, within its bounds, and count no step. A scale that is 0 or not finite, and so
+        could not recover, is reset to its initial value."""
         if not self.is_enabled():
             return
         if new_scale is None:
             self._count()
         super().update(new_scale)
         scale = self._scale
-        assert scale is not None  # or the update of torch's would have raised
+        assert scale is not None  # torch's `update` raises if it is
         if self.static is not None:
             scale.fill_(self.static)
             return
@@ -127,31 +129,32 @@ class LossScaler(torch.amp.GradScaler):
     def _count(self) -> None:
         """Count the step, and whether the gradients of any optimizer overflowed."""
         assert self._scale is not None
-        found = [
+        overflows = [
             flag.to(self._scale.device, non_blocking=True)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
-        if not found:  # torch's update says what is wrong
+        if not overflows:  # torch's `update` raises an error
             return
         if self._counts is None:
-            kind = {"dtype": torch.int64, "device": found[0].device}
+            kind = {"dtype": torch.int64, "device": overflows[0].device}
             self._counts = torch.tensor(self._counted, **kind)
-        overflowed = torch.stack(found).sum() > 0
+        overflowed = torch.stack(overflows).sum() > 0
         self._counts += torch.stack([torch.ones_like(overflowed), overflowed])
 
     def statistics(self) -> ScaleStatistics:
-        """What was counted. This waits for the device."""
+        """The counts and the scale. This waits for the device."""
         steps, overflows = self._counted if self._counts is None else self._counts.tolist()
         return ScaleStatistics(steps=steps, overflows=overflows, scale=self.get_scale())
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state and what was counted, as JSON data."""
-        seen = self.statistics()
-        return super().state_dict() | {"steps": seen.steps, "overflows": seen.overflows}
+        """torch's state and the counts, as JSON data."""
+        counts = self.statistics()
+        return super().state_dict() | {"steps": counts.steps, "overflows": counts.overflows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, or torch's own, without counts. A static scale stays."""
+        """Restore a `state_dict` of this class, or of torch's, which has no counts. A static scale
+        does not change."""
         super().load_state_dict(state_dict)
         if self.static is not None:
             self._init_scale = self.static
@@ -162,7 +165,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def build_scaler(config: RunConfig, device: torch.device) -> LossScaler:
-    """The loss scaler that a run in fp16 asks for. Raises what `LossScaler` does."""
+    """Build the loss scaler of a run in fp16. Raises what `LossScaler` does."""
     return LossScaler(
         device.type,
         config.first_loss_scale,
@@ -176,7 +179,7 @@ def build_scaler(config: RunConfig, device: torch.device) -> LossScaler:
 
 
 def _check(interval: int, growth: float, backoff: float, smallest: float, largest: float) -> None:
-    """Raise a UserError that names the first of a scaler's numbers that cannot be."""
+    """Raise a UserError that names the first invalid argument of a scaler."""
     bounds = f"min_loss_scale {smallest:.12g} and max_loss_scale {largest:.12g}"
     for possible, wrong, instead in (
         (interval >= 1, f"loss_scale_interval {interval} is below 1", "1 or more steps"),
@@ -193,5 +196,5 @@ def _check(interval: int, growth: float, backoff: float, smallest: float, larges
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Whether `scaler.unscale_(optimizer)` was called since the last update."""
-    states = scaler._per_optimizer_states  # torch has no public name for it (2.13)
+    states = scaler._per_optimizer_states  # torch 2.13 has no public name for this
     return id(optimizer) in states and states[id(optimizer)]["stage"] is not OptState.READY

@@ -1,4 +1,4 @@
-"""The optimizer that a run asks for, and the learning rate as a function of the step."""
+"""The optimizer of a run, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 mom
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """See that the optimizer can be had here, before anything is built or written. Raises a
-    UserError if what it needs is missing, or it is not tested with FSDP2."""
+    """Raise a UserError if the optimizer needs something that this machine lacks, or is not tested
+    with FSDP2. Call this before anything is built or written."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
     if name == "adamw":
         return
@@ -40,37 +40,38 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
 
 
 def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) -> Optimizer:
-    """The optimizer that `config` names; weights and the update are float32 in every recipe.
+    """Build the optimizer that `config` names. Weights and the update are float32 in every recipe.
 
-    Matrices and embeddings decay, vectors (norms, biases) do not. `sgd` is torch's, with momentum;
-    its decay is part of the gradient. `muon`, and `adamw8bit` and `adamwfp8`, which are torchao's,
-    are for the matrices of the blocks; the rest has fused AdamW, with float32 moments. Moments of 8
-    bits are codes of a table of 256 values, or E4M3, and a float32 scale for each 256. Muon's steps
-    are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and
-    one weight decay serve both. Without `fused`, AdamW is for a look at its groups alone, as for a
-    model without memory.
+    Weight decay applies to matrices and embeddings, not to vectors (norms, biases). `sgd` is
+    torch's SGD with momentum; its weight decay is part of the gradient. `muon`, and torchao's
+    `adamw8bit` and `adamwfp8`, train the matrices of the blocks; fused AdamW with float32 moments
+    trains all other parameters. 8-bit moments are codes of a table of 256 values, or E4M3, with a
+    float32 scale per 256 elements. Muon's steps are scaled to the size of AdamW's (Liu et al. 2025,
+    arXiv:2502.16982), so that both can use the same learning rate and weight decay.
 
-    Raises a UserError if torchao is missing, or no matrix is large enough for moments of 8 bits.
+    Pass `fused=False` to inspect the groups and states only, for instance on the meta device.
+
+    Raises a UserError if torchao is missing, or no matrix is large enough for 8-bit moments.
     """
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.optimizer in ("adamw", "sgd"):
         make = _adamw if config.optimizer == "adamw" else _sgd
-        return make([parameter for _, parameter in named], config, fused)
-    inner = [one for name, one in named if _is_inner(name, one, config)]
+        return make([p for _, p in named], config, fused)
+    inner = [p for name, p in named if _is_inner(name, p, config)]
     if not inner:
         raise UserError(
             f"optimizer {config.optimizer}: no matrix in the blocks of model {config.model} is one "
             f"that it takes (8 bits: {SMALLEST:,} elements or more). Choose --set optimizer=adamw."
         )
-    chosen = {id(one) for one in inner}
-    rest = [one for _, one in named if id(one) not in chosen]
+    chosen = {id(p) for p in inner}
+    outer = [p for _, p in named if id(p) not in chosen]
     rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
         first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
     else:
         betas, make = (config.beta1, config.beta2), low_bit_optimizers()[config.optimizer]
         first = make(inner, **rates, betas=betas, eps=config.adam_eps, block_size=BLOCK)
-    return ChainedOptimizer([first, _adamw(rest, config, fused)])
+    return ChainedOptimizer([first, _adamw(outer, config, fused)])
 
 
 def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
@@ -90,13 +91,13 @@ def _groups(parameters: Sequence[Tensor], config: RunConfig) -> list[dict[str, A
 
 
 def _sgd(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> SGD:
-    made = SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, fused=fused)
+    sgd = SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, fused=fused)
     for parameter in parameters:
         # The fused kernel (torch 2.13) leaves a first buffer uninitialized where it skips the step.
         # From zeros, the first step is the same.
-        if state := first_state(made, parameter):
-            made.state[parameter] = state
-    return made
+        if state := first_state(sgd, parameter):
+            sgd.state[parameter] = state
+    return sgd
 
 
 def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
@@ -110,7 +111,7 @@ def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> Adam
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Have the next step of all groups take this learning rate."""
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao's, on the host
             group["lr"].fill_(rate)
@@ -119,30 +120,30 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
-    """The learning rate of `step` (1 is the first), a function of it alone: nothing to save. Linear
-    warm-up, then a cosine to `min_lr x lr` at the last step, or, for "wsd" (warm-up, stable,
-    decay), the full rate and a linear fall over the last `decay_fraction` of the steps."""
+    """The learning rate of `step`, from 1; it depends on no other state. After a linear warm-up,
+    "cosine" decays to `min_lr x lr` at the last step, and "wsd" (warm-up, stable, decay) keeps the
+    full rate, then decays linearly over the last `decay_fraction` of the steps."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "cosine":
         done = _share(step, config.warmup_steps, config.steps)
-        left = 0.5 * (1 + math.cos(math.pi * done))
+        remaining = 0.5 * (1 + math.cos(math.pi * done))
     else:
         stable_until = round(config.steps * (1 - config.decay_fraction))
-        left = 1 - _share(step, max(config.warmup_steps, stable_until), config.steps)
-    return config.lr * (config.min_lr + (1 - config.min_lr) * left)
+        remaining = 1 - _share(step, max(config.warmup_steps, stable_until), config.steps)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * remaining)
 
 
 def _share(step: int, start: int, end: int) -> float:
-    """How much of the way from `start` to `end` is behind `step`: 0 to 1."""
+    """The fraction of the way from `start` to `end` that `step` has reached: 0 to 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
 def low_bit_optimizers() -> dict[str, Any]:
-    """torchao's AdamW by our names; no other file imports it. Raises a UserError if it is missing
-    or old."""
+    """The classes of torchao's AdamW, by the names of our options. Raises a UserError if torchao is
+    missing or old. No other module imports torchao's optimizers."""
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:

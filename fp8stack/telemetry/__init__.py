@@ -1,1 +1,1 @@
-"""What low precision does to the operands and gradients of a training step."""
+"""Measurements of the error of low precision, and of gradients, in sampled training steps."""

@@ -1,7 +1,7 @@
-"""The norms of the gradients of each part of a model.
+"""The norms of the gradients, for each part of a model.
 
-A part is the weight of a linear or of an embedding, or all that a norm holds; a block is a part as
-well, with everything in it, biases included.
+A part is the weight of a linear or an embedding, or all parameters of a norm. A block is a part as
+well, with all its parameters, including biases.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 class Flow(NamedTuple):
-    """The gradients of a model at one moment: module paths, how many numbers each part has, and, on
-    the device, float64 [parts, 3]: the sums of the squares of the gradient and of the weights, and
-    how many entries of the gradient are zero."""
+    """Sums over the gradients of a model in one step: the module paths of the parts, the number of
+    elements of each, and the sums, float64 [parts, 3], on the device: the squares of the gradient,
+    the squares of the weights, and the zeros in the gradient."""
 
-    parts: list[str]
+    paths: list[str]
     elements: list[int]
     sums: Tensor
 
 
 @torch.no_grad()
 def look(model: nn.Module) -> Flow | None:
-    """Return sums over the current gradients of `model`, without a GPU sync; None if nothing in it
+    """Return sums over the current gradients of `model`, without a GPU sync; None if no parameter
     is trained. A missing gradient counts as zeros.
 
-    Where ranks share the parameters out (FSDP2), all ranks call this: their sums are added up.
+    If ranks shard the parameters (FSDP2), all ranks call this, and their sums are added up.
     """
-    of_parts: dict[str, list[int]] = {}
+    parameter_indices: dict[str, list[int]] = {}
     parameters: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            for part in _parts_of(model, name):
-                of_parts.setdefault(part, []).append(len(parameters))
+            for path in _paths_of(model, name):
+                parameter_indices.setdefault(path, []).append(len(parameters))
             parameters.append(parameter)
     if not parameters:
         return None
@@ -61,28 +61,30 @@ def look(model: nn.Module) -> Flow | None:
     sums = torch.stack([*squares, zeros.double()], dim=1)
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         dist.all_reduce(sums)
-    rows = [sums[places].sum(dim=0) for places in of_parts.values()]
-    elements = [sum(parameters[at].numel() for at in places) for places in of_parts.values()]
-    return Flow(list(of_parts), elements, torch.stack(rows))
+    rows = [sums[places].sum(dim=0) for places in parameter_indices.values()]
+    elements = [
+        sum(parameters[at].numel() for at in places) for places in parameter_indices.values()
+    ]
+    return Flow(list(parameter_indices), elements, torch.stack(rows))
 
 
 def figures(flow: Flow, sums: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-    """A dictionary for each part, from `flow.sums` as numbers: `part`, `norm` of the gradient,
-    `ratio` of it to the norm of the weights, and `zeros`, the share of exact zeros in it; null for
-    what is no number."""
-    found = []
-    for part, count, (gradient, weight, zeros) in zip(flow.parts, flow.elements, sums, strict=True):
+    """A dictionary for each part, from `flow.sums` as numbers: `part`, its path; `norm` of the
+    gradient; `ratio`, that norm over the norm of the weights; and `zeros`, the fraction of exact
+    zeros in the gradient. Norms and ratios that are not finite are None."""
+    rows = []
+    for path, count, (gradient, weight, zeros) in zip(flow.paths, flow.elements, sums, strict=True):
         norm = math.sqrt(gradient) if math.isfinite(gradient) else None
         ratio = norm / math.sqrt(weight) if norm is not None and 0 < weight < math.inf else None
-        found.append({"part": part, "norm": norm, "ratio": ratio, "zeros": zeros / count})
-    return found
+        rows.append({"part": path, "norm": norm, "ratio": ratio, "zeros": zeros / count})
+    return rows
 
 
-def _parts_of(model: nn.Module, name: str) -> list[str]:
+def _paths_of(model: nn.Module, name: str) -> list[str]:
     """The parts that the parameter `name` belongs to."""
     path, _, kind = name.rpartition(".")
     block = _BLOCK.match(name)
-    parts = [block[1]] if block else []
+    paths = [block[1]] if block else []
     if kind == "bias" and isinstance(model.get_submodule(path), nn.Linear):
-        return parts  # some have no gradient by nature, such as that of keys
-    return [*parts, path]
+        return paths  # some biases have no gradient by design, such as the keys' bias
+    return [*paths, path]

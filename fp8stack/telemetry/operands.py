@@ -1,10 +1,10 @@
-"""What FP8 does to each operand, measured on some steps.
+"""The quantization error of each operand, measured in sampled steps.
 
-A sample looks at the first micro-batch of a step: each operand's amax, scale, what was clipped,
-what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if"; and,
-in any recipe, at the gradients of the whole step. Of attention in FP8, whose operands are within
-cuDNN's kernels, it shows the amaxes that those record, and the scales. The figures stay on the
-device until `finish` brings them over, all at once.
+A sample measures the first micro-batch of a step: each operand's amax, its scale, the fractions
+that were clipped and that became zero, and the signal-to-noise ratio. It measures other recipes on
+the same operands as well ("what if"), and, in any recipe, the gradients of the full step. For FP8
+attention, whose operands exist only inside cuDNN's kernels, it has the amaxes that the kernels
+record, and the scales. The figures stay on the device until `finish` reads them all at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db
 
 
 class Sample(NamedTuple):
-    """The figures of one sampled step: `rows`, one of the model, then one per operand and recipe,
-    then one per part that has a gradient; and the same by name, for trackers:
+    """The figures of one sampled step. `rows` has one row for the model, then one per operand and
+    recipe, then one per part with a gradient. `numbers` has the same figures by name, for trackers:
     `fp8/sqnr_db/blocks.0.mlp.up.input`, `gradient/norm/blocks.0.mlp.up`."""
 
     rows: list[Row]
@@ -44,8 +44,9 @@ class Sample(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One operand in one recipe; `figures`: `FIGURES` and the scale, NaN where there are many.
-    `format` is what it was cast to, `blocks` whether it has a scale per block."""
+    """One operand in one recipe. `figures` holds `FIGURES` and the scale, which is NaN if there are
+    several; `format` is the format that it was cast to; `blocks` is whether it has a scale per
+    block."""
 
     layer: str
     operand: str
@@ -60,14 +61,15 @@ class Telemetry:
     """Samples the steps of one run.
 
     Args:
-        plan: what runs. Without FP8, the linears are looked at with `what_if` alone.
-        every: a step in so many is sampled, besides the first and the last; 0 for none.
+        plan: the plan that runs. Without FP8, operands are measured only in the `what_if` recipes.
+        every: the interval of sampled steps; the first and the last step are sampled, too. 0 for no
+            samples.
         what_if: recipes, by name or path, to try on the same operands.
-        operands: whether this process looks at operands. Of several ranks one does, and all take
-            part in looking at gradients, which they may share out.
+        operands: whether this process measures operands. Of several ranks, one does; all ranks
+            measure gradients, which may be sharded.
 
     Raises:
-        UserError: no such recipe, one that cannot be tried, or two of the same name.
+        UserError: a recipe does not exist or cannot be tried, or two have the same name.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class Telemetry:
         self._flow: gradients.Flow | None = None
         self._seen: list[_Measured] = []
         self._changes: Tensor | None = None
-        self._scales: Tensor | None = None  # at the sample before, [slots]
+        self._scales: Tensor | None = None  # of the previous sample, [slots]
 
     def due(self, step: int, first_step: int, last_step: int) -> bool:
-        """Whether `step` of a run from `first_step` to `last_step` is to be sampled."""
+        """Whether to sample `step` in a run from `first_step` to `last_step`."""
         if not self.every:
             return False
         return step in (first_step, last_step) or step % self.every == 0
@@ -95,12 +97,12 @@ class Telemetry:
 
     @contextmanager
     def sampling(self, model: nn.Module) -> Iterator[None]:
-        """Look at the forward and backward pass of `model` that is made inside. Of a layer that is
-        called several times the first call counts. A compiled model must run under
+        """A context that measures the forward and backward pass of `model` in it. If a layer is
+        called several times, the first call counts. A compiled model must run under
         `torch.compiler.set_stance("force_eager")`, see `observing`.
 
         Args:
-            model: the model that was built or converted, not what wraps it.
+            model: the model that was built or converted, not its wrapper.
         """
         self._seen.clear()
         done: set[tuple[str, str]] = set()
@@ -124,23 +126,24 @@ class Telemetry:
             raise
 
     def gradients(self, model: nn.Module) -> None:
-        """Look at the gradients of a step: all its micro-batches, unscaled, not clipped yet. What
-        `gradients.look` says of ranks holds here."""
+        """Measure the gradients of a step, after all its micro-batches, unscaled and before
+        clipping. On several ranks, see `gradients.look`."""
         self._flow = gradients.look(model)
 
     def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
-        """What the last `sampling` and `gradients` found; reads the device once. `fp8_gemms` is how
-        many ran, None if they were not counted; `plan` what runs now, if it changed."""
+        """The figures of the last `sampling` and `gradients`; reads the device once. `fp8_gemms` is
+        the number of FP8 GEMMs that ran, None if they were not counted; `plan` is the current plan,
+        if it changed."""
         self.plan = plan or self.plan
-        seen, flow, changes = self._seen, self._flow, self._changes
-        found = [measured.figures for measured in seen]
+        operands, flow, changes = self._seen, self._flow, self._changes
+        tensors = [measured.figures for measured in operands]
         if changes is not None:
-            found.append(changes.to(torch.float64).view(1))
+            tensors.append(changes.to(torch.float64).view(1))
         if flow is not None:
-            found.append(flow.sums.flatten())
-        numbers = iter(torch.cat(found).tolist() if found else [])
+            tensors.append(flow.sums.flatten())
+        numbers = iter(torch.cat(tensors).tolist() if tensors else [])
         width = len(FIGURES) + 1
-        rows = [_operand_row(step, one, list(islice(numbers, width))) for one in seen]
+        rows = [_operand_row(step, measured, list(islice(numbers, width))) for measured in operands]
         count = None if changes is None else int(next(numbers))
         if flow is not None:
             rows += _gradient_rows(step, flow, list(numbers))
@@ -148,14 +151,14 @@ class Telemetry:
         return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
 
     def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
-        """The linears to measure: those in FP8; in a run without FP8 all but the head."""
+        """The linears to measure: the FP8 linears, or, in a run without FP8, all but the head."""
         if self.plan.runs_fp8:
             return fp8_linears(model)
         planned = {layer.name for layer in self.plan.layers}
         return {
-            path: part
-            for path, part in model.named_modules()
-            if isinstance(part, nn.Linear)
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear)
             and path in planned
             and path.rpartition(".")[2] != "lm_head"
         }
@@ -163,8 +166,8 @@ class Telemetry:
     def _measure(self, path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:
         tables: list[tuple[str, bool, Quantizers | ComputeDtype | None]] = []
         if self.plan.runs_fp8:
-            own = self.plan.layer(path)
-            tables.append((self.plan.recipe.name, False, own.quantizers))
+            layer_plan = self.plan.layer(path)
+            tables.append((self.plan.recipe.name, False, layer_plan.quantizers))
         tables += [(r.name, True, r.quantizers or r.compute_dtype) for r in self.what_if]
         for recipe, what_if, table in tables:
             if isinstance(table, Quantizers):
@@ -181,7 +184,7 @@ class Telemetry:
 
     @contextmanager
     def _amaxes_of_attention(self, model: nn.Module) -> Iterator[None]:
-        """Within, note what attention in FP8 records: the largest of all ranks."""
+        """A context that notes the amaxes that FP8 attention records, the largest of all ranks."""
         delayed: DelayedScaling | None = getattr(model, "delayed_scaling", None)
         quantizers = self.plan.recipe.attention_slots
         if delayed is None or not quantizers:
@@ -196,14 +199,14 @@ class Telemetry:
         noted: list[_Measured] = []
 
         def note() -> None:
-            noted.clear()  # of an earlier pass
+            noted.clear()  # the records of an earlier pass
             for path, operand, quantizer, name in slots:
                 amax, scale = delayed.history.recorded(name), delayed.scale(name)
-                known = {"amax": amax, "largest": amax * scale}
+                recorded = {"amax": amax, "largest": amax * scale}
                 unknown = amax.new_tensor(math.nan)
-                figures = torch.stack([known.get(figure, unknown) for figure in FIGURES])
-                own = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
-                noted.append(_Measured(*own, _with_scale(figures.double(), scale)))
+                figures = torch.stack([recorded.get(figure, unknown) for figure in FIGURES])
+                labels = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
+                noted.append(_Measured(*labels, _with_scale(figures.double(), scale)))
 
         delayed.before_update = note
         try:
@@ -257,29 +260,29 @@ def _recipes_to_try(names: Sequence[str]) -> tuple[Recipe, ...]:
 
 
 def _copies(table: Quantizers, operand: Operand) -> Iterator[tuple[str, Quantizer, int]]:
-    """The quantizers of an operand by their places, each with the dimension that its GEMM reduces:
-    that of its first copy, and of the second if that is quantized by other rules."""
+    """Yield the quantizers of an operand's copies: the place, the quantizer, and the dimension that
+    the copy's GEMM reduces. A second copy has its own quantizer only if its rules differ."""
     for place, quantizer in table.casts.items():
         if place.partition(".")[0] == operand:
             yield place, quantizer, int("." not in place)
 
 
 def _error(x: Tensor, quantizer: Quantizer, scale: Tensor | None, dim: int) -> Tensor:
-    """What a quantizer does to `x`; at random in the same way each time, so that recipes meet the
-    same bits."""
+    """The quantization error of `x`. Stochastic rounding draws the same bits each time, so that
+    recipes can be compared."""
     bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
     generator = bits if quantizer.stochastic else None
     return quantization_error(x, quantizer, scale=scale, dim=dim, generator=generator)
 
 
 def _with_scale(figures: Tensor, scale: Tensor | None) -> Tensor:
-    one = figures.new_full((1,), math.nan) if scale is None else scale.to(figures).view(1)
-    return torch.cat([figures, one])
+    scale_figure = figures.new_full((1,), math.nan) if scale is None else scale.to(figures).view(1)
+    return torch.cat([figures, scale_figure])
 
 
 def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row:
-    """The figures of one operand in one recipe; null for what JSON has no number for."""
-    found = dict(zip((*FIGURES, "scale"), values, strict=True))
+    """The figures of one operand in one recipe; None if a figure is not finite."""
+    figures = dict(zip((*FIGURES, "scale"), values, strict=True))
     row = {
         "step": step,
         "layer": measured.layer,
@@ -287,41 +290,42 @@ def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row
         "recipe": measured.recipe,
         "what_if": measured.what_if,
         "format": measured.format,
-        "amax": _number(found["amax"], 9),
-        "scale": _number(found["scale"], 9),
-        "headroom_bits": _number(headroom_bits(found["largest"], measured.format)),
-        **{key: _number(found[key]) for key in ("saturated", "underflow", "nonfinite")},
-        "sqnr_db": _number(sqnr_db(found["signal"], found["noise"])),
+        "amax": _number(figures["amax"], 9),
+        "scale": _number(figures["scale"], 9),
+        "headroom_bits": _number(headroom_bits(figures["largest"], measured.format)),
+        **{key: _number(figures[key]) for key in ("saturated", "underflow", "nonfinite")},
+        "sqnr_db": _number(sqnr_db(figures["signal"], figures["noise"])),
     }
     if measured.blocks:
-        row |= {key: _number(found[key], 9) for key in _OF_BLOCKS}
+        row |= {key: _number(figures[key], 9) for key in _OF_BLOCKS}
     return row
 
 
 def _gradient_rows(step: int, flow: gradients.Flow, numbers: Sequence[float]) -> list[Row]:
-    """The figures of the gradients, from the three sums of each part."""
+    """The figures of the gradients, from three sums per part."""
     sums = [numbers[at : at + 3] for at in range(0, len(numbers), 3)]
     return [
-        {"step": step, "gradient": told["part"]}
-        | {key: _number(told[key]) for key in gradients.FIGURES}
-        for told in gradients.figures(flow, sums)
+        {"step": step, "gradient": gradient["part"]}
+        | {key: _number(gradient[key]) for key in gradients.FIGURES}
+        for gradient in gradients.figures(flow, sums)
     ]
 
 
 def _number(value: float | None, digits: int = 6) -> float | None:
-    """`value` to some significant digits, 9 of which are enough for a float32."""
+    """`value` rounded to `digits` significant digits (9 are exact for a float32); None if it is not
+    finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
 
 
 def _tracked(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The figures of rows by name, those that are numbers."""
+    """The figures of rows by name, without missing ones."""
     numbers: dict[str, Any] = {}
     for row in rows:
         if "gradient" in row:
-            part = row["gradient"]
-            numbers |= {f"gradient/{key}/{part}": row[key] for key in gradients.FIGURES}
+            path = row["gradient"]
+            numbers |= {f"gradient/{key}/{path}": row[key] for key in gradients.FIGURES}
             continue
         place = f"{row['layer']}.{row['operand']}"
         if row["what_if"]:

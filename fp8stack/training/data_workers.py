@@ -1,8 +1,8 @@
-"""The processes that read data ahead, and what is known of one that is lost.
+"""The processes that read data ahead, and the errors about processes that are lost.
 
-When a process dies, torch's DataLoader raises wherever the main thread is, in the middle of a step
-or of a save; for one that is stopped it waits without end. Here both are noticed where a batch is
-waited for, between two steps, so that the run can be saved.
+When a process dies, torch's DataLoader raises an error wherever the main thread is, perhaps in the
+middle of a step or a save; for a stopped process it waits forever. This module notices both while
+it waits for a batch, between two steps, so that the run can be saved.
 """
 
 import errno
@@ -39,15 +39,15 @@ _abandoned: list[Any] = []
 
 
 class DataWorkers:
-    """The processes of a DataLoader, started at once, as a context.
+    """A context manager for the worker processes of a DataLoader, which start at construction.
 
     Args:
-        loader: has processes.
-        timeout_s: seconds after which processes that give no batch count as lost.
-        stops: whether the run is to stop; then it waits no longer than `LOOK_S`.
+        loader: a DataLoader with `num_workers` above 0.
+        timeout_s: seconds without a batch after which the processes count as lost.
+        stops: returns whether a stop was requested; `batch` then waits at most `LOOK_S`.
 
     Raises:
-        DataWorkerLost: they cannot be started.
+        DataWorkerLost: the processes cannot be started.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class DataWorkers:
             reason = _FULL if full else str(error).partition("\n")[0]
             raise DataWorkerLost(f"Cannot start data workers: {reason}.") from error
         self._workers = [*{*multiprocessing.active_children()} - earlier]
-        # A thread receives: that waits without end for a process that was stopped meanwhile.
+        # Receive in a thread: it would wait forever for a process that a signal stopped.
         self._receiver = ThreadPoolExecutor(1, "data")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Have torch end the processes; if one is lost or stopped, kill them instead: torch would
-        wait for it, or for a lock that it died with."""
+        """Let torch end the processes. If a process is lost or stopped, kill them all instead:
+        torch would wait for that process, or for a lock that it held when it died."""
         stopped = any(map(_is_stopped, self._workers))
         if stopped or isinstance(error, DataWorkerLost):
             _abandoned.append(self._batches)  # torch's destructor waits
@@ -79,10 +79,11 @@ class DataWorkers:
         self._receiver.shutdown(wait=False)
 
     def batch(self) -> Tensor:
-        """Return the next batch. Raises a DataWorkerLost if a process died or none gives a batch in
-        time, and what reading the data raises."""
+        """Return the next batch. Raises a DataWorkerLost if a process died or no batch arrives in
+        time, and any error of reading the data."""
         received: Future[Tensor] = self._receiver.submit(next, self._batches)
-        look_s, waited_s = min(LOOK_S, self._timeout_s), 0.0  # while this process is not stopped
+        # Counted in looks, not by the clock: time in which this process is stopped does not count.
+        look_s, waited_s = min(LOOK_S, self._timeout_s), 0.0
         while not futures.wait([received], look_s).done and not self._dead():
             waited_s += look_s
             if waited_s >= self._timeout_s or self._stops():
@@ -102,7 +103,7 @@ class DataWorkers:
         return [worker for worker in self._workers if not worker.is_alive()]
 
     def _ending(self, error: Exception) -> str:
-        """The sentence about an error in receiving a batch."""
+        """The error message for a batch that could not be received."""
         wait([worker.sentinel for worker in self._workers], _DYING_S)
         if not (dead := self._dead()):
             return f"Data workers cannot be heard: {str(error).partition('. ')[0]}."
@@ -116,7 +117,7 @@ class DataWorkers:
         )
 
     def _silence(self, waited_s: float) -> str:
-        """The sentence about processes that gave no batch."""
+        """The error message for processes that gave no batch."""
         silent = f"Data workers gave no batch for {waited_s:g} s"
         if waited_s >= self._timeout_s:
             silent += " (worker_timeout)"
@@ -127,22 +128,22 @@ class DataWorkers:
 
 
 def in_shared_memory(tokens: Tensor) -> Tensor:
-    """Return the tensor, in a data worker moved to shared memory. (torch does that in a thread
-    there, whose errors nobody hears.) Raises a DataWorkerLost if there is no room."""
+    """Return `tokens`; in a data worker, moved to shared memory. (torch would move it in a thread,
+    whose errors are lost.) Raises a DataWorkerLost if shared memory is full."""
     if get_worker_info() is None:
         return tokens
     try:
         shared: Tensor = tokens.share_memory_()  # type: ignore[no-untyped-call]
         return shared
     except RuntimeError as error:
-        code = re.search(r"\((\d+)\)\s*$", str(error))  # the system's, as torch writes it
+        code = re.search(r"\((\d+)\)\s*$", str(error))  # errno, at the end of torch's message
         if code is None or int(code[1]) not in _NO_ROOM:
             raise
         raise DataWorkerLost(f"A data worker cannot hand over a batch: {_FULL}.") from error
 
 
 def _iterator(loader: DataLoader[Tensor]) -> Any:
-    """Start the processes. torch's handler of SIGCHLD, which raises, is left out."""
+    """Start the processes, and remove torch's SIGCHLD handler, which raises an error."""
     try:
         return iter(loader)
     finally:
@@ -152,13 +153,13 @@ def _iterator(loader: DataLoader[Tensor]) -> Any:
 
 def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
-        worker.kill()  # reaches one that is stopped as well
+        worker.kill()  # SIGKILL also ends a stopped process
     for worker in workers:
         worker.join(_DYING_S)
 
 
 def _is_stopped(worker: BaseProcess) -> bool:
-    """Whether a signal stopped a process (Linux)."""
+    """Whether a signal stopped the process (Linux only)."""
     try:
         status = Path(f"/proc/{worker.pid}/stat").read_text()
     except OSError:

@@ -1,5 +1,6 @@
 """The dataloader of a run: it reads ahead, and into pinned memory for a GPU. Every rank reads the
-whole batch and keeps its part: that costs little, and all find a damaged token at the same step."""
+whole batch and keeps its rows: this costs little, and all ranks meet a damaged token at the same
+step."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,8 +16,8 @@ from fp8stack.training.run import Run
 
 def batches(run: Run, stops: Callable[[], bool] = bool) -> Iterator[tuple[int, Tensor]]:
     """Yield each remaining step and this rank's tokens of it: int64 [batch / ranks, context + 1],
-    or with a document mask [batch / ranks, 2, context + 1], see `StepBatches`. Raises what
-    `DataWorkers` raises; `stops` as there."""
+    or with a document mask [batch / ranks, 2, context + 1], see `StepBatches`. For `stops` and the
+    errors, see `DataWorkers`."""
     steps = range(run.step + 1, run.config.steps + 1)
     workers = run.config.workers
     loader = DataLoader(
@@ -41,9 +42,9 @@ def tokens_of(run: Run, step: int) -> Tensor:
 
 
 def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of a model's loss: inputs and targets, int64 [n, context] each, and with
-    documents the document number of each input. The windows are int64 [n, context + 1]; with
-    documents [n, 2, context + 1], see `StepBatches`."""
+    """Split windows into the arguments of a model's loss: inputs and targets, int64 [n, context],
+    and with documents the document number of each input. The windows are int64 [n, context + 1],
+    or with documents [n, 2, context + 1], see `StepBatches`."""
     if windows.ndim == 2:
         return windows[:, :-1], windows[:, 1:]
     return windows[:, 0, :-1], windows[:, 0, 1:], windows[:, 1, :-1]

@@ -13,7 +13,8 @@ from fp8stack.training.dataloader import inputs_of
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within, `model` is in eval mode without gradients; its mode is restored after."""
+    """A context in which `model` is in eval mode without gradients; restores its mode at the
+    end."""
     was_training = model.training
     model.eval()
     try:
@@ -36,9 +37,9 @@ def validation_loss(
     Args:
         model: the model in training, or its DDP or FSDP2 wrapper; all ranks call it equally often.
         windows: int64 [N, T + 1], or with documents [N, 2, T + 1]; the same on all ranks.
-        batch: windows per forward pass, over all ranks; a multiple of their number.
-        device: the model's.
-        ranks: the process group.
+        batch: windows per forward pass, over all ranks; a multiple of the number of ranks.
+        device: the model's device.
+        ranks: the ranks of the run.
         stops: called before each batch; if it returns True on any rank, the result is None.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -47,7 +48,7 @@ def validation_loss(
             if ranks.any(stops()):
                 return None
             mine = windows[start : start + batch][ranks.index :: ranks.count]
-            # A rank without windows computes too: others may wait for its shard of the model.
+            # A rank without windows runs the model too: others may wait for its shard.
             tokens = (mine if len(mine) else windows[:1]).to(device)
             total += model(*inputs_of(tokens)).double() * len(mine)
     if ranks.count > 1:

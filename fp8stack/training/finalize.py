@@ -22,7 +22,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
         if is_main:
             plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
             write_atomically(folder.plot, plot)
-    text = _sample(run)  # on every rank: each may hold a part of the model
+    text = _sample(run)  # on every rank, since the model may be sharded
     evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
     final = evaluated[-1] if evaluated else math.nan
     if run.ranks.any(is_main and not evaluated):
@@ -42,7 +42,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
 
 
 def _sample(run: Run) -> str:
-    """A text sample of the model; empty if `sample_tokens` is 0 or no tokenizer is known."""
+    """A text sample of the model; empty if `sample_tokens` is 0 or the tokenizer is unknown."""
     config, tokenizer = run.config, run.data.tokenizer
     if not config.sample_tokens or tokenizer is None:
         return ""

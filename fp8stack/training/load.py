@@ -28,7 +28,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
 
     Args:
         run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
-        recipe: the recipe to run it in, whichever it was trained in.
+        recipe: the recipe to run it in, which need not be the recipe of its training.
 
     Returns:
         A GPT on this machine's device: `model(tokens [B, T]) -> logits [B, T, vocabulary]`.
@@ -44,9 +44,9 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
-    """Return a run's newest usable checkpoint, or one checkpoint, with its path and why newer ones
-    were skipped. Raises a UserError if there is no run or checkpoint, and a NoUsableCheckpoint if
-    the checkpoint is damaged, or all of the run's are."""
+    """Return a run's newest usable checkpoint, or the given checkpoint, with its path and the
+    reasons why newer ones were skipped. Raises a UserError if there is no run or checkpoint, and a
+    NoUsableCheckpoint if the checkpoint, or every checkpoint of the run, is damaged."""
     if not isinstance(run_or_checkpoint, str | Path):
         raise UserError(
             f"A run is given by the path of its folder, not by {described(run_or_checkpoint)}."
@@ -73,19 +73,19 @@ class Trained:
 
     path: Path  # a checkpoint, or `hf:` and a folder's path, or `hf:owner/name@commit`
     shape: GPTConfig
-    weights: Mapping[str, Tensor]  # float32, of every parameter
-    checkpoint: Checkpoint | None = None  # None: of transformers, without data, recipe or scales
-    notes: tuple[str, ...] = ()  # to be printed
+    weights: Mapping[str, Tensor]  # float32, by parameter name
+    checkpoint: Checkpoint | None = None  # None for a model of transformers: no recipe, no scales
+    notes: tuple[str, ...] = ()  # for the user: lines to print
     tokenizer: Path | None = None  # its `tokenizer.json`, if it has one
 
     @property
     def name(self) -> str:
-        """What a run that begins with it calls it: the path, absolute."""
+        """The name that a run records for the model it starts from: the absolute path."""
         return str(self.path.resolve() if self.checkpoint else self.path)
 
     @property
     def config(self) -> RunConfig | None:
-        """The configuration of the run it is from, if any."""
+        """The configuration of the run that trained it, if any."""
         if self.checkpoint is None:
             return None
         table = at_home(self.checkpoint.info["config"], _folder_of(self.path))
@@ -95,7 +95,7 @@ class Trained:
 
     @property
     def recipe(self) -> str:
-        """The recipe of its run's last training step."""
+        """The recipe of the last training step; fp32 for a model of transformers."""
         if self.checkpoint is None:
             return "fp32"
         return str(self.checkpoint.info["plan"]["recipe"]["name"])
@@ -107,34 +107,36 @@ class Trained:
 
     @property
     def own_tokenizer(self) -> str | None:
-        """The tokenizer that came with it, which `tokenizer_of_run` does not find by itself."""
+        """The path of the tokenizer of a model without a checkpoint, which `tokenizer_of_run`
+        cannot know."""
         return None if self.checkpoint or self.tokenizer is None else str(self.tokenizer)
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
-        """The plan that runs the model in `recipe` on `hardware`, whichever recipe it was trained
-        in. If that is its own and has attention in FP8 that is not possible here, attention is in
-        the compute dtype. Raises what `resolve` raises, and a UserError if `recipe` needs scales
-        that the checkpoint does not have."""
-        asked: str | Recipe = recipe
+        """The plan that runs the model in `recipe` on `hardware`. If the model was trained in that
+        recipe with FP8 attention, which is not possible here, attention runs in the compute dtype.
+        Raises what `resolve` raises, and a UserError if `recipe` needs scales that the checkpoint
+        does not have."""
+        recipe_to_run: str | Recipe = recipe
         notes: tuple[str, ...] = ()
         info = {} if self.checkpoint is None else self.checkpoint.info
-        if info and recipe == self.recipe:  # with its overrides: E5M2's scales do not fit E4M3
+        if info and recipe == self.recipe:  # keep its overrides: E5M2's scales do not fit E4M3
             where = f"recipe in {self.path / 'checkpoint.json'}"
-            asked = recipe_from_json(info["plan"]["recipe"], where)
+            recipe_to_run = recipe_from_json(info["plan"]["recipe"], where)
         try:
-            plan = plan_for(self.shape, asked, hardware, backend)
+            plan = plan_for(self.shape, recipe_to_run, hardware, backend)
         except UnservedAttention as error:
-            if isinstance(asked, str):
+            if isinstance(recipe_to_run, str):
                 raise
-            asked = asked.model_copy(update={"attention": "compute"})
+            recipe_to_run = recipe_to_run.model_copy(update={"attention": "compute"})
             notes = (f"{error.reason}: attention runs in the compute dtype",)
-            plan = plan_for(self.shape, asked, hardware, backend)
+            plan = plan_for(self.shape, recipe_to_run, hardware, backend)
         if info:
             where = f"identity.recipe in {self.path}"
             trained_in = recipe_from_json(info["identity"]["recipe"], where)
-            if plan.recipe.quantizers == trained_in.quantizers:  # FP8 state is of these layers only
+            # The checkpoint has FP8 state for the layers that trained in FP8, and no others.
+            if plan.recipe.quantizers == trained_in.quantizers:
                 left_out = layers_left_out(info["plan"])
-                plan = plan_for(self.shape, asked, hardware, backend, left_out=left_out)
+                plan = plan_for(self.shape, recipe_to_run, hardware, backend, left_out=left_out)
         if plan.delayed and not any(map(_is_scale, self._fp8_state)):
             of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(
@@ -145,7 +147,7 @@ class Trained:
 
     def model(self, recipe: str, hardware: Hardware, backend: str = "auto") -> GPT:
         """The model in eval mode, on the device of `hardware`. Raises what `plan` raises, and a
-        UserError if the checkpoint has scales of other layers than `recipe`."""
+        UserError if the checkpoint's scales are not for the layers that `recipe` runs in FP8."""
         plan = self.plan(recipe, hardware, backend)
         model = GPT(self.shape, build_backend(plan))
         restore_weights(model, self.weights)
@@ -170,7 +172,7 @@ class Trained:
 
 
 def trained_run(checkpoint: Checkpoint, path: Path, passed_over: Sequence[str] = ()) -> Trained:
-    """The model of what `find_checkpoint` found."""
+    """The model of the checkpoint that `find_checkpoint` returned."""
     tokenizer = _folder_of(path) / TOKENIZER_FILE
     return Trained(
         path=path,
@@ -187,7 +189,7 @@ def _in_run(path: Path) -> bool:
 
 
 def _folder_of(path: Path) -> Path:
-    """The run's folder of the checkpoint at `path`; `path`, if that is in no run."""
+    """The folder of the run that the checkpoint at `path` belongs to; `path` if it is in no run."""
     return path.parent.parent if _in_run(path) else path
 
 
@@ -197,11 +199,11 @@ def _is_scale(name: str) -> bool:
 
 
 def _is_of_attention(name: str) -> bool:
-    """Whether a scale or a history is of an operand of attention in FP8."""
+    """Whether a scale or a history belongs to an operand of FP8 attention."""
     return name.split(".")[-2] in {slot for kind in FP8_ATTENTION.values() for slot in kind.slots}
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
-    """The layers that are not in FP8 in a checkpoint's plan, with the reasons. A resumed run keeps
-    them, since FP8 state and losses depend on them."""
+    """The layers that a checkpoint's plan keeps out of FP8, with the reasons. A resumed run keeps
+    the same layers out, since FP8 state and losses depend on them."""
     return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}

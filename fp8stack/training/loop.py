@@ -45,10 +45,12 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     """Train `run` from its last step to its end, and return the exit code: done or preempted.
 
     Args:
-        requested: whether a signal requested a stop; None: `train` installs the handlers itself.
+        requested: returns whether a signal requested a stop; if None, `train` installs the signal
+            handlers itself.
 
     Raises:
-        NumericFailure: steps went wrong and the guard has nothing left to try; checkpoints stay.
+        NumericFailure: steps went wrong and the guard has nothing left to try. Checkpoints are
+            kept.
         StorageError: the disk is full.
         Preempted: a signal stopped the run before there was anything to save.
     """
@@ -146,8 +148,8 @@ class _Loop:
         self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `dataloader.batches` yields. Raises a DataError or a DataWorkerLost, after
-        saving a checkpoint, if this rank or another cannot read its data."""
+        """Yield the batches of `dataloader.batches`. If any rank cannot read its data, save a
+        checkpoint, then raise a DataError or a DataWorkerLost."""
         remaining, ranks = batches(self.run, self.stops), self.run.ranks
         while True:
             error: UserError | None = None
@@ -168,8 +170,8 @@ class _Loop:
             yield batch
 
     def advance(self, step: int, tokens_BT: Tensor) -> bool:
-        """Train one step, then log, evaluate and save if due; without these, no sync with the
-        device. Returns whether the run rolled back to an earlier step."""
+        """Train one step, then log, evaluate and save if due; a step that does none of these does
+        not wait for the device. Returns whether the run rolled back to an earlier step."""
         run, config = self.run, self.config
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
@@ -200,7 +202,7 @@ class _Loop:
         return False
 
     def train(self, step: int, tokens_BT: Tensor, logs: bool) -> dict[str, Any]:
-        """Train on the batch of `step`. Returns its row of the metrics if it `logs`."""
+        """Train on the batch of `step`. Returns its row of the metrics, empty unless `logs`."""
         run, config = self.run, self.config
         tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
         profiles = run.ranks.is_main and self.profiler.wants(step)
@@ -228,7 +230,7 @@ class _Loop:
             self.metrics.update_peak()
 
     def check(self, step: int) -> bool:
-        """Have the guard check the steps up to `step`. Returns and raises what `carry_out` does."""
+        """Check the steps up to `step` with the guard. Returns and raises what `carry_out` does."""
         outcome = self.guard.check(step)
         self.streak = outcome.streak
         return self.carry_out(outcome)
@@ -260,7 +262,7 @@ class _Loop:
         """Restore the run from an earlier checkpoint, and drop the later ones."""
         run = self.run
         put_back(run, checkpoint)
-        run.ranks.wait()  # for those that still read
+        run.ranks.wait()  # other ranks may still read the later checkpoints
         if run.ranks.is_main:
             writer.forget_after(run.folder.checkpoints, run.step)
         self.saved_at, self.streak, self.save_due = run.step, 0, False
@@ -269,23 +271,23 @@ class _Loop:
         self.metrics.forget_pace()
 
     def judge(self, step: int, val_loss: float | None) -> bool:
-        """Act on a validation loss that is not finite, or that the recipe makes worse. Returns
-        whether the run rolled back."""
+        """Act on a validation loss that is not finite, or that is worse because of the recipe.
+        Returns whether the run rolled back."""
         if val_loss is None or not math.isfinite(val_loss):
             return self.mend(step, "the validation loss is not finite")
         self.phases.judge(step, self.loss_in)
         self.metrics.restart_clock()
         return False
 
-    def mend(self, step: int, why: str) -> bool:
+    def mend(self, step: int, reason: str) -> bool:
         """Act on weights that are not finite although no step was judged bad. Returns whether the
         run rolled back. Raises a NumericFailure if nothing helps."""
         if self.config.guard.enabled:
-            return self.carry_out(self.guard.weights_failed(step, why))
+            return self.carry_out(self.guard.weights_failed(step, reason))
         saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
         raise NumericFailure(
-            f"Step {step}: {why}. The last checkpoint is {saved}. Lower --lr, or try a recipe with "
-            "more range."
+            f"Step {step}: {reason}. The last checkpoint is {saved}. Lower --lr, or try a recipe "
+            "with more range."
         )
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,20 +301,21 @@ class _Loop:
         return result
 
     def session(self) -> AbstractContextManager[dict[str, str]]:
-        """See `RunFolder.session`; only the main rank records one, if steps are left."""
+        """See `RunFolder.session`; only the main rank records a session, and only if steps are
+        left."""
         if not self.run.ranks.is_main or self.run.step == self.config.steps:
             return nullcontext({})
         return self.run.folder.session(lambda: self.run.step, versions())
 
     def catch_up(self) -> None:
-        """Evaluate the last step, if that was due and a stop interrupted it."""
+        """Evaluate the last step if its evaluation was due and a stop interrupted it."""
         run, config = self.run, self.config
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
             return
         rows = run.folder.read_metrics() if run.ranks.is_main else []
-        known = any(row["step"] == run.step and "val_loss" in row for row in rows)
-        if run.ranks.any(run.ranks.is_main and not known):
+        is_evaluated = any(row["step"] == run.step and "val_loss" in row for row in rows)
+        if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:
                 run.folder.complete_metrics(run.step, {"val_loss": loss})
@@ -340,19 +343,20 @@ class _Loop:
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
 
     def lost_note(self) -> str:
-        """How a run goes on that lost a data worker."""
+        """The sentence that says how to resume a run that lost a data worker."""
         step, command = self.run.step, self.run.folder.go_on(self.config)
         saved = f"The run is saved after step {step}" if step else "No step was done yet"
         return f"{saved}: go on with {command}, and with --set workers=0 if it happens again."
 
     def wait(self) -> None:
-        """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every
+        """Wait until all checkpoints are on the disk. Raises what `Saver.wait` raises, on every
         rank."""
         with self.run.ranks.together():
             self.saver.wait()
 
     def save_if_due(self, step: int) -> bool:
-        """Save if due, but not amid bad steps unless at the end. Returns what `save` returns."""
+        """Save if due, but not amid bad steps, except at the end. Returns whether the run rolled
+        back."""
         if not self.save_due or (self.streak and step != self.config.steps):
             return False
         rolled_back = self.save()
@@ -360,9 +364,9 @@ class _Loop:
         return rolled_back
 
     def save(self) -> bool:
-        """Write a checkpoint of the last step, unless there is one. If the weights are not finite,
-        roll back to one instead. Returns whether the run rolled back. Raises a NumericFailure if
-        nothing helps, and a StorageError if the disk is full."""
+        """Write a checkpoint of the last step, unless it exists. If the weights are not finite,
+        roll back to an earlier checkpoint instead. Returns whether the run rolled back. Raises a
+        NumericFailure if nothing helps, and a StorageError if the disk is full."""
         run = self.run
         self.save_due = False
         if self.saved_at == run.step:  # also at step 0, which needs none

@@ -38,7 +38,7 @@ BESIDES = (
 
 
 class RunFolder:
-    """The files of one run in the folder `path`. Another run never overwrites them."""
+    """The files of one run, in the folder `path`. No other run overwrites them."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / "run.toml", path / "metrics.jsonl"
@@ -65,8 +65,8 @@ class RunFolder:
 
     @property
     def cut_at(self) -> tuple[int, int] | None:
-        """The newest checkpoint's step (0 for none) and the last step, of an unfinished run that no
-        process trains; else None."""
+        """The newest checkpoint's step (0 for none) and the last step of the run, if it is
+        unfinished and no process trains it; else None."""
         with suppress(UserError):
             if self.config.exists() and not self.is_running:
                 steps = parse_config(str(self.config), {}).steps
@@ -75,7 +75,7 @@ class RunFolder:
         return None
 
     def go_on(self, config: RunConfig) -> str:
-        """The command that goes on with this run, which `config` describes, and its trackers."""
+        """The command that resumes this run with the trackers of `config`."""
         trackers = "".join(f" --{key}" for key in TRACKERS if getattr(config, key))
         return f"fp8stack pretrain --resume {shell_quoted(str(self.path))}{trackers}"
 
@@ -91,7 +91,7 @@ class RunFolder:
         if self.cut_at is not None:
             commands = {f"fp8stack pretrain --resume {path}": "go on training"} | commands
         width = max(map(len, commands))
-        return ["next:", *(f"  {line:{width}}  {what}" for line, what in commands.items())]
+        return ["next:", *(f"  {line:{width}}  {purpose}" for line, purpose in commands.items())]
 
     @property
     def is_vacant(self) -> bool:
@@ -119,8 +119,8 @@ class RunFolder:
         )
 
     def require_free(self) -> None:
-        """Raise a UserError if a run, a file of one, or a process that trains here is in the way of
-        a new run."""
+        """Raise a UserError if a run, a file that a run would write, or a process that trains here
+        is in the way of a new run."""
         self.require_idle()
         if self.holds_run:
             raise UserError(
@@ -128,19 +128,19 @@ class RunFolder:
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        taken = [path for path in (*self._own, self.profile) if path.exists()]
-        taken += [] if self._has_no_checkpoints else [self.checkpoints]
-        if taken:
-            raise UserError(f"{taken[0]} is in the way: it is no run's. Give another --out.")
+        obstacles = [path for path in (*self._own, self.profile) if path.exists()]
+        obstacles += [] if self._has_no_checkpoints else [self.checkpoints]
+        if obstacles:
+            raise UserError(f"{obstacles[0]} is in the way: it is no run's. Give another --out.")
 
     def require_folder(self) -> None:
-        """Raise a UserError if there is a file in place of the folder."""
+        """Raise a UserError if the path of the folder is a file."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
     def require_own_files(self) -> None:
-        """Raise a UserError if a file or folder that a run writes or removes is a symbolic link:
-        in a stranger's run, what it points at may be anybody's."""
+        """Raise a UserError if a file or folder that a run writes or removes is a symbolic link: in
+        a run from someone else, it may point at any file of the user's."""
         folders = [self.checkpoints, self.presets, self.profile]
         folders += [self.path / name for name in ("tensorboard", "report_files")]
         files = [*self._own, self.metrics, self.config, self.path / LOCK]
@@ -153,8 +153,9 @@ class RunFolder:
                 )
 
     def remove(self) -> str | None:
-        """Remove what a run wrote into the claimed folder; other files stay. Returns a line about
-        it, None if there was nothing. Raises a StorageError if a file cannot be removed."""
+        """Remove the files that a run wrote into the claimed folder; other files stay. Returns a
+        line that lists them, None if there were none. Raises a StorageError if a file cannot be
+        removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
@@ -179,7 +180,7 @@ class RunFolder:
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
-        # Who asks whether a process trains here holds the lock for a moment.
+        # `is_running` of another process holds the lock for a moment.
         if not lock(self._lock.fileno(), wait_s=1.0):
             raise self._in_use()
         _closed_in_children(self)
@@ -190,8 +191,8 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Within, an error releases the lock, and removes the folder if it was created for
-        nothing."""
+        """A context in which an error releases the lock, and removes the folder if this process
+        created it and nothing was written."""
         try:
             yield
         except BaseException:
@@ -210,9 +211,9 @@ class RunFolder:
             self._lock = None
 
     def keep_files(self, config: RunConfig) -> RunConfig:
-        """Copy the user's model and recipe files here, so that the run does not depend on them.
-        Returns `config` with the paths of the copies and of the run's own tokenizer file. Raises a
-        StorageError if a file cannot be copied."""
+        """Copy the user's model and recipe files here, so that the run does not depend on the
+        originals. Returns `config` with the paths of the copies and of the run's own tokenizer
+        file. Raises a StorageError if a file cannot be copied."""
 
         def copied(path: str) -> str:
             if not path.endswith(".toml"):
@@ -232,7 +233,8 @@ class RunFolder:
         return with_files(config, copied)
 
     def portable(self, config: RunConfig) -> RunConfig:
-        """`config` with paths in this folder relative to it, so that it can be moved."""
+        """`config` with the paths that lie in this folder relative to it, so that the folder can be
+        moved."""
         home = os.path.abspath(self.path)
 
         def inside(path: str) -> str:
@@ -252,9 +254,9 @@ class RunFolder:
     def session(
         self, step: Callable[[], int], versions: Mapping[str, str]
     ) -> Iterator[dict[str, str]]:
-        """Record one process's training in `sessions.jsonl`: when and after which `step` it began
-        and ended, and how. The caller can replace the yielded dict's `how`, "done". A process that
-        is killed records no end."""
+        """Record in `sessions.jsonl` when, and after which `step`, this process's training began
+        and ended, and how it ended. The caller can replace the key `how` of the yielded dict, which
+        is "done". A process that is killed records no end."""
         started = time.monotonic()
         row = {"event": "begin", "time": _now(), "step": step(), "versions": dict(versions)}
         _append(self.sessions, [row])
@@ -267,11 +269,11 @@ class RunFolder:
         finally:
             seconds = round(time.monotonic() - started, 1)
             row = {"event": "end", "time": _now(), "step": step(), "seconds": seconds} | ended
-            with suppress(StorageError):  # the first error matters
+            with suppress(StorageError):  # it would hide the error that ends the run
                 _append(self.sessions, [row])
 
     def append_telemetry(self, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> None:
-        """Append the rows of a sample to the telemetry, whose first row is the `plan`."""
+        """Append the rows of a sample to the telemetry file, whose first row is the `plan`."""
         header = [] if self.telemetry.exists() else [{"event": "plan", "plan": plan}]
         _append(self.telemetry, [*header, *rows])
 
@@ -287,8 +289,8 @@ class RunFolder:
         return read_rows(self.metrics, {})
 
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
-        """Add the keys `more` to the row of `step`, if that is the last one but for events; else
-        append a row."""
+        """Add the keys `more` to the row of `step` if it is the last row (events aside); else
+        append a new row."""
         rows = self.read_metrics()
         last = next((row for row in reversed(rows) if "event" not in row), None)
         if last is None or last["step"] != step:
@@ -297,7 +299,8 @@ class RunFolder:
         write_atomically(self.metrics, _lines(rows))
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and checkpoints after `step`: those steps are about to be repeated."""
+        """Drop the metrics and checkpoints of steps after `step`, which are about to be
+        repeated."""
         forget_after(self.checkpoints, step)
         write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
         if self.telemetry.exists():
@@ -306,8 +309,8 @@ class RunFolder:
 
 
 def _closed_in_children(folder: RunFolder) -> None:
-    """Have processes that are forked from this one, such as those that read data, let go of the
-    lock: it would outlive this process in them."""
+    """Release the folder's lock in forked processes, such as data workers: they would hold it after
+    this process ends."""
     if hasattr(os, "register_at_fork"):
         reference = weakref.ref(folder)
 
@@ -335,8 +338,8 @@ def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, up to one that is cut short, or has no integer `step`
-    (`defaults` gives missing keys)."""
+    """The rows of a JSON-lines file, up to the first line that is cut short or has no integer
+    `step` (`defaults` gives missing keys)."""
     rows: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     with suppress(ValueError):
@@ -350,15 +353,16 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows up to the last one of `step` or an earlier step. Before it there may be rows of
-    later steps, which were rolled back."""
+    """The rows up to the last row of `step` or an earlier step. They may include rows of later
+    steps that were rolled back."""
     counts = [count for count, row in enumerate(rows, 1) if row.get("step", 0) <= step]
     return list(rows[: max(counts, default=0)])
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """`--out`, or the first of `runs/<model>-<recipe>`, `-2`, `-3` ... that is free. To resume: the
-    latest unfinished run in `runs` that matches `config`, else the last run of that name."""
+    """The folder `--out`, or the first free one of `runs/<model>-<recipe>`, `-2`, `-3` ... To
+    resume: the latest unfinished run in `runs` that matches `config`, else the last run of that
+    name."""
     if config.out:
         return RunFolder(Path(config.out))
     matching = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
@@ -383,10 +387,11 @@ def cut_runs() -> Iterator[RunFolder]:
             yield RunFolder(path)
 
 
-def _agree(saved: RunConfig, asked: RunConfig) -> bool:
-    """Whether the keys given in `asked` match the run `saved`; models and recipes by name."""
-    named = {"model", "recipe"} & asked.given.keys()
-    fixed = asked.given.keys() - FREE_ON_RESUME - {"init_from"}
-    pairs = [(Path(getattr(saved, key)).stem, Path(getattr(asked, key)).stem) for key in named]
-    pairs += [(getattr(saved, key), getattr(asked, key)) for key in fixed]
-    return all(there == here for there, here in pairs)
+def _agree(saved: RunConfig, config: RunConfig) -> bool:
+    """Whether the keys given in `config` match the run `saved`; models and recipes match by
+    name."""
+    named = {"model", "recipe"} & config.given.keys()
+    fixed = config.given.keys() - FREE_ON_RESUME - {"init_from"}
+    pairs = [(Path(getattr(saved, key)).stem, Path(getattr(config, key)).stem) for key in named]
+    pairs += [(getattr(saved, key), getattr(config, key)) for key in fixed]
+    return all(saved_value == value for saved_value, value in pairs)

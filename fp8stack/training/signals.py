@@ -28,8 +28,8 @@ class Preempted(UserError):
 
 
 class _AtOnce(BaseException):
-    """Raised by the handler to leave at once; a BaseException, so no `except Exception` stops
-    it."""
+    """Raised by the handler to stop at once; a BaseException, which `except Exception` does not
+    catch."""
 
 
 def _tell(text: str) -> None:
@@ -39,7 +39,7 @@ def _tell(text: str) -> None:
 
 
 class StopRequests:
-    """Records whether a signal requested a stop; call it to find out.
+    """Records whether a signal requested a stop; calling it returns that.
 
     Attributes:
         tell: prints, from within the signal handler, that the run will stop.
@@ -58,8 +58,8 @@ class StopRequests:
 
     @contextmanager
     def at_once(self, message: str) -> Iterator[None]:
-        """Within, a request stops the run at once: `stop_requests` raises a `Preempted` with the
-        text `message`. A request made earlier counts too."""
+        """A context in which a request stops the run at once: `stop_requests` raises a `Preempted`
+        with the text `message`. An earlier request counts too."""
         outer, self._message = self._message, message
         try:
             if self._requested:
@@ -69,7 +69,7 @@ class StopRequests:
             self._message = outer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # a DataLoader worker inherited the handler; its parent ends it
+        # A DataLoader worker inherits the handler; its parent process ends it.
         if os.getpid() != self._process:
             return
         if self._requested:
@@ -86,11 +86,11 @@ class StopRequests:
 
 @contextmanager
 def stop_requests(leave: Leave | None = None) -> Iterator[StopRequests]:
-    """Within, `SIGNALS` request a stop after the current step; a second SIGINT raises
-    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`,
-    unless `leave` ends the process there."""
+    """A context in which `SIGNALS` request a stop after the current step, and a second SIGINT
+    raises KeyboardInterrupt. Raises a Preempted if a stop was requested in the context
+    `StopRequests.at_once`, unless `leave` ends the process there."""
     requests = StopRequests(leave)
-    # Windows lacks some
+    # Windows lacks some of them.
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)  # started by nohup

@@ -18,7 +18,7 @@ from fp8stack.training.run import Run
 
 
 class Step:
-    """Trains `run` step by step; `monitor` judges each before the optimizer takes it.
+    """Trains `run` step by step; `monitor` judges each step before the optimizer takes it.
 
     Attributes:
         draws: whether a step draws random numbers, whose state `give_back` can restore.
@@ -34,10 +34,10 @@ class Step:
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train on all micro-batches of a step. Returns the mean loss and the gradient norm before
-        clipping, both 0-dim and over all ranks. A bad step changes nothing (in fp16 the loss scale
-        falls).
+        clipping, both 0-dim and over all ranks. A bad step changes nothing, except that the loss
+        scale of fp16 falls.
 
-        Nothing here synchronizes with the device, except the step of some optimizers (not AdamW).
+        Only the `step` of some optimizers (not AdamW) waits for the device.
         """
         run, config, events = self.run, self.config, self.events
         optimizer, scaler = run.optimizer, run.scaler
@@ -47,30 +47,32 @@ class Step:
         rate = learning_rate(step, config)
         set_learning_rate(optimizer, rate)
         events.begin(step)
-        parts = tokens_BT.chunk(config.accumulate)
-        events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(parts))
-        losses = [self.micro_step(step, part_BT, number) for number, part_BT in enumerate(parts)]
+        micro_batches = tokens_BT.chunk(config.accumulate)
+        events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(micro_batches))
+        losses = [
+            self.micro_step(step, part_BT, number) for number, part_BT in enumerate(micro_batches)
+        ]
         if scaler is not None:
-            for part in optimizers_in(optimizer):
-                scaler.unscale_(part)  # it also tells all ranks of one rank's overflow
+            for member in optimizers_in(optimizer):
+                scaler.unscale_(member)  # which also shares an overflow among the ranks
         events.add("unscale", scale=None if scaler is None else scaler.now(losses[0]))
         if run.telemetry.due(step, 1, config.steps):
             run.telemetry.gradients(run.model)
         limit: float | Tensor = config.clip
-        if (known := self.monitor.norms) is not None:
-            limit = adaptive_limit(known, config.clip_percentile, config.clip)
-        order = run.model.parameters()  # in which torch sums the norm
-        # On a CPU clipped gradients equal those of torch.nn.utils.clip_grad_norm_, to the bit.
+        if (past_norms := self.monitor.norms) is not None:
+            limit = adaptive_limit(past_norms, config.clip_percentile, config.clip)
+        order = run.model.parameters()  # the order in which torch sums the norm
+        # On a CPU, clipped gradients equal torch.nn.utils.clip_grad_norm_'s to the bit.
         as_taken = run.accelerator.device.type != "cpu"
         norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
-        # Once the loss scale cannot fall any more, an overflow is a bad step.
+        # Once the loss scale cannot fall any further, an overflow is a bad step.
         excused = None if scaler is None else scaler.can_fall(norm)
         loss, norm = self.monitor.judge(step, mean, norm, excused, norms)
         events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
-        optimizer.step()  # and not `scaler.step`, which would overrule the monitor
+        optimizer.step()  # not `scaler.step`, which would overrule the monitor
         events.add("optimizer", lr=rate)
         if scaler is not None:
             scaler.update()
@@ -79,8 +81,8 @@ class Step:
         return loss, norm
 
     def micro_step(self, step: int, part_BT: Tensor, number: int) -> Tensor:
-        """Forward and backward pass of a step's micro-batch `number`, from 0; returns its loss.
-        Gradients are those of the mean over all micro-batches, times the loss scale."""
+        """Forward and backward pass of a step's micro-batch `number`, from 0. Returns its loss. The
+        gradients belong to the mean loss over all micro-batches, times the loss scale."""
         run, scaler, events = self.run, self.run.scaler, self.events
         with (
             run.accelerator.accumulate(run.wrapped),
@@ -89,12 +91,13 @@ class Step:
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
             mean_loss = loss.detach()
             events.add("forward", loss=mean_loss)
-            # accelerate divides by the number of micro-batches; ranks' gradients are summed.
+            # accelerate divides by the number of micro-batches; gradients are summed over ranks.
             loss = loss / run.ranks.count if run.ranks.count > 1 else loss
             scaled = loss if scaler is None else scaler.scale(loss)
             events.add("scale_loss", loss=scaled.detach())
             run.accelerator.backward(scaled)
-            # Here, so that ranks call it in the same order, although telemetry runs one uncompiled.
+            # Called here, so that ranks call it in the same order even if one runs uncompiled for
+            # telemetry.
             if run.backend.delayed is not None:
                 run.backend.delayed.settle()
             events.add("backward")
@@ -102,7 +105,7 @@ class Step:
 
     @contextmanager
     def _observed(self, step: int) -> Iterator[None]:
-        """Within, telemetry and calibration observe the micro-batch if they are due in `step`."""
+        """A context in which telemetry and calibration observe the micro-batch if due in `step`."""
         run, telemetry = self.run, self.run.telemetry
         samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
@@ -116,6 +119,6 @@ class Step:
             yield
 
     def give_back(self) -> None:
-        """Restore the RNG state from before the last step, which was not taken."""
+        """Restore the RNG state of before the last step, which was skipped."""
         if self.draws:
             restore_random_state(self._random)

@@ -251,6 +251,6 @@ def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
 @pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])
 def test_the_share_of_other_processes_is_that_of_all_cpus(busy, share, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    begin = cells.Clocks(wall=5.0, busy=100.0, own=50.0)
+    begin = cells.Clocks(wall=5.0, busy=100.0, this_process=50.0)
     assert cells._others_share(begin, cells.Clocks(15.0, 100.0 + busy, 66.0)) == share
     assert cells._others_share(begin, cells.Clocks(15.0, float("nan"), 66.0)) is None

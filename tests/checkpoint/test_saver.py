@@ -179,13 +179,13 @@ def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path, gate):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(in_background, tmp_path):
-    seen: list[list[str]] = []
+    visible: list[list[str]] = []
     saver = _saver(
-        tmp_path, in_background=in_background, before=lambda: seen.append(_names(tmp_path))
+        tmp_path, in_background=in_background, before=lambda: visible.append(_names(tmp_path))
     )
     saver.save(1, INFO, lambda: _tensors(1))
     saver.wait()
-    assert seen == [[]]
+    assert visible == [[]]
 
 
 def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
@@ -194,7 +194,7 @@ def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
         assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
 
 
-# What is kept
+# Retention
 
 
 def _save_all(saver: Saver, *steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What ranks share out is read by others, and when a run of other ranks counts as the same."""
+"""Sharded checkpoints: reading them with another number of ranks, and comparing such runs."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def test_a_way_that_cannot_be_gone_is_told(tmp_path):
     assert "one rank alone: exit codes [2]" in go_way(tmp_path / "way", way)
 
 
-# What is in a checkpoint that FSDP2's ranks wrote
+# The content of a checkpoint of FSDP2's ranks
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("one", 1), ("r", 3)):
         words = ["pretrain", *_flags(), "--steps", "6", "--out", name]
         ended = run_ranks([*words, "--parallel", "fsdp"], folder, count)
-        assert [each.code for each in ended] == [0] * count, ended
+        assert [rank.code for rank in ended] == [0] * count, ended
     return folder
 
 
@@ -101,23 +101,23 @@ def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
         files = sorted(path.name for path in (saved / group).iterdir())
         assert files == [file_of(rank) for rank in range(3)]
     weight = [load_file(saved / "model" / file_of(r))["lm_head.weight"] for r in range(3)]
-    assert [len(part) for part in weight] == [91, 91, 257 - 182]  # 272 rows, less the padding
+    assert [len(rows) for rows in weight] == [91, 91, 257 - 182]  # 272 rows, less the padding
     assert "lm_head.weight.step" in load_file(saved / "optimizer" / file_of(0))
     assert "lm_head.weight.step" not in load_file(saved / "optimizer" / file_of(1))
-    one = _newest(shared / "one")
-    ours, theirs = tensors(saved), tensors(one)
-    assert {k: (v.shape, v.dtype) for k, v in ours.items() if not k.startswith("rng")} == {
-        k: (v.shape, v.dtype) for k, v in theirs.items() if not k.startswith("rng")
+    by_one_rank = _newest(shared / "one")
+    sharded, unsharded = tensors(saved), tensors(by_one_rank)
+    assert {k: (v.shape, v.dtype) for k, v in sharded.items() if not k.startswith("rng")} == {
+        k: (v.shape, v.dtype) for k, v in unsharded.items() if not k.startswith("rng")
     }
 
 
 def test_torchs_own_reader_reads_what_ranks_wrote(shared):
     saved = _newest(shared / "r")
-    ours = tensors(saved)
+    saved_tensors = tensors(saved)
     for group in ("model", "optimizer"):
         written = {
             name.removeprefix(f"{group}:"): of
-            for name, of in ours.items()
+            for name, of in saved_tensors.items()
             if name.startswith(f"{group}:")
         }
         into = {name: torch.full_like(of, -1) for name, of in written.items()}
@@ -131,9 +131,9 @@ def test_a_model_is_loaded_from_what_ranks_wrote(shared):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = fp8stack.load(shared / "r", "fp32")
-    ours = tensors(_newest(shared / "r"))
+    saved_tensors = tensors(_newest(shared / "r"))
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.detach(), ours[f"model:{name}"]), name
+        assert torch.equal(parameter.detach(), saved_tensors[f"model:{name}"]), name
     delayed = fp8stack.load(shared / "r", "delayed")
     assert delayed(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
 
@@ -141,9 +141,9 @@ def test_a_model_is_loaded_from_what_ranks_wrote(shared):
 def test_a_new_run_begins_with_weights_that_ranks_wrote(run, command):
     words = ["pretrain", "--init-from", "r", *_flags(), "--recipe", "fp32", "--steps", "1"]
     assert command(*words, "--lr", "1e-30", "--save-every", "1", "--out", "new") == 0
-    ours, theirs = tensors(_newest(run)), tensors(_newest(run.with_name("new")))
-    for name in (name for name in ours if name.startswith("model:")):
-        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-6, atol=1e-9)
+    source_tensors, new_tensors = tensors(_newest(run)), tensors(_newest(run.with_name("new")))
+    for name in (name for name in source_tensors if name.startswith("model:")):
+        torch.testing.assert_close(new_tensors[name], source_tensors[name], rtol=1e-6, atol=1e-9)
 
 
 # Damage
@@ -160,10 +160,10 @@ def _truncate(file: Path) -> None:
 
 
 def _swap(file: Path) -> None:
-    other = file.with_name(file_of(0))
-    mine, theirs = file.read_bytes(), other.read_bytes()
-    file.write_bytes(theirs)
-    other.write_bytes(mine)
+    main_file = file.with_name(file_of(0))
+    mine, main_bytes = file.read_bytes(), main_file.read_bytes()
+    file.write_bytes(main_bytes)
+    main_file.write_bytes(mine)
 
 
 def _add(file: Path) -> None:
@@ -185,9 +185,9 @@ def test_with_a_damaged_shard_the_checkpoint_before_is_taken_and_with_all_damage
 ):
     _flip(_newest(run) / "optimizer" / file_of(1))
     assert command("pretrain", "--resume", "r", "--steps", "6") == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for piece in ("resumed from", "step-000003", file_of(1)):
-        assert piece in said
+        assert piece in printed
     assert last_step(run) == 6
     for saved in checkpoints.candidates(run / "checkpoints"):
         checkpoints.load(saved)
@@ -202,41 +202,45 @@ def test_with_a_damaged_shard_the_checkpoint_before_is_taken_and_with_all_damage
 WHOLE = torch.arange(10.0).view(5, 2)
 
 
-def _written(folder: Path, *parts: tuple[int, Tensor]) -> SharedGroup:
+def _written(folder: Path, *chunks: tuple[int, Tensor]) -> SharedGroup:
     """Files, each with some rows of a tensor `a` and which the first of them is."""
-    for rank, (first, rows) in enumerate(parts):
+    for rank, (first, rows) in enumerate(chunks):
         write_rows(folder / file_of(rank), {"a": rows}, {"a": first})
-    return SharedGroup(folder, {file_of(rank) for rank in range(len(parts))})
+    return SharedGroup(folder, {file_of(rank) for rank in range(len(chunks))})
 
 
 def _shares(folder: Path, rank: int) -> list[str]:
-    """Have 2 ranks write tensors by torch's writer, and by ours; what was found wrong."""
+    """Write tensors from two ranks by torch's writer and by ours. Returns the differences."""
     join("cpu", 60)
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    whole = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(1, 4)}
-    parts = {name: distribute_tensor(of, mesh, [Shard(0)]) for name, of in whole.items()}
-    theirs, ours = folder / "theirs", folder / "ours"
-    for path in (theirs, ours):
+    full = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(1, 4)}
+    sharded = {name: distribute_tensor(of, mesh, [Shard(0)]) for name, of in full.items()}
+    torch_folder, our_folder = folder / "theirs", folder / "ours"
+    for path in (torch_folder, our_folder):
         path.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    writer = HuggingFaceStorageWriter(str(theirs), save_distributed=True)
-    save(dict(parts), storage_writer=writer)
-    firsts = {name: first_row(part) for name, part in parts.items()}
-    write_rows(ours / file_of(rank), {n: local_shard(part) for n, part in parts.items()}, firsts)
+    writer = HuggingFaceStorageWriter(str(torch_folder), save_distributed=True)
+    save(dict(sharded), storage_writer=writer)
+    firsts = {name: first_row(tensor) for name, tensor in sharded.items()}
+    write_rows(
+        our_folder / file_of(rank),
+        {n: local_shard(tensor) for n, tensor in sharded.items()},
+        firsts,
+    )
     torch.distributed.barrier()
     wrong = []
-    for path in (theirs, ours):
+    for path in (torch_folder, our_folder):
         group = SharedGroup(path, {file.name for file in path.glob("*.safetensors")})
-        for name, of in whole.items():
+        for name, of in full.items():
             into = distribute_tensor(torch.zeros_like(of), mesh, [Shard(0)])
             copy_into(into, group.like(name, into))
             if not torch.equal(group[name], of) or not torch.equal(into.full_tensor(), of):
                 wrong.append(f"{path.name}: {name}")
-    if sorted(file.name for file in theirs.glob("*")) != sorted(
-        file.name for file in ours.glob("*")
+    if sorted(file.name for file in torch_folder.glob("*")) != sorted(
+        file.name for file in our_folder.glob("*")
     ):
-        wrong.append(f"named {[file.name for file in theirs.glob('*')]}")
+        wrong.append(f"named {[file.name for file in torch_folder.glob('*')]}")
     odd = folder / f"odd-{rank}"
     odd.mkdir()
     broken = _written(odd, (0, WHOLE[:3]), (2, WHOLE[2:3]), (4, WHOLE[4:]))

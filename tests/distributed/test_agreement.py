@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is known to all, by its own name; and what differs among ranks."""
+"""An error on one rank becomes the same error on all ranks; so do differences between ranks."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
     (folder / "text.txt").write_text(TEXT)
     ended = run_ranks([*WORDS, "--parallel", "fsdp", "--out", "r"], folder, 2)
-    assert [each.code for each in ended] == [0, 0], ended
+    assert [rank.code for rank in ended] == [0, 0], ended
     return folder
 
 
@@ -40,7 +40,7 @@ def folder(begun: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--out", "r"], "holds a run already"),
         (["--resume", "r", "--seed", "5"], "seed"),
@@ -49,11 +49,11 @@ def folder(begun: Path, tmp_path: Path) -> Path:
         (["--out", "n", "--data", "none.txt"], "none.txt"),
     ],
 )
-def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, said, folder):
+def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, message, folder):
     ended = run_ranks([*WORDS, *flags], folder, 2)
-    assert [each.code for each in ended] == [2, 2], ended
-    (line,) = "".join(each.stderr for each in ended).splitlines()
-    assert said in line
+    assert [rank.code for rank in ended] == [2, 2], ended
+    (line,) = "".join(rank.stderr for rank in ended).splitlines()
+    assert message in line
     assert not (folder / "n").exists()
 
 
@@ -64,14 +64,14 @@ def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder):
         content[-1] ^= 1
         file.write_bytes(content)
     ended = run_ranks([*WORDS, "--resume", "r", "--steps", "6"], folder, 2)
-    assert [each.code for each in ended] == [3, 3]
+    assert [rank.code for rank in ended] == [3, 3]
     assert "shard-00002" in ended[0].stderr
 
 
 def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder):
     words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", "--checkpoint-async"]
     ended = run_ranks(words, folder, 2, "full:3000@save:1/rank=1")
-    assert [each.code for each in ended] == [4, 4], ended
+    assert [rank.code for rank in ended] == [4, 4], ended
     assert "disk is full" in ended[0].stderr
     assert last_step(folder / "r") == 4
     assert not list((folder / "r" / "checkpoints").glob(".tmp*"))
@@ -87,22 +87,22 @@ def shared(begun: Path) -> dict[int, Path]:
     for ranks, run in runs.items():
         flags = ["--parallel", "fsdp"] if ranks > 1 else ["--accumulate", "3"]
         ended = run_ranks([*words, *flags, "--out", run.name], begun, ranks)
-        assert [each.code for each in ended] == [0] * ranks, ended
+        assert [rank.code for rank in ended] == [0] * ranks, ended
     return runs
 
 
 def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
-    ours, theirs = ([row["loss"] for row in metrics(shared[ranks])] for ranks in (3, 1))
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-    assert ours == pytest.approx(theirs, rel=5e-3)
+    three_ranks, one_rank = ([row["loss"] for row in metrics(shared[ranks])] for ranks in (3, 1))
+    assert three_ranks[0] == pytest.approx(one_rank[0], rel=1e-5)
+    assert three_ranks == pytest.approx(one_rank, rel=5e-3)
 
 
 def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(shared):
-    one, two = (
+    by_one_rank, two = (
         {json.loads(row).get("operand") for row in (shared[ranks] / "telemetry.jsonl").open()}
         for ranks in (1, 2)
     )
-    assert one - two == {"weight"}
+    assert by_one_rank - two == {"weight"}
     assert "input" in two
 
 
@@ -140,6 +140,8 @@ def test_transformer_engine_by_name_is_not_shared_out_by_rows():
     assert plan.backend == "te"
     require_possible(plan, config, 1)
     require_possible(plan, RunConfig(parallel="ddp"), 2)
-    said = "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
-    with pytest.raises(UserError, match=said):
+    message = (
+        "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
+    )
+    with pytest.raises(UserError, match=message):
         require_possible(plan, config, 2)

@@ -1,4 +1,4 @@
-"""What launchers start, and start again; what they leave in the environment changes nothing."""
+"""Launchers start and restart runs; variables that they leave behind change nothing."""
 
 import contextlib
 import os
@@ -85,7 +85,7 @@ def _launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def _ended(launcher: subprocess.Popen[str]) -> str:
-    """What a launcher and its ranks printed; none of them outlives this."""
+    """The output of a launcher and its ranks, all of which have ended."""
     try:
         return launcher.communicate(timeout=240)[0]
     finally:
@@ -121,10 +121,10 @@ def test_torchrun_starts_a_run_again_when_a_rank_is_killed_and_it_goes_on(tmp_pa
     while last_step(run) < 60 and launcher.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     os.kill(_rank_1(launcher.pid), signal.SIGKILL)
-    said = _ended(launcher)
-    assert launcher.returncode == 0, said
-    assert "torchrun started this again: going on as with --resume auto" in said
-    assert "resumed from" in said
+    printed = _ended(launcher)
+    assert launcher.returncode == 0, printed
+    assert "torchrun started this again: going on as with --resume auto" in printed
+    assert "resumed from" in printed
     assert [row["step"] for row in metrics(run) if "loss" in row] == [*range(1, 151)]
 
 
@@ -136,9 +136,9 @@ def test_accelerate_launch_starts_ranks_as_well(parallel, tmp_path):
     flags += " --dynamo_backend no --main_process_port 0 -m fp8stack"
     words = [sys.executable, "-m", "accelerate.commands.launch", *flags.split()]
     launcher = _launch([*words, *_words(60), "--parallel", parallel], tmp_path)
-    said = _ended(launcher)
-    assert launcher.returncode == 0, said
+    printed = _ended(launcher)
+    assert launcher.returncode == 0, printed
     assert last_step(tmp_path / "r") == 60
     saved = tensors(checkpoints(tmp_path / "r")[-1])
     assert {"rng:cpu", "rng:cpu.1"} <= saved.keys()  # of both ranks
-    assert said.count("done: validation loss") == 1
+    assert printed.count("done: validation loss") == 1

@@ -43,7 +43,8 @@ SMALL = [
 
 
 def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
-    """What DDP makes of one gradient of each rank; the bytes that it sends; the gradient's type."""
+    """The gradient that DDP reduces from one gradient per rank, the bytes that it sends, and the
+    gradient's dtype."""
     join("cpu", 60)
     layer = nn.Linear(24, 8, bias=False)
     model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
@@ -73,18 +74,18 @@ def summed() -> list[dict[str, Any]]:
 
 def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
     """The oracle is numpy with ml_dtypes' bfloat16, which rounds to nearest even."""
-    own = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
-    rounded = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in own]
+    gradients = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
+    rounded = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in gradients]
     expected = (rounded[0] + rounded[1]).astype(ml_dtypes.bfloat16).astype(np.float32)
-    assert not np.array_equal(expected, own[0] + own[1])
+    assert not np.array_equal(expected, gradients[0] + gradients[1])
     for rank in (0, 1):
         assert np.array_equal(summed[rank]["gradient"], expected)
         assert summed[rank]["dtype"] == "torch.float32"
 
 
 def test_half_the_bytes_are_sent(summed):
-    whole = in_ranks(partial(_gradients, compressed=False), 2)
-    assert [of["bytes"] for of in whole] == [4 * 24 * 8] * 2
+    uncompressed = in_ranks(partial(_gradients, compressed=False), 2)
+    assert [of["bytes"] for of in uncompressed] == [4 * 24 * 8] * 2
     assert [of["bytes"] for of in summed] == [2 * 24 * 8] * 2
 
 
@@ -93,9 +94,9 @@ def test_half_the_bytes_are_sent(summed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("compressed")
-    (made / "text.txt").write_text(TEXT)
-    return made
+    path = tmp_path_factory.mktemp("compressed")
+    (path / "text.txt").write_text(TEXT)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -128,18 +129,18 @@ def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folde
     runs = [folder / f"{recipe}-{ranks}-{name}" for name in ("clean", "killed")]
     for run, faults in zip(runs, ("", "kill@step:4"), strict=True):
         ended = run_ranks([*words, "--out", run.name], folder, ranks, faults)
-        assert [each.code for each in ended] == [-signal.SIGKILL if faults else 0] * ranks
+        assert [rank.code for rank in ended] == [-signal.SIGKILL if faults else 0] * ranks
     assert last_step(runs[1]) == 2
     ended = run_ranks([*words, "--out", runs[1].name], folder, ranks)
-    assert [each.code for each in ended] == [0] * ranks
+    assert [rank.code for rank in ended] == [0] * ranks
     assert difference(runs[1], runs[0]) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", *FP8])
 def test_after_300_steps_the_loss_is_within_a_thousandth(recipe):
-    found = runner.measured(compression, "compression", ["--recipes", recipe])
-    plain, small = found["results"]
+    data = runner.measured(compression, "compression", ["--recipes", recipe])
+    plain, small = data["results"]
     assert abs(small["val_loss"] / plain["val_loss"] - 1) <= compression.AT_MOST
     assert small["bytes_share"] == 0.5
 
@@ -166,20 +167,20 @@ def test_one_rank_is_told_that_it_changes_nothing():
 
 
 def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch):
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def fake(folder: Path, name: str, ranks: int, flags: list[str]) -> Path:
-        asked.append(flags)
+        commands.append(flags)
         return folder / name
 
     monkeypatch.setattr(compression, "trained", fake)
     monkeypatch.setattr(compression, "sent", lambda run: [300 if "bf16" in run.name else 600] * 2)
     monkeypatch.setattr(compression, "last_loss", lambda run: 2.02 if "bf16" in run.name else 2.0)
-    found = runner.measured(compression, "compression", ["--steps", "3", "--recipes", "fp32"])
-    assert [BF16[1] in flags for flags in asked] == [False, True]
-    text = compression.table(found)
+    data = runner.measured(compression, "compression", ["--steps", "3", "--recipes", "fp32"])
+    assert [BF16[1] in flags for flags in commands] == [False, True]
+    text = compression.table(data)
     assert "| fp32 | float32 | 200 | 1.00 | 2.0000 | +0.000 % |" in text
     assert "| fp32 | bfloat16 | 100 | 0.50 | 2.0200 | +1.000 % |" in text
-    bar = compression.figure(found).axes[0].patches[0]
+    bar = compression.figure(data).axes[0].patches[0]
     assert isinstance(bar, Rectangle)
     assert bar.get_height() == 1.0

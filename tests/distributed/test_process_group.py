@@ -45,18 +45,18 @@ RECKONED = {  # which backend computes which recipes here
 }
 
 
-# What ranks say to each other
+# Messages between ranks
 
 
 def _agree(rank: int) -> dict[str, Any]:
     """Exchanges of two ranks, and what became of each on this one."""
     ranks = join("cpu", 60)
-    found: dict[str, Any] = {"any": [ranks.any(False), ranks.any(rank == 1)]}
-    found["texts"] = ranks.texts("" if rank == 0 else "zwei \N{GREEK SMALL LETTER PI}")
-    found["main"] = ranks.from_main(lambda: {"asked": rank, "list": [1, None]})
-    found["gather"] = [int(each) for each in ranks.gather(torch.tensor(rank + 5))]
-    found["apart"] = ranks.apart().any(rank == 0)
-    found["random"] = {key: of[:16].tolist() for key, of in _random(ranks, rank).items()}
+    answers: dict[str, Any] = {"any": [ranks.any(False), ranks.any(rank == 1)]}
+    answers["texts"] = ranks.texts("" if rank == 0 else "zwei \N{GREEK SMALL LETTER PI}")
+    answers["main"] = ranks.from_main(lambda: {"asked": rank, "list": [1, None]})
+    answers["gather"] = [int(value) for value in ranks.gather(torch.tensor(rank + 5))]
+    answers["apart"] = ranks.apart().any(rank == 0)
+    answers["random"] = {key: of[:16].tolist() for key, of in _random(ranks, rank).items()}
 
     def fails(victim: int, message: str) -> None:
         if rank == victim:
@@ -68,15 +68,15 @@ def _agree(rank: int) -> dict[str, Any]:
         fails(1, "at once")
         ranks.wait()
 
-    found["from main"] = _raised(lambda: ranks.from_main(lambda: fails(0, "no such file")))
-    found["together"] = _raised(lambda: _within(ranks, lambda: fails(1, "no room")))
-    found["within"] = _raised(lambda: _within(ranks, fails_before_waiting))
-    found["unequal"] = _raised(lambda: ranks.require_equal("plan", f"plan {rank}"))
-    found["equal"] = _raised(lambda: ranks.require_equal("plan", "plan"))
+    answers["from main"] = _raised(lambda: ranks.from_main(lambda: fails(0, "no such file")))
+    answers["together"] = _raised(lambda: _within(ranks, lambda: fails(1, "no room")))
+    answers["within"] = _raised(lambda: _within(ranks, fails_before_waiting))
+    answers["unequal"] = _raised(lambda: ranks.require_equal("plan", f"plan {rank}"))
+    answers["equal"] = _raised(lambda: ranks.require_equal("plan", "plan"))
     if rank == 1:
-        return found
-    found["lost"] = _raised(ranks.wait)  # the other one has left
-    return found
+        return answers
+    answers["lost"] = _raised(ranks.wait)  # the other one has left
+    return answers
 
 
 def _random(ranks: Ranks, rank: int) -> dict[str, Tensor]:
@@ -98,46 +98,46 @@ def _raised(work: Callable[[], object]) -> tuple[str, str, int] | None:
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, Any]]:
+def answers() -> list[dict[str, Any]]:
     return in_ranks(_agree, 2)
 
 
-def test_what_ranks_exchange_is_the_same_on_all(said):
+def test_what_ranks_exchange_is_the_same_on_all(answers):
     for key in ("any", "texts", "main", "gather", "apart", "random"):
-        assert said[0][key] == said[1][key], key
-    assert said[0]["any"] == [False, True]
-    assert said[0]["texts"] == ["", "zwei \N{GREEK SMALL LETTER PI}"]
-    assert said[1]["main"] == {"asked": 0, "list": [1, None]}
-    assert said[1]["gather"] == [5, 6]
-    assert said[1]["apart"] is True
+        assert answers[0][key] == answers[1][key], key
+    assert answers[0]["any"] == [False, True]
+    assert answers[0]["texts"] == ["", "zwei \N{GREEK SMALL LETTER PI}"]
+    assert answers[1]["main"] == {"asked": 0, "list": [1, None]}
+    assert answers[1]["gather"] == [5, 6]
+    assert answers[1]["apart"] is True
 
 
-def test_every_rank_knows_the_random_state_of_all(said):
-    found = said[1]["random"]
-    assert {"cpu", "cpu.1"} <= found.keys()
+def test_every_rank_knows_the_random_state_of_all(answers):
+    states = answers[1]["random"]
+    assert {"cpu", "cpu.1"} <= states.keys()
     torch.manual_seed(1)
-    assert found["cpu.1"] == torch.get_rng_state()[:16].tolist()
-    assert found["cpu"] != found["cpu.1"]
+    assert states["cpu.1"] == torch.get_rng_state()[:16].tolist()
+    assert states["cpu"] != states["cpu.1"]
 
 
-def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(said):
-    assert said[0]["from main"] == ("UserError", "no such file", 4)
-    assert said[1]["from main"] == ("ElsewhereError", "rank 0: no such file", 4)
+def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(answers):
+    assert answers[0]["from main"] == ("UserError", "no such file", 4)
+    assert answers[1]["from main"] == ("ElsewhereError", "rank 0: no such file", 4)
     for key, message in (("together", "no room"), ("within", "at once")):
-        assert said[1][key] == ("UserError", message, 4)
-        assert said[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
+        assert answers[1][key] == ("UserError", message, 4)
+        assert answers[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
 
 
-def test_ranks_that_differ_are_refused_on_all(said):
-    for of_rank in said:
+def test_ranks_that_differ_are_refused_on_all(answers):
+    for of_rank in answers:
         kind, message, code = of_rank["unequal"]
         assert (kind, code) == ("UserError", 2)
         assert message.startswith("Rank 1 has another plan than rank 0")
         assert of_rank["equal"] is None
 
 
-def test_a_rank_that_left_is_missed_in_one_line(said):
-    kind, message, code = said[0]["lost"]
+def test_a_rank_that_left_is_missed_in_one_line(answers):
+    kind, message, code = answers[0]["lost"]
     assert (kind, code) == (RankLost.__name__, 4)
     assert message.startswith("rank 0 of 2 lost another rank")
     assert "\n" not in message
@@ -148,7 +148,7 @@ def _start_again(port: int, restart: int, rank: int) -> list[bool]:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
     time.sleep(rank * restart)
-    return [join("cpu", 10).any(rank == other) for other in (0, 1)]
+    return [join("cpu", 10).any(rank == flagged) for flagged in (0, 1)]
 
 
 def test_ranks_that_are_started_again_do_not_meet_those_before():
@@ -189,10 +189,10 @@ def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words,
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
 def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(ranks, accumulate):
     tokens = torch.arange(8 * 3).view(8, 3)
-    parts = [part_of(tokens, rank, ranks, accumulate) for rank in range(ranks)]
-    for number, whole in enumerate(tokens.chunk(accumulate)):
-        micro = [part.chunk(accumulate)[number] for part in parts]
-        assert torch.equal(torch.cat(micro), whole)
+    shares = [part_of(tokens, rank, ranks, accumulate) for rank in range(ranks)]
+    for number, micro_batch in enumerate(tokens.chunk(accumulate)):
+        micro = [share.chunk(accumulate)[number] for share in shares]
+        assert torch.equal(torch.cat(micro), micro_batch)
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused():
@@ -223,9 +223,9 @@ class Trained:
         run = self.folder / f"run-{len(list(self.folder.iterdir()))}"
         words = [*WORDS, *flags, "--out", run.name]
         ended = run_ranks(words, self.folder, count, change=change, timeout_s=400)
-        assert [each.code for each in ended] == [0] * count, ended
-        assert [each.stderr for each in ended] == [""] * count
-        assert [bool(each.stdout) for each in ended] == [True] + [False] * (count - 1)
+        assert [ended_rank.code for ended_rank in ended] == [0] * count, ended
+        assert [ended_rank.stderr for ended_rank in ended] == [""] * count
+        assert [bool(ended_rank.stdout) for ended_rank in ended] == [True] + [False] * (count - 1)
         return run
 
 
@@ -243,52 +243,52 @@ def compare(
     change: Change = unchanged,
     ranks: int = 2,
 ) -> None:
-    """Train with so many ranks and with one; the rules are those of the reliability matrix.
+    """Train with several ranks and with one, and compare by the rules of the reliability matrix.
 
-    A rank takes the current amax of a tensor from its own part of a micro-batch: one rank has
-    those parts if it accumulates as many times more. A delayed history is one for all ranks, and
-    blocks lie within a rank's part; there one rank does the same micro-batches. Random bits follow
-    from the micro-batch and the place in it: of more micro-batches one rank draws others, so the
-    weights are to move little.
+    In current scaling, a rank takes the amax of a tensor from its own rows of a micro-batch; one
+    rank has the same rows if it accumulates that many times more. In delayed scaling all ranks
+    share one history, and blocks lie within a rank's rows; then one rank uses the same
+    micro-batches. Random bits depend on the micro-batch and the position in it, so one rank with
+    more micro-batches draws others: the weights must move little.
     """
-    # A block of a gradient has 128 tokens, those of one rank's part of a micro-batch.
+    # A block of a gradient has 128 tokens, as many as a rank's rows of a micro-batch.
     context = ("--context", "64") if recipe == "block" else ()
     accumulate = 2 * ranks if has_amax_of_tensors(recipe) else 2
     little = ("--lr", "3e-4") if accumulate > 2 and has_draws(recipe) else ()
     shared = ("--recipe", recipe, "--backend", backend, *context, *little, *flags)
-    one = trained.one((*shared, "--accumulate", str(accumulate)), change)
-    told = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
-    told.mkdir()
+    single = trained.one((*shared, "--accumulate", str(accumulate)), change)
+    states_folder = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
+    states_folder.mkdir()
     recompute = ("--activation-checkpointing", "block") if parallel == "fsdp" else ()
     several = trained.several(
         (*shared, "--accumulate", "2", "--parallel", parallel, *recompute),
         ranks,
-        partial(_both, change, partial(telling_states, str(told))),
+        partial(_both, change, partial(telling_states, str(states_folder))),
     )
-    known = states(told, ranks)
-    assert bool(known[0]) == (load_recipe(recipe).delayed or has_draws(recipe))
-    assert all(changed(known[0], other) == [] for other in known[1:])
-    require_near(metrics(several), metrics(one), recipe)
+    rank_states = states(states_folder, ranks)
+    assert bool(rank_states[0]) == (load_recipe(recipe).delayed or has_draws(recipe))
+    assert all(changed(rank_states[0], states_of_rank) == [] for states_of_rank in rank_states[1:])
+    require_near(metrics(several), metrics(single), recipe)
     assert (several / "sample.txt").exists()
 
 
 def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], recipe: str) -> None:
     assert [row["step"] for row in rows] == [row["step"] for row in expected] == [*range(1, 7)]
     fp8 = load_recipe(recipe).is_fp8
-    for row, other in zip(rows, expected, strict=True):
+    for row, expected_row in zip(rows, expected, strict=True):
         near = 1e-5 if recipe == "fp32" or row["step"] == 1 else 5e-3
-        assert row["loss"] == pytest.approx(other["loss"], rel=near, abs=0), row["step"]
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=near, abs=0), row["step"]
         far = 2e-4 if recipe == "fp32" else 0.05
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=far), row["step"]
-        assert row["lr"] == other["lr"]
+        assert row["grad_norm"] == pytest.approx(expected_row["grad_norm"], rel=far), row["step"]
+        assert row["lr"] == expected_row["lr"]
         if row["fp8_gemms"] is not None:  # compiled code does not count
-            assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == fp8
+            assert (row["fp8_gemms"] > 0) == (expected_row["fp8_gemms"] > 0) == fp8
     assert rows[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=near)
 
 
 @contextmanager
-def _both(one: Change, other: Change, rank: int) -> Iterator[None]:
-    with one(rank), other(rank):
+def _both(first: Change, second: Change, rank: int) -> Iterator[None]:
+    with first(rank), second(rank):
         yield
 
 
@@ -322,11 +322,11 @@ def test_two_ranks_draw_the_random_bits_of_one(trained):
 def test_two_ranks_go_through_the_phases_of_one(trained):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
     runs = [trained.several(flags, count, unchanged) for count in (1, 2)]
-    one, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
+    single, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
     assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
-    for row, other in zip(two, one, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=5e-3, abs=0), row["step"]
-        assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
+    for row, single_row in zip(two, single, strict=True):
+        assert row["loss"] == pytest.approx(single_row["loss"], rel=5e-3, abs=0), row["step"]
+        assert (row["fp8_gemms"] > 0) == (single_row["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
     histories = [reader.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
     assert histories[0].keys() == histories[1].keys()
     for name, tensor in histories[0].items():
@@ -367,11 +367,11 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
-    def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **left: Any):
-        return replace(plan_for(config, recipe, gpu, backend, strict, **left), device="cpu")
+    def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **options: Any):
+        return replace(plan_for(config, recipe, gpu, backend, strict, **options), device="cpu")
 
-    # Without `tokens`: for speed, layers as small as these would stay out of FP8.
-    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
+    # `tokens` is dropped: with it, layers this small would stay out of FP8 for speed.
+    small = lambda *args, tokens, **more: planned(*args, tokens=None, **more)  # noqa: E731
     with installed(), patch.object(variants, "plan_for", small):
         yield
 

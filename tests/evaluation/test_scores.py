@@ -54,33 +54,34 @@ def scores(*runs: Path, recipes: Sequence[str] = (), **more: Any) -> list[Score]
 def by_hand(run: Path, recipe: str, windows: Tensor) -> list[float]:
     """The mean nats per token of each window."""
     model = fp8stack.load(run, recipe=recipe)
-    found = []
+    losses = []
     for row in windows:
         with torch.no_grad():
             chances = model(row[None, :-1])[0].double().softmax(-1).tolist()
-        likely = [math.log(one[label]) for one, label in zip(chances, row[1:].tolist())]  # noqa: B905
-        found.append(-sum(likely) / len(likely))
-    return found
+        labels = row[1:].tolist()
+        likely = [math.log(chance[label]) for chance, label in zip(chances, labels, strict=True)]
+        losses.append(-sum(likely) / len(likely))
+    return losses
 
 
-def windows_of(run: Path, count: int = 9, context: int = 32, whole: bool = False) -> Tensor:
+def windows_of(run: Path, count: int = 9, context: int = 32, all_text: bool = False) -> Tensor:
     text = np.frombuffer(TEXT.encode(), dtype=np.uint8).astype(np.int64)
-    part = text if whole else text[len(text) - int(len(text) * 0.1) :]
-    last = len(part) - context - 1
+    used_text = text if all_text else text[len(text) - int(len(text) * 0.1) :]
+    last = len(used_text) - context - 1
     starts = [i * last // (count - 1) for i in range(count)]
-    return torch.from_numpy(np.stack([part[s : s + context + 1] for s in starts]))
+    return torch.from_numpy(np.stack([used_text[s : s + context + 1] for s in starts]))
 
 
 def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     # One window at a time: in current scaling a window's loss depends on the others in its batch.
-    found = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
+    results = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
     first = np.array(by_hand(run, "fp32", windows_of(run)))
-    for score in found:
+    for score in results:
         expected = np.array(by_hand(run, score.recipe, windows_of(run)))
         np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
         mean = expected.mean()
-        told = (score.loss, score.perplexity, score.bits_per_byte)
-        assert told == pytest.approx((mean, math.exp(mean), mean / math.log(2)), rel=1e-5)
+        figures = (score.loss, score.perplexity, score.bits_per_byte)
+        assert figures == pytest.approx((mean, math.exp(mean), mean / math.log(2)), rel=1e-5)
         if score.recipe == "fp32":
             assert score.difference is score.standard_error is None
             continue
@@ -89,9 +90,9 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
         error = paired.std(ddof=1) / math.sqrt(9)
         assert score.standard_error == pytest.approx(error, rel=0.02)
         assert np.abs(paired).max() > 1e-5  # else it ran in fp32
-    (own,) = scores(run)  # by itself it repeats its own validation loss
-    assert own.recipe == "delayed"
-    assert own.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
+    (default,) = scores(run)  # by itself it repeats its own validation loss
+    assert default.recipe == "delayed"
+    assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
 def test_the_runs_own_recipe_is_that_with_its_overrides(recipe, overrides, tmp_path):
     run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, eval_windows=4)
     last = metrics(run)[-1]["val_loss"]
-    for asked in ([], [recipe]):
-        (score,) = scores(run, recipes=asked)
+    for recipes in ([], [recipe]):
+        (score,) = scores(run, recipes=recipes)
         assert score.loss == pytest.approx(last, rel=1e-6)
 
 
@@ -125,8 +126,8 @@ def test_windows_and_context_are_as_asked_and_gemms_that_ran_are_counted(run):
 def test_a_tokenizer_that_gives_the_same_ids_is_the_runs_own(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     assert exit_code("prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "tokens")) == 0
-    own = json.loads((tmp_path / "tokens" / "tokenizer.json").read_text())
-    (tmp_path / "mine.json").write_text(json.dumps(own))  # other bytes
+    tokenizer = json.loads((tmp_path / "tokens" / "tokenizer.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(tokenizer))  # other bytes
     data, tokenizer = str(tmp_path / "tokens"), str(tmp_path / "mine.json")
     run = trained(tmp_path, data=data, tokenizer=tokenizer, recipe="fp32")
     (score,) = scores(run)
@@ -135,20 +136,20 @@ def test_a_tokenizer_that_gives_the_same_ids_is_the_runs_own(tmp_path):
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT, encoding="utf-8")
-    for path, whole in ((run.parent / "text.txt", False), (tmp_path / "other.txt", True)):
+    for path, all_text in ((run.parent / "text.txt", False), (tmp_path / "other.txt", True)):
         (score,) = scores(run, recipes=["fp32"], data=str(path))
-        expected = by_hand(run, "fp32", windows_of(run, whole=whole))
+        expected = by_hand(run, "fp32", windows_of(run, all_text=all_text))
         np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
 
 
 def test_several_runs_have_a_baseline_each_and_the_batch_changes_no_loss(run):
     checkpoint = run / "checkpoints" / "step-000006"
-    found = scores(run, checkpoint, recipes=["fp32", "current"])
-    assert [score.run for score in found] == [str(run)] * 2 + [str(checkpoint)] * 2
-    assert [score.baseline for score in found] == [None, found[0], None, found[2]]
+    results = scores(run, checkpoint, recipes=["fp32", "current"])
+    assert [score.run for score in results] == [str(run)] * 2 + [str(checkpoint)] * 2
+    assert [score.baseline for score in results] == [None, results[0], None, results[2]]
     model, windows = fp8stack.load(run), windows_of(run)
-    one, all_ = nats_of(model, windows, 1), nats_of(model, windows, 9)
-    torch.testing.assert_close(one, all_, rtol=1e-5, atol=1e-6)
+    by_single, all_ = nats_of(model, windows, 1), nats_of(model, windows, 9)
+    torch.testing.assert_close(by_single, all_, rtol=1e-5, atol=1e-6)
     assert not model.training
 
 
@@ -188,7 +189,7 @@ def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(tmp_path, known_by_
     windows = validation_windows(held_out, count=9, context=32, vocabulary=300)
     nats = sum(by_hand(run, "fp32", windows)) * 32
     text = sum(len(library.decode(row[1:].tolist()).encode()) for row in windows)
-    # Where a window begins or ends within a character, decoding makes U+FFFD of its bytes.
+    # If a window begins or ends within a character, its bytes are decoded to U+FFFD.
     tolerance = 0.02 if known_by_token else 1e-5
     assert score.bits_per_byte is not None
     assert score.bits_per_byte == pytest.approx(nats / text / math.log(2), rel=tolerance)
@@ -203,12 +204,12 @@ def on_tokens(folder: Path, **more: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("loss", "shown"), [(math.log(3.9), "3.900"), (math.log(1234), "1234"), (20.0, "4.852e+08")]
+    ("loss", "cell"), [(math.log(3.9), "3.900"), (math.log(1234), "1234"), (20.0, "4.852e+08")]
 )
-def test_a_perplexity_keeps_its_zeros(run, monkeypatch, loss, shown):
+def test_a_perplexity_keeps_its_zeros(run, monkeypatch, loss, cell):
     (score,) = scores(run, recipes=["fp32"])
     score = replace(score, losses_N=torch.tensor([loss], dtype=torch.float64))
-    assert f" {shown} " in evaluation.text_lines([score])[1]
+    assert f" {cell} " in evaluation.text_lines([score])[1]
 
 
 def test_what_is_not_known_or_not_finite_is_null_in_json(tmp_path, monkeypatch):
@@ -226,11 +227,11 @@ def test_what_is_not_known_or_not_finite_is_null_in_json(tmp_path, monkeypatch):
 def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(tmp_path):
     library = Library(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
     library.save(str(tmp_path / "tokenizer.json"))
-    other = on_tokens(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    made = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
-    assert exit_code("prepare", str(tmp_path / "text.txt"), *made) == 0
-    said = refusal(scores, other, data=str(tmp_path / "bytes"))
-    assert re.search("fp8stack prepare .*bytes --tokenizer", said)
+    other_run = on_tokens(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+    remedy = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
+    assert exit_code("prepare", str(tmp_path / "text.txt"), *remedy) == 0
+    message = refusal(scores, other_run, data=str(tmp_path / "bytes"))
+    assert re.search("fp8stack prepare .*bytes --tokenizer", message)
 
 
 # Documents
@@ -257,17 +258,17 @@ def test_a_run_with_a_document_mask_is_evaluated_with_it(tmp_path):
 def test_json_has_the_scores_and_nothing_else_is_on_stdout(command, run, capfd):
     assert command("eval", str(run), "--recipes", "fp32,mxfp8", "--json") == 0
     captured = capfd.readouterr()
-    told = json.loads(captured.out)["scores"]
-    found = scores(run, recipes=["fp32", "mxfp8"])
-    for row, score in zip(told, found, strict=True):
+    printed_scores = json.loads(captured.out)["scores"]
+    results = scores(run, recipes=["fp32", "mxfp8"])
+    for row, score in zip(printed_scores, results, strict=True):
         assert row["loss"] == pytest.approx(score.loss, rel=1e-9)
         assert row["difference"] == score.difference
         assert row["standard_error"] == score.standard_error
         assert (row["windows"], row["context"]) == (9, 32)
         assert row["plan"] == score.plan.summary()
-    counts = [(row["fp8_layers"], row["layers"], row["fp8_gemms"]) for row in told]
+    counts = [(row["fp8_layers"], row["layers"], row["fp8_gemms"]) for row in printed_scores]
     assert counts == [(0, 5, 0), (4, 5, 12)]
-    assert told[1]["baseline"] == "fp32"
+    assert printed_scores[1]["baseline"] == "fp32"
     assert "step-000006 in mxfp8: 9 windows" in captured.err
 
 
@@ -286,12 +287,12 @@ def test_the_table_says_what_ran_and_why(command, run, capfd):
 def test_a_terminals_table_has_the_same_cells(run):
     from rich.console import Console
 
-    found = scores(run, recipes=["fp32", "mxfp8"], windows=4)
-    found[0] = replace(found[0], run="runs/[/b][red]")  # no markup
+    results = scores(run, recipes=["fp32", "mxfp8"], windows=4)
+    results[0] = replace(results[0], run="runs/[/b][red]")  # no markup
     console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(evaluation.rich_table(found))
+    console.print(evaluation.rich_table(results))
     drawn = console.export_text()
-    for line in evaluation.text_lines(found)[:3]:
+    for line in evaluation.text_lines(results)[:3]:
         for cell in line.split("  "):
             assert cell.strip() in drawn
 
@@ -320,27 +321,28 @@ def test_bad_input_is_one_line(refused, run, flags, words):
 def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
     plain = trained(tmp_path, recipe="fp32")
     capsys.readouterr()
-    said = refusal(scores, plain, recipes=["fp32", "delayed"])
-    assert "holds no scales for recipe 'delayed'" in said
+    message = refusal(scores, plain, recipes=["fp32", "delayed"])
+    assert "holds no scales for recipe 'delayed'" in message
     assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
 
 
 def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path):
     file = tmp_path / "fewer.toml"
     file.write_text('like = "delayed"\nexclude = ["*.mlp.down"]\n')
-    said = refusal(scores, run, recipes=[str(file)])
+    message = refusal(scores, run, recipes=[str(file)])
     assert (
-        f"scales that do not fit recipe '{file}': it is the checkpoint of a run in delayed" in said
+        f"scales that do not fit recipe '{file}': it is the checkpoint of a run in delayed"
+        in message
     )
 
 
 @pytest.mark.parametrize("trained_in", ["fp32", "delayed", "nvfp4"])
 def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path):
     plain = trained(tmp_path, recipe=trained_in)
-    found = scores(plain, recipes=["fp32", "nvfp4", NO_HADAMARD, "mxfp4"])
-    assert [score.plan.precision.removesuffix("-emulated") for score in found[1:]] == [
+    results = scores(plain, recipes=["fp32", "nvfp4", NO_HADAMARD, "mxfp4"])
+    assert [score.plan.precision.removesuffix("-emulated") for score in results[1:]] == [
         *("nvfp4", "nvfp4_no_hadamard", "mxfp4")
     ]
-    assert all(0 < abs(score.difference or 0) < 0.5 for score in found[1:])
+    assert all(0 < abs(score.difference or 0) < 0.5 for score in results[1:])
     if trained_in != "delayed":
         assert "no scales" in refusal(scores, plain, recipes=["delayed"])

@@ -38,11 +38,11 @@ def bounded(
         if child == 0:
             _be_child(work, out.fileno(), error.fileno(), memory_bytes)
         code = _wait(child, seconds)
-        said = []
+        lines = []
         for stream in (out, error):
             stream.seek(0)
-            said.append(stream.read().decode(errors="replace"))
-    return Ended(code=code, stdout=said[0], stderr=said[1])
+            lines.append(stream.read().decode(errors="replace"))
+    return Ended(code=code, stdout=lines[0], stderr=lines[1])
 
 
 def command(arguments: list[str], folder: Path, **bounds: float) -> Ended:
@@ -100,8 +100,8 @@ def _wait(child: int, seconds: float) -> int:
     """The exit code of `child`, which is killed if it takes longer."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended_child, status = os.waitpid(child, os.WNOHANG)
+        if ended_child:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
     os.kill(child, signal.SIGKILL)

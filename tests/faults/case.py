@@ -1,4 +1,4 @@
-"""What a row of the reliability matrix is: faults of one kind, put in, and what became of them."""
+"""A row of the reliability matrix: injected faults of one kind, and their outcome."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of faults; outcomes add up.
+    """The outcome of faults; outcomes can be added.
 
     Attributes:
-        injected: how many faults really happened.
-        survived: how many of those passed, by the row's own rule.
-        lost: one line for each that did not: which fault, and what was seen.
+        injected: the number of faults that happened.
+        survived: the number of these that passed by the row's rule.
+        lost: a line for each fault that did not pass, with the fault and the problem.
     """
 
     injected: int = 0
     survived: int = 0
     lost: tuple[str, ...] = ()
 
-    def __add__(self, other: Outcome) -> Outcome:
+    def __add__(self, added: Outcome) -> Outcome:
         return Outcome(
-            injected=self.injected + other.injected,
-            survived=self.survived + other.survived,
-            lost=self.lost + other.lost,
+            injected=self.injected + added.injected,
+            survived=self.survived + added.survived,
+            lost=self.lost + added.lost,
         )
 
 
@@ -40,7 +40,7 @@ class Case:
     """A row.
 
     Attributes:
-        what: is injected, in a few words.
+        description: the injected faults, in a few words.
         passes: when a fault counts as survived, in a sentence.
         run: gets an empty folder and how many faults to inject.
         short: how many in a short run; at least one of each kind.
@@ -48,7 +48,7 @@ class Case:
         needs_cuda: whether it can run on a GPU alone.
     """
 
-    what: str
+    description: str
     passes: str
     run: Callable[[Path, int], Outcome]
     short: int

@@ -63,7 +63,7 @@ _EVENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens, and where; see the module. `number` None: each time."""
+    """A fault and its place, see the module. `number` is None if it happens each time."""
 
     action: str
     bytes: int = 0
@@ -114,14 +114,14 @@ class _Injection:
     counts: Counter[str] = field(default_factory=Counter)
     done: set[Fault] = field(default_factory=set)
 
-    def reach(self, place: str, number: int, what: str = "") -> None:
-        """Have happen what is to happen at the `number`-th of a place; each numbered fault once."""
+    def reach(self, place: str, number: int, detail: str = "") -> None:
+        """Trigger the faults of the `number`-th visit of a place; a numbered fault happens once."""
         if os.getpid() != self.process:  # a process that reads data ahead
             return
         for fault in self.faults:
             if fault.place == place and fault.number in (None, number) and fault not in self.done:
                 self.done |= {fault} if fault.number is not None else set()
-                arguments = (fault, f"{place} {number}: {what}")
+                arguments = (fault, f"{place} {number}: {detail}")
                 if fault.delay_s:
                     timer = threading.Timer(fault.delay_s, _act, arguments)
                     timer.daemon = True
@@ -129,9 +129,9 @@ class _Injection:
                 else:
                     _act(*arguments)
 
-    def count(self, place: str, what: str) -> None:
+    def count(self, place: str, detail: str) -> None:
         self.counts[place] += 1
-        self.reach(place, self.counts[place], what)
+        self.reach(place, self.counts[place], detail)
 
     def begin(self, step: int) -> None:
         self.step, self.forward_due = step, True
@@ -147,9 +147,9 @@ class _Injection:
             self.reach("forward", step)
 
 
-def _act(fault: Fault, what: str) -> None:
+def _act(fault: Fault, detail: str) -> None:
     if fault.action == "note":
-        os.write(2, f"fault: {what}\n".encode())
+        os.write(2, f"fault: {detail}\n".encode())
     elif fault.action == "full":
         _fill(fault.bytes)
     else:
@@ -157,10 +157,10 @@ def _act(fault: Fault, what: str) -> None:
 
 
 def _fill(limit: int) -> None:
-    """Let no file of this process grow beyond `limit` bytes. A write that would is cut short, and
-    the next fails (EFBIG: Python ignores SIGXFSZ), as on a disk without room (ENOSPC): the same
-    calls fail in the same order, and no disk need be filled nor a file system mounted. Not met in
-    this way: a disk too full for a folder or a name."""
+    """Limit the files of this process to `limit` bytes. A write beyond it is cut short, and the
+    next fails (EFBIG: Python ignores SIGXFSZ), as on a full disk (ENOSPC): the same calls fail in
+    the same order, without filling a disk or mounting a file system. This does not simulate a disk
+    too full for a folder or a file name."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -179,7 +179,7 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_injections: list[_Injection] = []  # an audit hook is for good, so there is one, and this
+_injections: list[_Injection] = []  # audit hooks cannot be removed, so one serves all
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -188,12 +188,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         folder = arguments[base] if base is not None and base < len(arguments) else -1
         names = arguments[:2] if event == "os.rename" else arguments[:1]
         paths = [_full(name, folder) for name in names]
-        injection, said = _injections[-1], f"{event} {paths[-1]}"
+        injection, note = _injections[-1], f"{event} {paths[-1]}"
         if any("checkpoints" in path.parts for path in paths):
-            injection.count("save", said)
+            injection.count("save", note)
         changes = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
         if changes and any(path.is_relative_to(injection.home) for path in paths):
-            injection.count("file", said)
+            injection.count("file", note)
 
 
 @cache
@@ -218,7 +218,7 @@ def _path_of(descriptor: int) -> Path:
 
 @contextmanager
 def injected(faults: Sequence[Fault]) -> Iterator[None]:
-    """Within, the faults of this process's rank happen."""
+    """A context in which the faults of this process's rank happen."""
     rank = int(os.environ.get("RANK", "0"))
     injection = _Injection([fault for fault in faults if fault.rank in (None, rank)])
     places = {fault.place for fault in injection.faults}

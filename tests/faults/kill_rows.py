@@ -59,8 +59,8 @@ def kills(
         recipe = recipes[number % len(recipes)]
         if recipe not in twins:
             dropout = ["--set", f"model_overrides.dropout={0.1 if number % 2 else 0.0}"]
-            own = [*dropout, *([] if number % 3 else IN_BACKGROUND), *flags]
-            twins[recipe] = Twin(folder / recipe, recipe, 10, 3, own)
+            run_flags = [*dropout, *([] if number % 3 else IN_BACKGROUND), *flags]
+            twins[recipe] = Twin(folder / recipe, recipe, 10, 3, run_flags)
         # First each recipe once, one of them twice; then some more than that.
         most = rng.randint(1, 3) if number >= len(recipes) else 2 if number == 0 else 1
         outcome += _kill_and_finish(twins[recipe], rng, min(most, count - outcome.injected))
@@ -96,7 +96,7 @@ def random_kill(twin: Twin, run: Path, rng: random.Random) -> str:
 
 
 def _unexpected(ended: Ended, code: int) -> str:
-    """What is wrong if a run did not end with `code`."""
+    """The problem of a run that did not end with `code`, "" if it did."""
     if ended.code == code:
         return ""
     return f"ended with {ended.code}, not {code}: {ended.stderr.strip()[-300:]}"
@@ -109,14 +109,14 @@ def kills_in_saves(folder: Path, count: int) -> Outcome:
     """A kill before every operation on files that saving comes to, and some in between; half of
     them where checkpoints are written in the background."""
     rng, outcome = random.Random(2), Outcome()
-    for name, flags, part in (
+    for name, flags, fraction in (
         ("waiting", [], count - count // 2),
         ("background", IN_BACKGROUND, count // 2),
     ):
         twin = Twin(folder / name, "delayed", 6, 2, flags)
         among = [operation for operation in twin.operations() if operation.step]
-        between = part // 4
-        faults = [f"kill@save:{among[n].number}" for n in spread(part - between, len(among))]
+        between = fraction // 4
+        faults = [f"kill@save:{among[n].number}" for n in spread(fraction - between, len(among))]
         for _ in range(between):
             later = f"+{10 ** rng.uniform(-5, -2.5):.6f}"  # 10 microseconds to 3 ms
             faults.append(f"kill@save:{rng.choice(among).number}{later}")
@@ -134,7 +134,7 @@ def spread(count: int, among: int) -> list[int]:
 
 
 def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
-    """What is wrong with a run that is killed in a save; at most the steps of so many save
+    """The problem of a run that is killed in a save, "" if none; at most the steps of so many save
     intervals may be lost."""
     run = twin.new()
     ended = twin.go(run, fault)
@@ -158,9 +158,9 @@ def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
 def _whole_checkpoints(run: Path) -> set[str]:
     """The checkpoints that lack nothing, with their files: an old one more than is kept does no
     harm, where the kill came just before it was removed."""
-    found = checkpoints(run)
-    whole = [path for path in found if files(path) == files(found[-1])]
-    return {str(p.relative_to(run)) for path in whole for p in (path, *path.iterdir())}
+    newest_first = checkpoints(run)
+    complete = [path for path in newest_first if files(path) == files(newest_first[-1])]
+    return {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
 
 
 # R3: signals
@@ -202,8 +202,8 @@ def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -
 
 
 def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str:
-    """What is wrong with a run that was asked to stop; without the `seconds` that it took to, its
-    whole time counts."""
+    """The problem of a run that was asked to stop, "" if none; without the `seconds` that stopping
+    took, the run's total time counts."""
     seconds = ended.seconds if seconds is None else seconds
     if wrong := _unexpected(ended, PREEMPTED):
         return wrong
@@ -226,7 +226,7 @@ def full_disks(folder: Path, count: int) -> Outcome:
     sizes = sorted(path.stat().st_size for path in second.iterdir())
     for number in range(count):
         twin = twins[number % len(twins)]
-        begun = next(op.number for op in twin.operations() if second.name in op.what)
+        begun = next(op.number for op in twin.operations() if second.name in op.description)
         # One byte short of a file, and evenly spread.
         cut = sizes[number] - 1 if number < len(sizes) else number * sizes[-1] // count
         fault = f"full:{cut}@save:{begun}"
@@ -237,24 +237,24 @@ def full_disks(folder: Path, count: int) -> Outcome:
 
 
 def _fill_and_finish(twin: Twin, fault: str) -> str:
-    """What is wrong with a run whose disk fills up, and then has room again."""
+    """The problem of a run whose disk fills up and then has room again, "" if none."""
     run = twin.new()
     ended = twin.go(run, fault)
     lines = ended.stderr.splitlines()
     old = run / "checkpoints" / f"step-{twin.save_every:06d}"
-    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    names_before = {path.name for path in (run / "checkpoints").iterdir()}
     litter = sorted(name for name in files(run) if ".tmp-" in name)
     if wrong := _unexpected(ended, DISK_FULL):
         return wrong
     if len(lines) != 1 or "the disk is full" not in lines[0]:
         return f"what was said: {ended.stderr.strip()[-300:]}"
-    if kept != {old.name} or litter:
-        return f"there were checkpoints {sorted(kept)} and left over {litter}"
+    if names_before != {old.name} or litter:
+        return f"there were checkpoints {sorted(names_before)} and left over {litter}"
     damaged = checkpoint_difference(old, twin.path / "checkpoints" / old.name)
     return damaged or twin.finish(run)[1]
 
 
-# R14: a long run with all of them, beside one that is watched for leaks
+# R14: a long run with all of them, and a run that is watched for leaks
 
 
 class Sample(NamedTuple):
@@ -321,7 +321,7 @@ def watched(child: Child, since: Path, until: Path) -> list[Sample]:
 
 
 def growth(samples: Sequence[Sample]) -> str:
-    """What grew between the middle of a run and its end, "" if nothing did."""
+    """The resource that grew between the middle of a run and its end, "" if none did."""
     fifth = len(samples) // 5
     middle, end = samples[2 * fifth : 3 * fifth], samples[4 * fifth :]
     if not middle or not end:
@@ -330,7 +330,7 @@ def growth(samples: Sequence[Sample]) -> str:
     if grown > MEMORY_MIB:
         return f"the run without faults grew by {grown:.1f} MiB from its middle to its end"
     # The fewest: now and then a file is open for a moment.
-    was, now = (min(s.open_files for s in part) for part in (middle, end))
+    was, now = (min(s.open_files for s in samples) for samples in (middle, end))
     return f"the run without faults has {now} files open, {was} before" if now > was else ""
 
 
@@ -354,14 +354,14 @@ SAME = "every tensor of the last checkpoint and all losses equal, bit for bit, t
 SAME += " was left alone"
 CASES = {
     "R1": Case(
-        what="kill -9 at random places and times of training, in eight recipes",
+        description="kill -9 at random places and times of training, in eight recipes",
         passes=f"gone on with, {SAME}",
         run=kills,
         short=8,
         long=100,
     ),
     "R2": Case(
-        what="kill -9 before each operation on files within a save, and in between",
+        description="kill -9 before each operation on files within a save, and in between",
         passes=f"at most the steps since the save before are done again, nothing is left over, and "
         f"{SAME}",
         run=kills_in_saves,
@@ -369,14 +369,15 @@ CASES = {
         long=160,
     ),
     "R3": Case(
-        what="SIGTERM, SIGINT, SIGHUP, SIGUSR1 in steps, evaluations and saves, and at random",
+        description="SIGTERM, SIGINT, SIGHUP, SIGUSR1 in steps, evaluations and saves, and at "
+        "random",
         passes=f"saved, exit code 75 within {SECONDS_TO_STOP:.0f} s; gone on with, {SAME}",
         run=signals,
         short=4,
         long=30,
     ),
     "R4": Case(
-        what="a disk that is full from some file size on (RLIMIT_FSIZE)",
+        description="a disk that is full from some file size on (RLIMIT_FSIZE)",
         passes="exit code 4 and one line, the checkpoint before is intact, nothing is left over; "
         f"with room again it goes on, and {SAME}",
         run=full_disks,
@@ -384,14 +385,14 @@ CASES = {
         long=20,
     ),
     "R14": Case(
-        what=f"kills, signals and full disks in one run, one in {STEPS_PER_FAULT} steps",
+        description=f"kills, signals and full disks in one run, one in {STEPS_PER_FAULT} steps",
         passes=f"at the end, {SAME}, whose memory and open files did not grow",
         run=soak,
         short=6,
         long=200,
     ),
     "R16": Case(
-        what="R1 and R10 on a GPU by Transformer Engine, delayed and current",
+        description="R1 and R10 on a GPU by Transformer Engine, delayed and current",
         passes="as in R1 and R10",
         run=on_cuda,
         short=10,

@@ -43,7 +43,7 @@ _PRELOADED = [
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share
 
 Change = Callable[[int], AbstractContextManager[None]]
-"""What is different in a rank's process, given the rank; sent there, so a function of a module."""
+"""A change to a rank's process, given the rank. It is pickled: it must be a module's function."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def unchanged(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended: its exit code, or the signal's number, negative."""
+    """The end of a process: its exit code, or the negative number of the signal."""
 
     code: int
     stdout: str
@@ -102,7 +102,7 @@ class Child:
 
     @property
     def printed(self) -> bytes:
-        """What it printed on stdout so far."""
+        """The process's stdout so far."""
         return bytes(self._printed[0])
 
     @property
@@ -124,10 +124,10 @@ class Child:
         os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = 300.0) -> Ended:
-        """How it ended.
+        """Wait for the process to end.
 
         Raises:
-            TimeoutError: it did not in that time; it is killed.
+            TimeoutError: the process did not end in time; it is killed.
         """
         self._process.join(timeout_s)
         late = self.is_alive
@@ -169,10 +169,10 @@ class Together:
         self._kill()
 
     def wait(self, timeout_s: float = 300.0) -> list[Ended]:
-        """How each rank ended, once all have or are stopped; those that are stopped are killed.
+        """Wait until every rank has ended or is stopped; stopped ranks are killed.
 
         Raises:
-            TimeoutError: a rank did neither in that time; all are killed.
+            TimeoutError: a rank did neither in time; all are killed.
         """
         until = time.monotonic() + timeout_s
         while hung := [
@@ -182,8 +182,8 @@ class Together:
         ]:
             if time.monotonic() > until:
                 self._kill()
-                said = [child.wait().stderr[-500:] for child in self.children]
-                raise TimeoutError(f"Ranks {hung} did not end in {timeout_s:.0f} s: {said}")
+                errors = [child.wait().stderr[-500:] for child in self.children]
+                raise TimeoutError(f"Ranks {hung} did not end in {timeout_s:.0f} s: {errors}")
             time.sleep(0.01)
         self._kill()
         return [child.wait() for child in self.children]
@@ -208,7 +208,7 @@ def run_ranks(
 
 
 def in_ranks(work: Callable[[int], Any], count: int) -> list[Any]:
-    """What `work`, a function of a module, returns on each of so many ranks."""
+    """The results of `work`, a module's function, on each rank."""
     context = _server()
     ends, processes = [], []
     for rank, variables in enumerate(_launched(count)):
@@ -237,9 +237,9 @@ def _launched(count: int) -> list[dict[str, str]]:
     """The environment that torchrun gives each of so many ranks of one machine."""
     if count == 1:
         return [{}]
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(count)]
@@ -269,7 +269,7 @@ def _work(
     change: Change,
     rank: int,
 ) -> None:
-    """What a process does."""
+    """The main function of a process."""
     gc.freeze()  # what the server imported is no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and would stay so
     for number, writer in enumerate(writers, 1):
@@ -301,33 +301,41 @@ def telling_states(folder: str, rank: int) -> Iterator[None]:
 
 
 def states(folder: Path, count: int) -> list[dict[str, Tensor]]:
-    """What `telling_states` wrote, rank by rank."""
+    """The states that `telling_states` wrote, by rank."""
     return [load_file(folder / f"fp8-{rank}.safetensors") for rank in range(count)]
 
 
-# What a run holds, and what two runs differ in
+# The content of a run, and the differences of two runs
 
 
 def difference(run: Path, twin: Path) -> str:
     """The first thing in which two finished runs of as many ranks differ, "" if none: every tensor
     of the newest checkpoint and what it says of the guard and the loss scale, and every row of the
     metrics, times apart."""
-    ours, theirs = checkpoints(run), checkpoints(twin)
-    if not ours or not theirs or ours[-1].name != theirs[-1].name:
-        return f"the newest checkpoint is {ours[-1].name if ours else 'missing'}"
-    return checkpoint_difference(ours[-1], theirs[-1]) or _rows_difference(rows(run), rows(twin))
+    run_checkpoints, twin_checkpoints = checkpoints(run), checkpoints(twin)
+    if (
+        not run_checkpoints
+        or not twin_checkpoints
+        or run_checkpoints[-1].name != twin_checkpoints[-1].name
+    ):
+        return (
+            f"the newest checkpoint is {run_checkpoints[-1].name if run_checkpoints else 'missing'}"
+        )
+    return checkpoint_difference(run_checkpoints[-1], twin_checkpoints[-1]) or _rows_difference(
+        rows(run), rows(twin)
+    )
 
 
-def checkpoint_difference(ours: Path, theirs: Path) -> str:
+def checkpoint_difference(checkpoint: Path, twin: Path) -> str:
     """The first thing in which two checkpoints differ, "" if none."""
-    a, b = dict(_contents(ours)), dict(_contents(theirs))
+    a, b = dict(_contents(checkpoint)), dict(_contents(twin))
     odd = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
     if odd:
-        return f"{ours.name}: {odd[0]} differs, with {len(odd) - 1} more of {len(b)} tensors"
-    info, expected = _info(ours), _info(theirs)
+        return f"{checkpoint.name}: {odd[0]} differs, with {len(odd) - 1} more of {len(b)} tensors"
+    info, expected = _info(checkpoint), _info(twin)
     for key in ("step", "scaler", "guard", "identity"):
         if info.get(key) != expected.get(key):
-            return f"{ours.name}: '{key}' is {info.get(key)}, not {expected.get(key)}"
+            return f"{checkpoint.name}: '{key}' is {info.get(key)}, not {expected.get(key)}"
     return ""
 
 
@@ -344,25 +352,29 @@ def _info(checkpoint: Path) -> dict[str, Any]:
     return {"step": manifest["step"], **manifest["info"]}
 
 
-def _rows_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    for number, (row, expected) in enumerate(zip(ours, theirs, strict=False), 1):
+def _rows_difference(run_rows: list[dict[str, Any]], twin_rows: list[dict[str, Any]]) -> str:
+    for number, (row, expected) in enumerate(zip(run_rows, twin_rows, strict=False), 1):
         if row != expected:
             return f"row {number} of the metrics is {row}, not {expected}"
-    return "" if len(ours) == len(theirs) else f"{len(ours)} rows of metrics, not {len(theirs)}"
+    return (
+        ""
+        if len(run_rows) == len(twin_rows)
+        else f"{len(run_rows)} rows of metrics, not {len(twin_rows)}"
+    )
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint as `group:name`, whole, however many ranks wrote it."""
-    found = reader.load(checkpoint).tensors
-    return {f"{group}:{name}": of[name] for group, of in found.items() for name in of}
+    groups = reader.load(checkpoint).tensors
+    return {f"{group}:{name}": of[name] for group, of in groups.items() for name in of}
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics, without times; a last one that was cut short is left out."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [{key: value for key, value in row.items() if key not in _TIMES} for row in whole]
+    parsed = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [{key: value for key, value in row.items() if key not in _TIMES} for row in parsed]
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -372,8 +384,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 def last_step(run: Path) -> int:
     """The step of the newest checkpoint, 0 if there is none."""
-    found = checkpoints(run)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    saved = checkpoints(run)
+    return int(saved[-1].name.removeprefix("step-")) if saved else 0
 
 
 def files(run: Path) -> set[str]:

@@ -40,8 +40,8 @@ def rank_twin(folder: Path, ranks: int, parallel: str, flags: Sequence[str] = ()
 def _at(twin: Twin, place: str, rank: int, share: float) -> str:
     """A place in step `BEGUN`, or in the save after it, of a rank: so far into it."""
     step = BEGUN if place == "all-reduce" else 2 * SAVE_EVERY
-    found = [of.number for of in twin.operations(rank) if (of.place, of.step) == (place, step)]
-    return f"{place}:{found[int(share * (len(found) - 1))]}/rank={rank}"
+    numbers = [of.number for of in twin.operations(rank) if (of.place, of.step) == (place, step)]
+    return f"{place}:{numbers[int(share * (len(numbers) - 1))]}/rank={rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,15 @@ def _lost(action: str, place: str, main: bool, twin: Twin, run: Path) -> str:
     victim = 0 if main else twin.ranks - 1
     where = f"{place}:{BEGUN}/rank={victim}" if place == "forward" else ""
     ended = twin.go_all(run, f"{action}@{where or _at(twin, place, victim, 0.6)}")
-    survivors = [each for rank, each in enumerate(ended) if rank != victim]
-    if ended[victim].code != KILLED or any(each.code != LOST for each in survivors):
+    survivors = [rank for number, rank in enumerate(ended) if number != victim]
+    if ended[victim].code != KILLED or any(rank.code != LOST for rank in survivors):
         return said_by(ended)
-    lines = "".join(each.stderr for each in survivors).splitlines()
+    lines = "".join(rank.stderr for rank in survivors).splitlines()
     if not all("lost another rank" in line for line in lines) or len(lines) > len(survivors):
         return f"what was said: {lines}"
     if not main and len(lines) != 1:
         return f"what was said: {lines}"
-    took = max(each.seconds for each in ended) - twin.seconds
+    took = max(rank.seconds for rank in ended) - twin.seconds
     if took > SECONDS_TO_END:
         return f"took {took:.0f} s more than a run without faults"
     return twin.finish(run)[1]
@@ -75,8 +75,8 @@ def _lost(action: str, place: str, main: bool, twin: Twin, run: Path) -> str:
 def preempted(twin: Twin, run: Path) -> str:
     """SIGTERM to one rank alone."""
     ended = twin.go_all(run, f"term@backward:{BEGUN}/rank={twin.ranks - 1}")
-    said = "".join(each.stderr for each in ended).strip().splitlines()
-    if any(each.code != PREEMPTED for each in ended) or len(said) != 1:
+    messages = "".join(rank.stderr for rank in ended).strip().splitlines()
+    if any(rank.code != PREEMPTED for rank in ended) or len(messages) != 1:
         return said_by(ended)
     if last_step(run) != BEGUN:
         return f"stopped in step {BEGUN}, saved {last_step(run)}"
@@ -87,39 +87,41 @@ def _full(main: bool, twin: Twin, run: Path) -> str:
     """A disk that is full for one rank, as the second checkpoint is begun."""
     victim = 0 if main else twin.ranks - 1
     ended = twin.go_all(run, f"full:100@{_at(twin, 'save', victim, 0.0)}")
-    lines = "".join(each.stderr for each in ended).splitlines()
-    if any(each.code != DISK_FULL for each in ended):
+    lines = "".join(rank.stderr for rank in ended).splitlines()
+    if any(rank.code != DISK_FULL for rank in ended):
         return said_by(ended)
     if len(lines) != 1 or "the disk is full" not in lines[0]:
         return f"what was said: {lines}"
-    left = sorted(path.name for path in (run / "checkpoints").iterdir())
-    if left != [f"step-{SAVE_EVERY:06}"]:
-        return f"left over: {left}"
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    if names != [f"step-{SAVE_EVERY:06}"]:
+        return f"left over: {names}"
     return twin.finish(run)[1]
 
 
 def not_finite(twin: Twin, run: Path) -> str:
     """NaN in the gradient of one rank: as if it had been in all, which skip that step."""
-    everywhere, told = twin.new(), twin.folder / f"{run.name}-states"
-    told.mkdir()
-    on_one = partial(_broken_and_told, twin.ranks - 1, str(told))
+    everywhere, states_folder = twin.new(), twin.folder / f"{run.name}-states"
+    states_folder.mkdir()
+    on_one = partial(_broken_and_told, twin.ranks - 1, str(states_folder))
     on_all = partial(_broken_and_told, -1, "")
     ended = [*twin.go_all(run, "", on_one), *twin.go_all(everywhere, "", on_all)]
-    if any(each.code or each.stderr for each in ended):
+    if any(rank.code or rank.stderr for rank in ended):
         return said_by(ended)
     skipped = [row["step"] for row in rows(run) if row.get("event") == "skip"]
     if skipped != [BEGUN]:
         return f"skipped steps {skipped}, not {BEGUN}"
-    known = states(told, twin.ranks)
-    for rank, state in enumerate(known):
-        odd = [name for name in known[0] if not torch.equal(known[0][name], state[name])]
+    rank_states = states(states_folder, twin.ranks)
+    for rank, state in enumerate(rank_states):
+        odd = [
+            name for name in rank_states[0] if not torch.equal(rank_states[0][name], state[name])
+        ]
         if odd:
             return f"rank {rank} has another {odd[0]} than rank 0"
     return difference(run, everywhere)
 
 
 @contextmanager
-def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
+def _broken_and_told(victim: int, states_folder: str, rank: int) -> Iterator[None]:
     """NaN in the gradient of the last block's output on one rank, -1 is all, before ranks exchange
     anything; and their FP8 states in the end."""
     train_step: Any = Step.__call__
@@ -128,7 +130,7 @@ def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
         if step != BEGUN or victim not in (-1, rank):
             return train_step(self, step, tokens_BT)
 
-        def spoil(part: Any, inputs: Any, output: Tensor) -> None:
+        def spoil(module: Any, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
                 output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
 
@@ -138,7 +140,7 @@ def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
         finally:
             handle.remove()
 
-    telling = telling_states(told, rank) if told else nullcontext()
+    telling = telling_states(states_folder, rank) if states_folder else nullcontext()
     with patch.object(Step, "__call__", broken), telling:
         yield
 
@@ -165,17 +167,17 @@ KINDS = (
 
 def lost_ranks(folder: Path, count: int) -> Outcome:
     """Each kind with two ranks, then with four, all with dropout and delayed scaling."""
-    which = [(KINDS[n % len(KINDS)], 2 if n < len(KINDS) else 4) for n in range(count)]
+    kinds = [(KINDS[n % len(KINDS)], 2 if n < len(KINDS) else 4) for n in range(count)]
     # Two at a time, since stopped ranks are mostly waited for.
     with ThreadPoolExecutor() as pool:
-        outcomes = pool.map(partial(_lost_in, folder, which), ("ddp", "fsdp"))
+        outcomes = pool.map(partial(_lost_in, folder, kinds), ("ddp", "fsdp"))
         return sum(outcomes, Outcome())
 
 
-def _lost_in(folder: Path, which: Sequence[tuple[Kind, int]], parallel: str) -> Outcome:
-    """Those of the kinds that are of ddp, or of fsdp."""
+def _lost_in(folder: Path, kinds: Sequence[tuple[Kind, int]], parallel: str) -> Outcome:
+    """Run the kinds of faults that apply to ddp, or to fsdp."""
     outcome, twins = Outcome(), dict[int, Twin]()
-    for kind, ranks in which:
+    for kind, ranks in kinds:
         if kind.parallel != parallel:
             continue
         if ranks not in twins:
@@ -208,7 +210,9 @@ class Way:
     @property
     def name(self) -> str:
         """The recipe, and the ranks start by start."""
-        starts = " -> ".join(f"{count} {how}" if count > 1 else "1" for count, how in self.starts)
+        starts = " -> ".join(
+            f"{count} {parallel}" if count > 1 else "1" for count, parallel in self.starts
+        )
         return " ".join([f"{self.recipe}: {starts}", *self.flags])
 
 
@@ -240,7 +244,7 @@ WAYS = (
 
 
 def world_sizes(folder: Path, count: int) -> Outcome:
-    """Runs whose starts have different numbers of ranks, beside one rank that is left alone."""
+    """Runs whose starts have different numbers of ranks, compared with one undisturbed rank."""
     outcome = Outcome()
     for number in range(count):
         way = WAYS[number % len(WAYS)]
@@ -250,7 +254,7 @@ def world_sizes(folder: Path, count: int) -> Outcome:
 
 
 def go_way(folder: Path, way: Way) -> str:
-    """What is wrong with a run that was started in these ways, "" if nothing."""
+    """The problem of a run that was started in these ways, "" if none."""
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text(TEXT)
     steps = EACH * len(way.starts)
@@ -266,7 +270,7 @@ def go_way(folder: Path, way: Way) -> str:
         # The last rank alone hears of it; all save, and stop.
         faults = "" if last else f"term@step:{number * EACH}/rank={count - 1}"
         ended = run_ranks([*words, "--parallel", parallel, "--out", "run"], folder, count, faults)
-        if any(each.code != (DONE if last else PREEMPTED) for each in ended):
+        if any(rank.code != (DONE if last else PREEMPTED) for rank in ended):
             return f"start {number}: {said_by(ended)}"
         if last_step(folder / "run") != EACH * number:
             return f"start {number} saved step {last_step(folder / 'run')}"
@@ -274,31 +278,33 @@ def go_way(folder: Path, way: Way) -> str:
 
 
 def apart(folder: Path, way: Way) -> str:
-    """Where the losses of a run are too far from those of one rank, "" if nowhere.
+    """The first step whose loss is too far from the loss of one rank, "" if none is.
 
-    In FP8, the first step and the first one with another number of ranks come from the same weights
-    and scales: so they are as near as in fp32. Later a rounding that flips grows. In current
-    scaling and NVFP4 a rank's scales are those of its own part of a batch, so there they are near
-    only.
+    In FP8, the first step, and the first step with another number of ranks, start from the same
+    weights and scales, so their losses are as near as in fp32. Later, a rounding that flips grows.
+    In current scaling and NVFP4 a rank computes scales from its own rows of a batch, so losses are
+    only roughly equal.
     """
-    ours, theirs = (
+    run_rows, alone_rows = (
         [row for row in rows(folder / run) if "loss" in row] for run in ("run", "alone")
     )
-    if [row["step"] for row in ours] != [row["step"] for row in theirs]:
-        return f"steps {[row['step'] for row in ours]}"
+    if [row["step"] for row in run_rows] != [row["step"] for row in alone_rows]:
+        return f"steps {[row['step'] for row in run_rows]}"
     first = next(n for n, (count, _) in enumerate(way.starts) if count > 1) * EACH + 1
     by_part = has_amax_of_tensors(way.recipe)
-    for row, other in zip(ours, theirs, strict=True):
+    for row, alone_row in zip(run_rows, alone_rows, strict=True):
         exact = way.recipe == "fp32" or (row["step"] <= first and not by_part)
-        off = abs(row["loss"] - other["loss"]) / other["loss"]
+        off = abs(row["loss"] - alone_row["loss"]) / alone_row["loss"]
         if not off <= (EXACT if exact else NEAR):
-            return f"step {row['step']}: the loss {row['loss']} is {off:.1e} off {other['loss']}"
+            return (
+                f"step {row['step']}: the loss {row['loss']} is {off:.1e} off {alone_row['loss']}"
+            )
     return ""
 
 
 CASES = {
     "R12": Case(
-        what="one of 2 or 4 ranks killed, stopped, signalled, with NaN or with a full disk",
+        description="one of 2 or 4 ranks killed, stopped, signalled, with NaN or with a full disk",
         passes=f"no rank hangs over {SECONDS_TO_END:.0f} s, all end alike and say so in a line; "
         "started again, every tensor and loss equals, bit for bit, a run's that was left alone",
         run=lost_ranks,
@@ -306,7 +312,7 @@ CASES = {
         long=2 * len(KINDS),
     ),
     "R13": Case(
-        what="going on with another number of ranks, DDP and FSDP2, in nine recipes",
+        description="going on with another number of ranks, DDP and FSDP2, in nine recipes",
         passes=f"losses as of one rank: fp32 within {EXACT:g} at every step, others within "
         f"{NEAR:g}, and {EXACT:g} at the first step of several ranks, except in current scaling "
         "and NVFP4",

@@ -85,8 +85,8 @@ def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(tmp_path):
     def is_whole(folder: Path) -> bool:
         run = folder / "run"
         plots = {path.read_text() for path in run.glob("report_files/run1-*")}
-        whole = {f"{PAGE}old page", f"{PAGE}new page"}
-        return (run / "report.html").read_text() in whole and plots <= {"old plot", "new plot"}
+        pages = {f"{PAGE}old page", f"{PAGE}new page"}
+        return (run / "report.html").read_text() in pages and plots <= {"old plot", "new plot"}
 
     words = ["report", "run"]
     assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing) >= 15
@@ -142,8 +142,8 @@ def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_lo
 def forecasting_nothing(rank: int) -> Iterator[None]:
     """A change: a forecast is a word."""
     result = SimpleNamespace(model_dump_json=lambda **_: "new", model_dump=lambda **_: {})
-    found = SimpleNamespace(result=lambda: result)
-    with patch.object(forecasts, "forecast", lambda request, tell: found):
+    future = SimpleNamespace(result=lambda: result)
+    with patch.object(forecasts, "forecast", lambda request, tell: future):
         yield
 
 
@@ -163,8 +163,8 @@ def test_a_killed_forecast_leaves_the_old_or_the_new_one_and_the_next_one_sweeps
 def training_nothing(rank: int) -> Iterator[None]:
     """A change: a run of a comparison is over at once, and the table is not drawn."""
 
-    def trained(asked: Comparison, job: Job, *others: object) -> Ended:
-        run = asked.folder(job).path
+    def trained(comparison: Comparison, job: Job, *rest_of_arguments: object) -> Ended:
+        run = comparison.folder(job).path
         shutil.rmtree(run, ignore_errors=True)
         row = {"step": 2, "loss": 3.0, "val_loss": 3.0, "precision": "fp32"}
         make_run(run, steps=2, every=0, metrics=[row])

@@ -93,8 +93,8 @@ def test_collectives_are_counted_those_of_ddp_included(batches, tmp_path, capfd)
             torch.distributed.all_reduce(torch.ones(1))
     finally:
         torch.distributed.destroy_process_group()
-    found = [line for line in capfd.readouterr().err.splitlines() if line.startswith("fault")]
-    assert [line.split(":")[1] for line in found] == [" all-reduce 1", " all-reduce 2"]
+    notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("fault")]
+    assert [line.split(":")[1] for line in notes] == [" all-reduce 1", " all-reduce 2"]
 
 
 def test_a_fault_in_a_process_that_reads_data_does_not_happen_there(batches, monkeypatch):
@@ -105,14 +105,14 @@ def test_a_fault_in_a_process_that_reads_data_does_not_happen_there(batches, mon
 
 def test_a_delayed_fault_comes_later_and_from_another_thread(batches, monkeypatch):
     came = threading.Event()
-    who: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
 
     def kill(pid: int, signal: int) -> None:
-        who.append(threading.current_thread())
+        threads.append(threading.current_thread())
         came.set()
 
     monkeypatch.setattr(os, "kill", kill)
     with injected(parse("term@step:1+0.01")):
         batches[1]
         assert came.wait(30)
-    assert who != [threading.current_thread()]
+    assert threads != [threading.current_thread()]

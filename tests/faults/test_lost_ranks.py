@@ -45,8 +45,8 @@ def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(parall
     words = ["pretrain", "--data", "tokens.bin", "--recipe", "fp32", *SMALL, "--steps", "9"]
     words += ["--set", "model_overrides.vocabulary=300", "--parallel", parallel, "--out", "r"]
     ended = run_ranks([*words, "--set", "sample_tokens=0"], tmp_path, 2)
-    assert [each.code for each in ended] == [2, 2]
-    lines = "".join(each.stderr for each in ended).splitlines()
+    assert [rank.code for rank in ended] == [2, 2]
+    lines = "".join(rank.stderr for rank in ended).splitlines()
     assert len(lines) == 1
     assert "999" in lines[0]
     assert "tokens.bin" in lines[0]
@@ -54,7 +54,7 @@ def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(parall
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "[/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:24",
         "[/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv",
@@ -62,13 +62,15 @@ def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(parall
         "NCCL communicator was aborted: remote process exited or there was a network error",
     ],
 )
-def test_what_torch_says_of_a_lost_rank_becomes_one_line(said):
+def test_what_torch_says_of_a_lost_rank_becomes_one_line(message):
     with pytest.raises(RankLost, match="lost another rank") as error, losing_ranks():
-        raise RuntimeError(f"{said}\nException raised from wait")
+        raise RuntimeError(f"{message}\nException raised from wait")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("said", ["mat1 and mat2 shapes cannot be multiplied", "timeout of a pool"])
-def test_other_errors_stay_what_they_are(said):
-    with pytest.raises(RuntimeError, match=said), losing_ranks():
-        raise RuntimeError(said)
+@pytest.mark.parametrize(
+    "message", ["mat1 and mat2 shapes cannot be multiplied", "timeout of a pool"]
+)
+def test_other_errors_stay_what_they_are(message):
+    with pytest.raises(RuntimeError, match=message), losing_ranks():
+        raise RuntimeError(message)

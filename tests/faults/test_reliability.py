@@ -26,7 +26,7 @@ def _case(outcome: Outcome | None = None, fails: str = "", **facts: bool) -> Cas
             raise RuntimeError(fails)
         return outcome or Outcome(injected=count, survived=count)
 
-    return Case(what="sparks", passes="nothing burns", run=run, short=2, long=20, **facts)
+    return Case(description="sparks", passes="nothing burns", run=run, short=2, long=20, **facts)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
     """The rows there are, to be changed by a test; two that survive all. They are not drawn."""
     rows = {"R2": _case(), "R10": _case()}
     monkeypatch.setattr(reliability, "all_cases", lambda: rows)
-    monkeypatch.setattr(reliability, "figure", lambda found: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(reliability, "figure", lambda data: Figure(figsize=(1, 1)))
     return rows
 
 
@@ -53,14 +53,14 @@ def _results(folder: Path) -> dict[str, dict]:
 def test_every_row_is_run_in_its_long_form_and_written(cases, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reliability, "figure", DRAWN)
     _run(tmp_path)
-    found = _results(tmp_path)
-    assert list(found) == ["R2", "R10"]
-    assert [(row["injected"], row["survived"], row["lost"]) for row in found.values()] == [
+    results = _results(tmp_path)
+    assert list(results) == ["R2", "R10"]
+    assert [(row["injected"], row["survived"], row["lost"]) for row in results.values()] == [
         (20, 20, []),
         (20, 20, []),
     ]
-    assert found["R2"]["command"] == "python -m bench reliability --only R2"
-    assert found["R2"]["versions"]["torch"] == torch.__version__
+    assert results["R2"]["command"] == "python -m bench reliability --only R2"
+    assert results["R2"]["versions"]["torch"] == torch.__version__
     assert "R10: 20 of 20 survived" in capsys.readouterr().out
     assert "| R2 | sparks | nothing burns | 20 | 20 | none |" in (
         (tmp_path / "reliability.md").read_text()
@@ -72,10 +72,10 @@ def test_rows_that_are_not_run_now_stay_as_they_were(cases, tmp_path):
     _run(tmp_path)
     before = _results(tmp_path)
     _run(tmp_path, "--only", "R10", "--short")
-    found = _results(tmp_path)
-    assert found["R2"] == before["R2"]
-    assert found["R10"]["injected"] == 2
-    assert found["R10"]["command"].endswith("--short")
+    results = _results(tmp_path)
+    assert results["R2"] == before["R2"]
+    assert results["R10"]["injected"] == 2
+    assert results["R10"]["command"].endswith("--short")
     assert "(short) |" in (tmp_path / "reliability.md").read_text()
 
 
@@ -109,9 +109,9 @@ def test_a_row_that_fails_by_itself_counts_as_lost(cases, tmp_path):
     cases["R2"] = _case(fails="no sparks here")
     with pytest.raises(SystemExit):
         _run(tmp_path)
-    found = _results(tmp_path)
-    assert found["R2"]["lost"] == ["the row itself failed: RuntimeError: no sparks here"]
-    assert found["R10"]["survived"] == 20
+    results = _results(tmp_path)
+    assert results["R2"]["lost"] == ["the row itself failed: RuntimeError: no sparks here"]
+    assert results["R10"]["survived"] == 20
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -139,10 +139,10 @@ def test_runs_are_kept_where_asked_and_not_written_over_and_rows_are_known(cases
 
 
 def test_the_rows_of_all_themes_are_found_in_order():
-    found = reliability.all_cases()
-    assert {"R1", "R2", "R3", "R4", "R14", "R16"} <= found.keys()
-    assert list(found) == sorted(found, key=lambda name: int(name[1:]))
-    assert all(0 < case.short <= case.long for case in found.values())
+    cases = reliability.all_cases()
+    assert {"R1", "R2", "R3", "R4", "R14", "R16"} <= cases.keys()
+    assert list(cases) == sorted(cases, key=lambda name: int(name[1:]))
+    assert all(0 < case.short <= case.long for case in cases.values())
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="the table is not made yet")

@@ -44,26 +44,28 @@ def test_places_are_reached_in_the_order_of_training(twin):
     faults = "note@step:2,note@forward:2,note@backward:2,note@step:3,note@forward:9"
     ended = twin.go(twin.new(), faults)
     assert ended.code == 0
-    found = [line.split(":")[1].strip() for line in ended.stderr.splitlines() if "fault" in line]
-    assert found == ["step 2", "forward 2", "backward 2", "step 3"]
+    places = [line.split(":")[1].strip() for line in ended.stderr.splitlines() if "fault" in line]
+    assert places == ["step 2", "forward 2", "backward 2", "step 3"]
 
 
 def test_all_file_operations_of_a_save_are_found(twin):
-    second = [operation.what for operation in twin.operations() if operation.step == 6]
-    kinds = {what.split()[0] for what in second}
+    second = [operation.description for operation in twin.operations() if operation.step == 6]
+    kinds = {operation.split()[0] for operation in second}
     assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= kinds
     for file in ("model.safetensors", "checkpoint.json"):
-        assert any(what.startswith("os.fsync") and what.endswith(file) for what in second)
+        assert any(
+            operation.startswith("os.fsync") and operation.endswith(file) for operation in second
+        )
 
 
 def test_two_runs_that_differ_in_one_thing_are_told_apart(twin):
-    same, other = twin.new(), twin.new()
+    same, different = twin.new(), twin.new()
     assert twin.go(same).code == 0
     assert difference(same, twin.path) == ""
-    words = [*twin.words, "--seed", "1", "--out", other.name]
-    assert [each.code for each in run_ranks(words, twin.folder, twin.ranks)] == [0] * twin.ranks
-    assert "tensors" in difference(other, twin.path)
-    assert "tensors" in checkpoint_difference(*(checkpoints(run)[-1] for run in (other, same)))
+    words = [*twin.words, "--seed", "1", "--out", different.name]
+    assert [rank.code for rank in run_ranks(words, twin.folder, twin.ranks)] == [0] * twin.ranks
+    assert "tensors" in difference(different, twin.path)
+    assert "tensors" in checkpoint_difference(*(checkpoints(run)[-1] for run in (different, same)))
     metrics = same / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:-1]))

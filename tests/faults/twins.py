@@ -1,4 +1,4 @@
-"""Runs that faults are put into, beside a twin that none disturbs."""
+"""Runs that faults are put into, and an undisturbed twin to compare them with."""
 
 import re
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ _NOTE = re.compile(r"^fault: ([\w-]+) (\d+): (.*)$", re.MULTILINE)
 
 
 class Operation(NamedTuple):
-    """What a rank came to: which place, the how manieth of its kind, after which step began, and
-    what it was."""
+    """An operation that a rank reached: its place, its number among those of that place, the step
+    in which it happened, and its description."""
 
     place: str
     number: int
     step: int
-    what: str
+    description: str
 
 
 class Twin:
@@ -52,9 +52,9 @@ class Twin:
         self._runs = 0
         notes = "note@step,note@save" + (",note@all-reduce" if ranks > 1 else "")
         self.ended = self.go_all(self.path, notes)
-        if any(each.code for each in self.ended):
+        if any(rank.code for rank in self.ended):
             raise RuntimeError(f"The run without faults failed: {self.ended[0].stderr[-500:]}")
-        self.seconds = max(each.seconds for each in self.ended)
+        self.seconds = max(rank.seconds for rank in self.ended)
 
     def new(self) -> Path:
         """The folder of another run; nothing is there yet."""
@@ -79,23 +79,23 @@ class Twin:
         """Go on with a run to its end, without faults: how its first rank ended, and in what it
         differs from the twin, "" if in nothing."""
         ended = self.go_all(run)
-        if any(each.code for each in ended):
+        if any(rank.code for rank in ended):
             return ended[0], f"could not go on: {said_by(ended)}"
         return ended[0], difference(run, self.path)
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """Operations on files of checkpoints, and collectives, in a run that is not disturbed."""
-        found, step = [], 0
-        for place, number, what in _NOTE.findall(self.ended[rank].stderr):
+        operations, step = [], 0
+        for place, number, description in _NOTE.findall(self.ended[rank].stderr):
             if place == "step":
                 step = int(number)
             else:
-                found.append(Operation(place, int(number), step, what))
-        return found
+                operations.append(Operation(place, int(number), step, description))
+        return operations
 
 
 def said_by(ended: Sequence[Ended]) -> str:
-    """How ranks ended, for a line about what was lost."""
-    return f"exit codes {[each.code for each in ended]}: " + " | ".join(
-        each.stderr.strip()[-300:] for each in ended if each.stderr
+    """A text on how ranks ended, for the line about a lost fault."""
+    return f"exit codes {[rank.code for rank in ended]}: " + " | ".join(
+        rank.stderr.strip()[-300:] for rank in ended if rank.stderr
     )

@@ -49,7 +49,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def language_loss(model: nn.Module, step: int) -> Tensor:
-    """That of a step's batch, by a model of transformers."""
+    """The loss of a step's batch, by a model of transformers."""
     loss: Tensor = model(input_ids=tokens(step), labels=tokens(step)).loss
     return loss
 

@@ -100,16 +100,16 @@ class Parts(pl.LightningModule):
 def test_which_modules_are_converted_can_be_said(caplog):
     plan = fp8stack.resolve("delayed", fp8stack.probe("cpu"))
     with caplog.at_level(logging.INFO, "fp8stack"):
-        parts: Any = FP8Precision(plan).convert_module(Parts())
+        converted: Any = FP8Precision(plan).convert_module(Parts())
     assert "probe: unchanged, a linear layer by itself" in caplog.text
-    assert {name.rpartition(".")[0] for name in fp8_state(parts)} == {
-        f"{part}.0.{operand}"
-        for part in ("encoder", "decoder")
+    assert {name.rpartition(".")[0] for name in fp8_state(converted)} == {
+        f"{name}.0.{operand}"
+        for name in ("encoder", "decoder")
         for operand in ("input", "weight", "grad_output")
     }
-    some: Any = FP8Precision(plan, modules=("decoder",)).convert_module(Parts())
-    assert not hasattr(some.encoder, "fp8_plan")
-    assert hasattr(some.decoder, "fp8_plan")
+    decoder_only: Any = FP8Precision(plan, modules=("decoder",)).convert_module(Parts())
+    assert not hasattr(decoder_only.encoder, "fp8_plan")
+    assert hasattr(decoder_only.decoder, "fp8_plan")
     with pytest.raises(UserError, match=r"no module 'model'. Modules: encoder, decoder, probe"):
         FP8Precision(plan, modules="model").convert_module(Parts())
     bare = pl.LightningModule()

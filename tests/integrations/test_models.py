@@ -90,11 +90,11 @@ def test_a_model_trains_and_resumes_to_the_bit(library, recipe):
 
 
 def test_adapters_train_on_a_frozen_base_in_fp8_whichever_comes_first():
-    first, other = peft_lora("delayed"), peft_lora("delayed", first="peft")
-    other.load_state_dict(first.state_dict())
+    first, peft_first = peft_lora("delayed"), peft_lora("delayed", first="peft")
+    peft_first.load_state_dict(first.state_dict())
     base = {n: p.clone() for n, p in first.named_parameters() if not p.requires_grad}
-    one, two = (train(each, adamw(each), range(3), loss_of) for each in (first, other))
-    assert one == two
+    losses, two = (train(model, adamw(model), range(3), loss_of) for model in (first, peft_first))
+    assert losses == two
     assert all("lora_" in n for n, p in first.named_parameters() if p.requires_grad)
     assert same(base, {n: p for n, p in first.named_parameters() if not p.requires_grad})
-    assert len(fp8_state(first)) == len(fp8_state(other)) == 24
+    assert len(fp8_state(first)) == len(fp8_state(peft_first)) == 24

@@ -67,7 +67,7 @@ def trained_te() -> TEModel:
 
 @pytest.fixture(scope="module")
 def documented() -> dict[str, Any]:
-    """What the page's two code blocks define."""
+    """The definitions of the page's two code blocks."""
     names: dict[str, Any] = {}
     for block in blocks((ROOT / "docs/integrations.md").read_text()):
         if "_te_scales" in block.text:

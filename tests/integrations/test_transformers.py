@@ -43,22 +43,22 @@ def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, t
     assert losses[-1] < losses[0]
     assert all(float(value.abs().sum()) > 0 for value in fp8_state(model).values())
     resume = f"{tmp_path}/checkpoint-3"
-    again, found = trained(tmp_path, recipe, resume=resume)
-    assert found == losses
+    again, result = trained(tmp_path, recipe, resume=resume)
+    assert result == losses
     assert same(again.state_dict(), model.state_dict())
     assert same(fp8_state(again), fp8_state(model))
     # Without the callback its state is lost.
-    _, others = trained(tmp_path, recipe, resume=resume, callbacks=[])
-    assert others[:3] == losses[:3]
-    assert others[3:] != losses[3:]
+    _, without_callback = trained(tmp_path, recipe, resume=resume, callbacks=[])
+    assert without_callback[:3] == losses[:3]
+    assert without_callback[3:] != losses[3:]
 
 
 def test_a_checkpoint_may_be_in_another_folder_and_one_without_the_state_is_told(tmp_path, caplog):
     model, losses = trained(tmp_path / "a", "delayed")
     resume = shutil.move(tmp_path / "a" / "checkpoint-3", tmp_path / "moved")
-    given = [FP8StateCallback(resume_from=resume)]
-    again, found = trained(tmp_path / "b", "delayed", resume=str(resume), callbacks=given)
-    assert found == losses
+    callbacks = [FP8StateCallback(resume_from=resume)]
+    again, result = trained(tmp_path / "b", "delayed", resume=str(resume), callbacks=callbacks)
+    assert result == losses
     assert same(fp8_state(again), fp8_state(model))
     assert "FP8 state" not in caplog.text
     trained(tmp_path / "c", "delayed", resume=str(resume))

@@ -36,26 +36,26 @@ def with_gradients(*scales: float) -> tuple[torch.optim.Optimizer, list[nn.Param
 
 
 def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    found = [one.grad.clone() for one in parameters if one.grad is not None]
-    assert len(found) == len(parameters)
-    return found
+    copies = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    assert len(copies) == len(parameters)
+    return copies
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
 def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit):
     optimizer, parameters = with_gradients(1.0, 3.0)
-    _, others = with_gradients(1.0, 3.0)
+    _, torch_parameters = with_gradients(1.0, 3.0)
     norm = total_norm(clip_gradients(optimizer, limit))
-    expected = nn.utils.clip_grad_norm_(others, limit or INF)
+    expected = nn.utils.clip_grad_norm_(torch_parameters, limit or INF)
     assert torch.equal(norm, expected)
-    pairs = zip(gradients(parameters), gradients(others), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(gradients(parameters), gradients(torch_parameters), strict=True)
+    assert all(torch.equal(clipped, torch_clipped) for clipped, torch_clipped in pairs)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0, torch.tensor(0.5)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_gradients_that_the_optimizer_clips_as_it_takes_them_give_the_same_step(kind, limit):
-    taken = []
+    steps = []
     for as_taken in (False, True):
         _, parameters = with_gradients(1.0, 3.0)
         before = gradients(parameters)
@@ -67,9 +67,9 @@ def test_gradients_that_the_optimizer_clips_as_it_takes_them_give_the_same_step(
             optimizer.step()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient.clone()
-        taken.append((norm, *(one.detach() for one in parameters)))
-    for one, other in zip(*taken, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        steps.append((norm, *(parameter.detach() for parameter in parameters)))
+    for separate, fused in zip(*steps, strict=True):
+        torch.testing.assert_close(separate, fused, rtol=1e-6, atol=1e-7)
 
 
 def test_a_fused_optimizer_that_is_to_skip_scales_no_gradient_and_others_are_clipped_in_place():
@@ -99,10 +99,10 @@ def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
 
 def known(*norms: float, window: int = 100) -> Norms:
     """A window that has seen these norms."""
-    found = Norms(window, CPU)
+    window_norms = Norms(window, CPU)
     for norm in norms:
-        found.add(torch.tensor(norm), torch.tensor(True))
-    return found
+        window_norms.add(torch.tensor(norm), torch.tensor(True))
+    return window_norms
 
 
 @pytest.mark.parametrize("count", [10, 57, 100, 250])
@@ -129,10 +129,10 @@ def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kep
     after = gradients(parameters)[0]
     assert float(after.norm()) == pytest.approx(0.5, rel=1e-5)
     torch.testing.assert_close(after / after.norm(), before / before.norm())
-    small, kept = with_gradients(0.01)
-    before = gradients(kept)[0]
+    small, below = with_gradients(0.01)
+    before = gradients(below)[0]
     clip_gradients(small, usual, "adaptive")
-    assert torch.equal(gradients(kept)[0], before)
+    assert torch.equal(gradients(below)[0], before)
 
 
 @pytest.mark.parametrize("norms", [[1.0] * 3, [0.0] * 20], ids=["infinite", "tiny"])
@@ -178,11 +178,11 @@ def test_gradients_that_are_still_scaled_are_refused(mode):
 
 def test_of_several_optimizers_one_that_is_still_scaled_is_refused():
     first, second = (torch.optim.AdamW([nn.Parameter(torch.ones(3))]) for _ in range(2))
-    both = ChainedOptimizer([first, second])
+    chained = ChainedOptimizer([first, second])
     scaler = LossScaler("cpu")
-    scaler.scale(sum(group["params"][0].sum() for group in both.param_groups)).backward()
+    scaler.scale(sum(group["params"][0].sum() for group in chained.param_groups)).backward()
     scaler.unscale_(first)
-    assert "Unscale first" in refusal(clip_gradients, both, 1.0, "norm", scaler)
+    assert "Unscale first" in refusal(clip_gradients, chained, 1.0, "norm", scaler)
 
 
 def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients_but_those_that_overflow():
@@ -192,14 +192,14 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients_but_those_t
     assert float(total_norm(norms)) == pytest.approx(float(before.norm()), rel=1e-6)
     after = torch.cat(gradients([*a, *b]))
     torch.testing.assert_close(after, before / before.norm(), rtol=1e-5, atol=1e-6)
-    (healthy, parameters), (alone, others) = with_gradients(2.0), with_gradients(2.0)
+    (healthy, parameters), (alone, alone_parameters) = with_gradients(2.0), with_gradients(2.0)
     broken, (infinite,) = with_gradients(1.0)
     grad(infinite)[0, 0] = math.nan
     norms = clip_gradients(ChainedOptimizer([healthy, broken]), 1.0)
     assert norms.isfinite().tolist() == [True, False]
     assert not total_norm(norms).isfinite()
     clip_gradients(alone, 1.0)
-    torch.testing.assert_close(gradients(parameters)[0], gradients(others)[0])
+    torch.testing.assert_close(gradients(parameters)[0], gradients(alone_parameters)[0])
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
@@ -219,12 +219,12 @@ def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by
     usual = small.loop.monitor.norms
     assert usual is not None
     limit = float(adaptive_limit(usual, 50.0))
-    taken: list[float] = []
+    clipped_norms: list[float] = []
     step = small.run.optimizer.step
 
     def watched() -> None:
-        parts = [grad(one).norm() for one in small.run.model.parameters()]
-        taken.append(float(torch.stack(parts).norm()))
+        norms = [grad(parameter).norm() for parameter in small.run.model.parameters()]
+        clipped_norms.append(float(torch.stack(norms).norm()))
         step()
 
     small.spoil("final_norm.weight", {14}, 5.0)
@@ -234,7 +234,7 @@ def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by
     expected = np.percentile([row["grad_norm"] for row in rows[1:13]], 50)
     assert limit == pytest.approx(expected, rel=1e-6)
     assert rows[-1]["grad_norm"] > limit
-    assert taken == [pytest.approx(limit, rel=1e-5)]
+    assert clipped_norms == [pytest.approx(limit, rel=1e-5)]
 
 
 def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_alone(tmp_path):

@@ -42,8 +42,8 @@ class Loop:
         return self.scaler.get_scale()
 
     def state(self) -> list[Tensor]:
-        kept = self.optimizer.state[self.weight].values()
-        return [self.weight.detach().clone(), *(value.clone() for value in kept)]
+        moments = self.optimizer.state[self.weight].values()
+        return [self.weight.detach().clone(), *(value.clone() for value in moments)]
 
 
 def test_the_scale_doubles_after_2000_clean_steps_from_the_last_overflow_which_halves_it():
@@ -63,7 +63,7 @@ def test_the_scale_stays_between_1_and_262144_also_where_it_is_set():
     loop.step()
     loop.scaler.update(1e9)  # which is no step
     assert loop.scaler.statistics() == ScaleStatistics(steps=1, overflows=0, scale=262144)
-    for broken in (0.0, math.nan, INF, -1.0):  # begins anew
+    for broken in (0.0, math.nan, INF, -1.0):  # reset to the first scale
         loop.scaler.load_state_dict(loop.scaler.state_dict() | {"scale": broken})
         assert loop.step() == 65536
 
@@ -84,10 +84,10 @@ def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same():
     ("scale", "remedy"), [(0.5, "lower min_loss_scale to 0.5"), (262145.0, "raise max_loss_scale")]
 )
 def test_a_scale_beyond_the_bounds_is_refused_by_name(key, scale, remedy):
-    said = refusal(build_scaler, RunConfig(**{key: scale}), torch.device("cpu"))
+    message = refusal(build_scaler, RunConfig(**{key: scale}), torch.device("cpu"))
     start = f"{key} {scale:g} is not between min_loss_scale 1 and max_loss_scale 262144."
-    assert said.startswith(start)
-    assert remedy in said
+    assert message.startswith(start)
+    assert remedy in message
 
 
 def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raised_with_it(
@@ -95,8 +95,8 @@ def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raise
 ):
     flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "1"]
     first = ["--set", "first_loss_scale=1048576"]
-    said = refused("pretrain", *flags, *first)
-    assert said.endswith("or raise max_loss_scale to 1048576 too.\n")
+    message = refused("pretrain", *flags, *first)
+    assert message.endswith("or raise max_loss_scale to 1048576 too.\n")
     assert command("pretrain", *flags, *first, "--set", "max_loss_scale=1048576") == 0
     assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
 
@@ -113,7 +113,7 @@ def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "expected"),
     [
         ({"growth": 1.0}, "loss_scale_growth 1 is not above 1"),
         ({"growth": INF}, "loss_scale_growth inf is not above 1"),
@@ -125,8 +125,8 @@ def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
         ({"largest": math.nan}, "max_loss_scale nan are no range"),
     ],
 )
-def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, told):
-    assert told in refusal(LossScaler, "cpu", **wrong)
+def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, expected):
+    assert expected in refusal(LossScaler, "cpu", **wrong)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, told):
     ],
 )  # fmt: skip
 def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(key, refused):
-    said = refused("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key)
-    assert key.partition("=")[0] in said
+    message = refused("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key)
+    assert key.partition("=")[0] in message
 
 
 def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
@@ -149,9 +149,9 @@ def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
         loop.weight.grad = torch.full((3,), INF if step % 142 == 100 else 1.0)
         loop.scaler.unscale_(loop.optimizer)
         loop.scaler.update()
-    seen = loop.scaler.statistics()
-    assert (seen.steps, seen.overflows, seen.rate) == (1000, 7, 0.007)
-    assert str(seen) == "loss scale 512, 7 of 1,000 steps overflowed (0.70 %)"
+    statistics = loop.scaler.statistics()
+    assert (statistics.steps, statistics.overflows, statistics.rate) == (1000, 7, 0.007)
+    assert str(statistics) == "loss scale 512, 7 of 1,000 steps overflowed (0.70 %)"
     assert LossScaler("cpu").statistics().rate == 0
 
 
@@ -173,15 +173,15 @@ def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_take
     loop = Loop(LossScaler("cpu", interval=5))
     for overflows in (0, 1, 0, 0):
         loop.step(overflows)
-    other = Loop(LossScaler("cpu", interval=5))
-    other.scaler.load_state_dict(loop.scaler.state_dict())
-    assert other.scaler.statistics() == loop.scaler.statistics()
-    for one in (other, loop):
-        assert [one.step() for _ in range(3)] == [32768, 32768, 65536]
-    assert other.scaler.statistics() == ScaleStatistics(steps=7, overflows=1, scale=65536)
+    restored = Loop(LossScaler("cpu", interval=5))
+    restored.scaler.load_state_dict(loop.scaler.state_dict())
+    assert restored.scaler.statistics() == loop.scaler.statistics()
+    for trained_loop in (restored, loop):
+        assert [trained_loop.step() for _ in range(3)] == [32768, 32768, 65536]
+    assert restored.scaler.statistics() == ScaleStatistics(steps=7, overflows=1, scale=65536)
     torchs = torch.amp.GradScaler("cpu", init_scale=256).state_dict()
-    other.scaler.load_state_dict(torchs)
-    assert other.scaler.statistics() == ScaleStatistics(steps=0, overflows=0, scale=256)
+    restored.scaler.load_state_dict(torchs)
+    assert restored.scaler.statistics() == ScaleStatistics(steps=0, overflows=0, scale=256)
 
 
 def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
@@ -202,7 +202,7 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps", "event", "why"),
+    ("keys", "steps", "event", "reason"),
     [
         ({"loss_scale": 128.0}, {2}, "skip", ""),  # and no warning of a low scale
         (
@@ -214,16 +214,16 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
     ],
     ids=["static", "below 256"],
 )
-def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event, why, tmp_path):
+def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event, reason, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", **keys)
     small.spoil("final_norm.weight", steps, INF)
     small.advance(5)
     rows = metrics(tmp_path / "r")
-    (told,) = [row for row in rows if "event" in row]
-    assert (told["step"], told["event"]) == (max(steps), event)
-    assert told["why"].startswith(why)
-    found = [row["loss_scale"] for row in rows if "loss" in row and "lr" in row]
-    assert found == ([128] * 5 if event == "skip" else [512, 256, 256, 128, 128])
+    (event_row,) = [row for row in rows if "event" in row]
+    assert (event_row["step"], event_row["event"]) == (max(steps), event)
+    assert event_row["why"].startswith(reason)
+    scales = [row["loss_scale"] for row in rows if "loss" in row and "lr" in row]
+    assert scales == ([128] * 5 if event == "skip" else [512, 256, 256, 128, 128])
 
 
 def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path):
@@ -231,41 +231,41 @@ def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_pa
     small.loop.guard.run = replace(small.run, hardware=Hardware("cuda", (7, 5)))
     small.spoil("final_norm.weight", {1, 2, 3, 4, 5, 6}, INF)
     small.advance(6)
-    told = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]
-    assert told == ["loss_scale"]
+    logged = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]
+    assert logged == ["loss_scale"]
     assert small.run.scaler is not None
     assert small.run.scaler.get_scale() == 1024
 
 
 def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> list[Tensor]:
-    """What the optimizer gets in the first step, unclipped."""
+    """The gradients of the first step, before clipping."""
     small = SmallLoop(folder, recipe, batch=8, accumulate=accumulate, clip=0.0)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     scales: list[float] = []
     run = small.run
     run.model.register_forward_hook(
         lambda *_: scales.append(run.scaler.get_scale() if run.scaler else 1.0)
     )
-    take = lambda: found.extend(grad(one).clone() for one in run.model.parameters())  # noqa: E731
+    take = lambda: gradients.extend(grad(p).clone() for p in run.model.parameters())  # noqa: E731
     with patch.object(run.optimizer, "step", take):
         small.advance(1)
     run.folder.release()
     assert scales == [65536.0 if recipe == "fp16" else 1.0] * accumulate
-    return found
+    return gradients
 
 
 def test_micro_batches_give_the_gradients_of_the_full_batch_and_in_fp16_share_a_scale(tmp_path):
-    whole = gradients_of_a_step(tmp_path / "whole", 1)
-    parts = gradients_of_a_step(tmp_path / "parts", 4)
-    for one, other in zip(parts, whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert any(one.abs().max() > 1e-2 for one in whole)
-    (full,), (told,) = (metrics(tmp_path / name) for name in ("whole", "parts"))
+    full_batch = gradients_of_a_step(tmp_path / "whole", 1)
+    accumulated = gradients_of_a_step(tmp_path / "parts", 4)
+    for gradient, expected in zip(accumulated, full_batch, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert any(gradient.abs().max() > 1e-2 for gradient in full_batch)
+    (full,), (accumulated_row,) = (metrics(tmp_path / name) for name in ("whole", "parts"))
     for key in ("loss", "grad_norm"):
-        assert told[key] == pytest.approx(full[key], rel=1e-5)
-    parts = gradients_of_a_step(tmp_path / "fp16", 4, "fp16")  # divided out once
-    for one, other in zip(parts, whole, strict=True):
-        assert (one - other).norm() / other.norm() < 0.02
+        assert accumulated_row[key] == pytest.approx(full[key], rel=1e-5)
+    accumulated = gradients_of_a_step(tmp_path / "fp16", 4, "fp16")  # divided out once
+    for gradient, expected in zip(accumulated, full_batch, strict=True):
+        assert (gradient - expected).norm() / expected.norm() < 0.02
 
 
 def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(tmp_path):

@@ -51,15 +51,18 @@ def bits(value: Tensor) -> Tensor:
     return value.contiguous().view(torch.uint8) if value.ndim else value
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(bits(before[name]), bits(after[name]))]
 
 
 def names_of(small: SmallLoop, place: int) -> set[str]:
     """The names of the parameters that an optimizer has."""
-    names = {id(one): name for name, one in small.run.model.named_parameters()}
-    return {names[id(one)] for one in parameters_of(optimizers_in(small.run.optimizer)[place])}
+    names = {id(parameter): name for name, parameter in small.run.model.named_parameters()}
+    return {
+        names[id(parameter)]
+        for parameter in parameters_of(optimizers_in(small.run.optimizer)[place])
+    }
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -69,11 +72,11 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum):
     config = RunConfig(optimizer="sgd", lr=0.1, momentum=momentum, weight_decay=0.25)
     optimizer = build_optimizer(model, config)
     parameters = list(model.parameters())
-    expected = [one.detach().double() for one in parameters]
-    kept = [torch.zeros_like(one) for one in expected]
+    expected = [weight.detach().double() for weight in parameters]
+    buffers = [torch.zeros_like(weight) for weight in expected]
     for step in range(4):
         optimizer.found_inf = torch.tensor(float(step == 0))  # type: ignore[attr-defined]
-        gradients = [torch.randn_like(one) for one in parameters]
+        gradients = [torch.randn_like(weight) for weight in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient * INF if step == 0 else gradient
         optimizer.step()
@@ -81,13 +84,13 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum):
             continue
         for place, (weight, gradient) in enumerate(zip(expected, gradients, strict=True)):
             decayed = gradient.double() + (0.25 * weight if weight.ndim > 1 else 0)
-            kept[place] = momentum * kept[place] + decayed
-            weight -= 0.1 * kept[place]
+            buffers[place] = momentum * buffers[place] + decayed
+            weight -= 0.1 * buffers[place]
     for parameter, weight in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.double(), weight, rtol=1e-5, atol=1e-6)
     assert all(
-        set(optimizer.state[one]) == ({"momentum_buffer"} if momentum else set())
-        for one in parameters
+        set(optimizer.state[weight]) == ({"momentum_buffer"} if momentum else set())
+        for weight in parameters
     )
 
 
@@ -118,28 +121,28 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
     small.advance(1)
     weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
-    kept = plain(small.run.optimizer.state[weight])
-    kept = {key: v for key, v in kept.items() if key != "step" and not key.endswith("qmap")}
-    counted = sum(value.numel() * value.element_size() for value in kept.values())
+    state = plain(small.run.optimizer.state[weight])
+    state = {key: v for key, v in state.items() if key != "step" and not key.endswith("qmap")}
+    counted = sum(value.numel() * value.element_size() for value in state.values())
     if expected == 2:
         expected += 2 * 4 / 256  # the scales
     assert counted / weight.numel() == expected
     embedding = small.run.model.get_parameter("embedding.weight")
-    kept = small.run.optimizer.state[embedding]
-    counted = sum(value.numel() * value.element_size() for value in kept.values()) - 4
+    state = small.run.optimizer.state[embedding]
+    counted = sum(value.numel() * value.element_size() for value in state.values()) - 4
     assert counted / embedding.numel() == 8
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     """A run of 20 steps with each optimizer, uncompiled."""
-    folder, found = tmp_path_factory.mktemp("trained"), {}
+    folder, runs = tmp_path_factory.mktemp("trained"), {}
     for name in ("adamw", "sgd", *OTHERS):
         keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
-        found[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
+        runs[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
         with torch.compiler.set_stance("force_eager"):
-            found[name].advance(20)
-    return found
+            runs[name].advance(20)
+    return runs
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "sgd"])
@@ -147,8 +150,8 @@ def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
     rows = metrics(trained[name].run.folder.path)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
     assert [row for row in rows if "event" in row] == []
-    parts = optimizers_in(trained[name].run.optimizer)
-    rates = [float(group["lr"]) for part in parts for group in part.param_groups]
+    members = optimizers_in(trained[name].run.optimizer)
+    rates = [float(group["lr"]) for member in members for group in member.param_groups]
     assert rates == pytest.approx([rows[-1]["lr"]] * (2 if name == "sgd" else 3), rel=1e-6)
 
 
@@ -160,16 +163,18 @@ def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trai
         first, adamw = optimizers_in(small.run.optimizer)
         assert isinstance(adamw, torch.optim.AdamW)
         assert isinstance(first, torch.optim.Muon) == (name == "muon")
-        own = {f"blocks.0.{part}.weight" for part in matrices if name == "muon" or "mlp" in part}
-        assert names_of(small, 0) == own
+        expected = {
+            f"blocks.0.{matrix}.weight" for matrix in matrices if name == "muon" or "mlp" in matrix
+        }
+        assert names_of(small, 0) == expected
         every = {name for name, _ in small.run.model.named_parameters()}
-        assert names_of(small, 1) == every - own
+        assert names_of(small, 1) == every - expected
         assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
         if name in codes:  # of one byte
-            kept = plain(small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight])
+            state = plain(small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight])
             for moment in ("exp_avg.codes", "exp_avg_sq.codes"):
-                assert kept[moment].dtype == codes[name]
-                assert kept[moment].float().abs().max() > 0
+                assert state[moment].dtype == codes[name]
+                assert state[moment].float().abs().max() > 0
 
 
 def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
@@ -181,17 +186,17 @@ def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "step"),
+    ("name", "fault", "step"),
     [
         ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("adamwfp8", "loss", 3),
         ("muon", "gradient", 1), ("adamw8bit", "loss", 1),
         ("sgd", "gradient", 3), ("sgd", "loss", 1),
     ],
 )  # fmt: skip
-def test_a_bad_step_changes_nothing_to_the_bit(name, what, step, tmp_path):
+def test_a_bad_step_changes_nothing_to_the_bit(name, fault, step, tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", optimizer=name)
-    small.spoil("" if what == "loss" else "final_norm.weight", {step})
-    weights = {n: one.detach().clone() for n, one in small.run.model.named_parameters()}
+    small.spoil("" if fault == "loss" else "final_norm.weight", {step})
+    weights = {n: parameter.detach().clone() for n, parameter in small.run.model.named_parameters()}
     if step > 1:
         small.advance(step - 1)
         before = state_of(small)
@@ -201,10 +206,10 @@ def test_a_bad_step_changes_nothing_to_the_bit(name, what, step, tmp_path):
         small.advance()
         now = dict(small.run.model.named_parameters())
         assert all(torch.equal(now[n], weight) for n, weight in weights.items())
-        found = [plain(kept).items() for kept in small.run.optimizer.state.values()]
-        assert len(found) == len(weights)
-        kept = [value for one in found for key, value in one if "qmap" not in key]
-        assert all(not value.float().any() for value in kept)
+        states = [plain(state).items() for state in small.run.optimizer.state.values()]
+        assert len(states) == len(weights)
+        moments = [value for state in states for key, value in state if "qmap" not in key]
+        assert all(not value.float().any() for value in moments)
     assert [row["event"] for row in metrics(tmp_path / "r") if "event" in row] == ["skip"]
     before = state_of(small)
     small.advance()
@@ -219,10 +224,10 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name
     small.advance(2)
     before = state_of(small)
     small.advance()
-    moved = {one.removesuffix(" kept") for one in differing(before, state_of(small))}
-    skipped, taken = (0, 1) if layer.startswith("blocks") else (1, 0)
-    assert not any(one.startswith(name) for one in moved for name in names_of(small, skipped))
-    assert names_of(small, taken) <= moved
+    moved = {key.removesuffix(" kept") for key in differing(before, state_of(small))}
+    skipped, stepped = (0, 1) if layer.startswith("blocks") else (1, 0)
+    assert not any(key.startswith(name) for key in moved for name in names_of(small, skipped))
+    assert names_of(small, stepped) <= moved
     rows = metrics(tmp_path / "r")
     assert [row["skipped"] for row in rows] == [False, False, True]
     assert [row["loss_scale"] for row in rows] == [1024, 1024, 512]  # one update
@@ -295,8 +300,8 @@ def test_a_first_step_that_was_skipped_can_be_resumed_but_not_by_another_optimiz
     resumed = small.resumed()
     assert resumed.run.step == 1
     resumed.advance(1)
-    said = refusal(resumed.resumed, optimizer="adamw")
-    assert "optimizer is 'adamw' here and 'muon' in the checkpoint" in said
+    message = refusal(resumed.resumed, optimizer="adamw")
+    assert "optimizer is 'adamw' here and 'muon' in the checkpoint" in message
 
 
 def saved_moments(folder: Path, name: str) -> tuple[SmallLoop, dict[str, dict[str, Tensor]]]:
@@ -313,17 +318,17 @@ UP = "blocks.0.mlp.up.weight"
 
 def damaged(good: Tensor) -> dict[str, Tensor | None]:
     """A tensor, spoilt in every way that can be told; None is one that is missing."""
-    found = {"missing": None, "dtype": good.double(), "shape": torch.zeros(5).to(good.dtype)}
-    if good.dtype != torch.uint8:  # of which each value is a number
-        found["not finite"] = torch.full_like(good.float(), math.nan).to(good.dtype)
-    return found
+    replacements = {"missing": None, "dtype": good.double(), "shape": torch.zeros(5).to(good.dtype)}
+    if good.dtype != torch.uint8:  # every uint8 code is a finite value
+        replacements["not finite"] = torch.full_like(good.float(), math.nan).to(good.dtype)
+    return replacements
 
 
 @pytest.mark.parametrize(
     ("name", "tensors"),
     [
         ("muon", [f"{UP}.momentum_buffer", "embedding.weight.exp_avg"]),
-        ("adamw8bit", [f"{UP}.exp_avg.{part}" for part in ("codes", "scale", "qmap")]),
+        ("adamw8bit", [f"{UP}.exp_avg.{suffix}" for suffix in ("codes", "scale", "qmap")]),
         ("adamwfp8", [f"{UP}.exp_avg_sq.codes", f"{UP}.exp_avg_sq.scale", f"{UP}.step"]),
     ],
 )
@@ -341,7 +346,7 @@ def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
     for tensor in tensors:
         good = groups["optimizer"][tensor]
         for value in damaged(good).values():
-            spoilt = {key: one for key, one in groups["optimizer"].items() if key != tensor}
+            spoilt = {key: moment for key, moment in groups["optimizer"].items() if key != tensor}
             spoilt |= {} if value is None else {tensor: value}
             assert f"'{tensor}'" in refusal(restored, spoilt)
         more = groups["optimizer"] | {f"{tensor}.more": good}
@@ -357,26 +362,28 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
     small.advance(1)
     assert largest_of_state(small.run.optimizer).isfinite()
     weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
-    kept = small.run.optimizer.state[weight]
-    kept["exp_avg"].copy_(torch.full_like(kept["exp_avg"].dequantize(), INF))
+    state = small.run.optimizer.state[weight]
+    state["exp_avg"].copy_(torch.full_like(state["exp_avg"].dequantize(), INF))
     assert not largest_of_state(small.run.optimizer).isfinite()
 
 
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
     for name in OTHERS:
-        said = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
-        assert f"optimizer {name} is not tested with --parallel fsdp" in said
+        message = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
+        assert f"optimizer {name} is not tested with --parallel fsdp" in message
         require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
-    said = refusal(require_optimizer, RunConfig(optimizer="adamwfp8"), Hardware("cuda", (8, 0)), 1)
-    assert "adamwfp8 needs a GPU that converts to FP8" in said
+    message = refusal(
+        require_optimizer, RunConfig(optimizer="adamwfp8"), Hardware("cuda", (8, 0)), 1
+    )
+    assert "adamwfp8 needs a GPU that converts to FP8" in message
 
     def asked(**keys: Any) -> str:
         return refusal(SmallLoop, tmp_path / "r", "fp32", optimizer="adamw8bit", **keys)
 
-    said = asked(width=16, model_overrides={"mlp_width": 64})
-    assert re.search("no matrix in the blocks .* 4,096 elements", said)
+    message = asked(width=16, model_overrides={"mlp_width": 64})
+    assert re.search("no matrix in the blocks .* 4,096 elements", message)
 
     def none() -> str:
         raise RuntimeError("no compiler")

@@ -41,17 +41,21 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def findings(folder: Path) -> list[str]:
-    return [one.text for one in analyze(read_run(folder / "r")).findings if one.level != "note"]
+    return [
+        finding.text
+        for finding in analyze(read_run(folder / "r")).findings
+        if finding.level != "note"
+    ]
 
 
-# What is written
+# Rows
 
 
 @pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
 def test_the_rows_are_the_norms_of_the_steps_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, accumulate: int
 ) -> None:
-    """Of all micro-batches, without fp16's scale, before clipping."""
+    """The gradients of all micro-batches, without fp16's scale, before clipping."""
     small = loop(tmp_path, recipe, accumulate=accumulate, clip=1e-3)
     model = small.run.model
     small.advance(1)
@@ -59,19 +63,19 @@ def test_the_rows_are_the_norms_of_the_steps_gradients(
     twin = GPT(model.config, build_backend(small.run.plan))
     twin.load_state_dict(model.state_dict())
     small.advance(1)
-    for part in tokens.chunk(accumulate):
-        (twin(part[:, :-1], part[:, 1:]) / accumulate).backward()
-    found = {row["gradient"]: row for row in rows(tmp_path) if row["step"] == 2}
-    assert [*found] == [
+    for name in tokens.chunk(accumulate):
+        (twin(name[:, :-1], name[:, 1:]) / accumulate).backward()
+    by_part = {row["gradient"]: row for row in rows(tmp_path) if row["step"] == 2}
+    assert [*by_part] == [
         "embedding", "blocks.0",
-        *(f"blocks.0.{part}" for part in (
+        *(f"blocks.0.{name}" for name in (
             "attention_norm", "attention.qkv", "attention.output", "attention.query_norm",
             "attention.key_norm", "mlp_norm", "mlp.up", "mlp.down")),
         "final_norm", "lm_head",
     ]  # fmt: skip
     close = 2e-3 if recipe == "fp16" else 1e-5  # the scale rounds fp16's small gradients elsewhere
-    for part, row in found.items():
-        inside = twin.get_submodule(part)
+    for name, row in by_part.items():
+        inside = twin.get_submodule(name)
         gradients = [p.grad for p in inside.parameters() if p.grad is not None]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
         weight = math.sqrt(
@@ -82,7 +86,7 @@ def test_the_rows_are_the_norms_of_the_steps_gradients(
         zeros = sum(int((g == 0).sum()) for g in gradients)
         elements = sum(g.numel() for g in gradients)
         assert row["zeros"] == pytest.approx(zeros / elements, abs=1e-3 if close > 1e-4 else 1e-6)
-    total = [found[part]["norm"] for part in ("embedding", "blocks.0", "final_norm", "lm_head")]
+    total = [by_part[name]["norm"] for name in ("embedding", "blocks.0", "final_norm", "lm_head")]
     metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
     assert metrics[1]["grad_norm"] == pytest.approx(math.hypot(*total), rel=1e-4)
 
@@ -95,12 +99,12 @@ def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     flow = gradients.look(model)
     assert flow is not None
-    found = {one["part"]: one for one in gradients.figures(flow, flow.sums.tolist())}
+    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
     up = grad(model.get_parameter("blocks.0.mlp.up.weight"))
-    assert found["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
+    assert by_part["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
     block = model.get_submodule("blocks.0")
-    whole = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
-    assert found["blocks.0"]["norm"] == pytest.approx(whole)
+    block_norm = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
+    assert by_part["blocks.0"]["norm"] == pytest.approx(block_norm)
 
 
 def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
@@ -152,7 +156,7 @@ def test_trackers_get_the_same_figures(tmp_path: Path) -> None:
     assert "gradient/norm/blocks.0" in sample.numbers
 
 
-# What is said of it
+# Findings
 
 
 def _detach(model: GPT) -> None:
@@ -188,10 +192,10 @@ def test_an_injected_fault_is_named(
     small.advance(10)
     analysis = analyze(read_run(tmp_path / "r"))
     words = ("Dead", "Vanishing", "Exploding")
-    told = [one for one in analysis.findings if one.text.startswith(words)]
-    assert len(told) == 1
-    assert named in told[0].text
-    assert told[0].level == level
+    named_faults = [finding for finding in analysis.findings if finding.text.startswith(words)]
+    assert len(named_faults) == 1
+    assert named in named_faults[0].text
+    assert named_faults[0].level == level
     assert "Needs attention" in verdict(analysis)
 
 
@@ -199,8 +203,8 @@ def test_an_injected_fault_is_named(
 def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
     small = loop(tmp_path, recipe, model_overrides=FOUR)
     small.advance(10)
-    found = findings(tmp_path)
-    assert not [one for one in found if one.startswith(("Dead", "Vanishing", "Exploding"))]
+    texts = findings(tmp_path)
+    assert not [text for text in texts if text.startswith(("Dead", "Vanishing", "Exploding"))]
     if recipe in ("fp32", "fp16"):
         assert verdict(analyze(read_run(tmp_path / "r"))).startswith("Nothing")
 
@@ -262,7 +266,7 @@ def test_page_and_terminal_show_gradients(tmp_path: Path) -> None:
     small.advance(10)
     analysis = analyze(read_run(tmp_path / "r"))
     html, pictures = page.render([analysis], "report_files")
-    assert "run1-gradient" in [one.name for one in pictures]
+    assert "run1-gradient" in [picture.name for picture in pictures]
     assert "Heat map of the gradient&#39;s norm for 35 parts" in html
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "out").open("w"))
     terminal.show([analysis], ["r"], console)
@@ -276,8 +280,8 @@ def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     again = [line for line in lines if json.loads(line).get("step") == 2]
     path.write_text("\n".join([*lines, *again]) + "\n")
-    for one in read_run(tmp_path / "r").gradients:
-        assert one.steps.tolist() == [1, 2]
+    for gradient in read_run(tmp_path / "r").gradients:
+        assert gradient.steps.tolist() == [1, 2]
 
 
 # Ranks
@@ -294,7 +298,7 @@ def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
     folder.mkdir()
     (folder / "text.txt").write_text(TEXT)
     ended = run_ranks(words, folder, ranks, timeout_s=200)
-    assert [each.code for each in ended] == [0] * ranks, ended
+    assert [rank.code for rank in ended] == [0] * ranks, ended
     return rows(folder)
 
 
@@ -305,10 +309,10 @@ def test_ranks_see_the_gradients_of_the_whole_model(tmp_path: Path) -> None:
     assert len(alone) == 2 * 12
     for parallel, mode in (("ddp", "selective"), ("fsdp", "none"), ("fsdp", "selective")):
         flags = ("--parallel", parallel, "--activation-checkpointing", mode)
-        found = _rank_rows(tmp_path / f"{parallel}-{mode}", 2, *flags)
-        assert [row["gradient"] for row in found] == [row["gradient"] for row in alone]
-        for row, other in zip(found, alone, strict=True):
-            assert row["step"] == other["step"]
-            assert row["norm"] == pytest.approx(other["norm"], rel=2e-3)
-            assert row["ratio"] == pytest.approx(other["ratio"], rel=2e-3)
-            assert row["zeros"] == pytest.approx(other["zeros"], abs=2e-3)
+        rank_rows = _rank_rows(tmp_path / f"{parallel}-{mode}", 2, *flags)
+        assert [row["gradient"] for row in rank_rows] == [row["gradient"] for row in alone]
+        for row, alone_row in zip(rank_rows, alone, strict=True):
+            assert row["step"] == alone_row["step"]
+            assert row["norm"] == pytest.approx(alone_row["norm"], rel=2e-3)
+            assert row["ratio"] == pytest.approx(alone_row["ratio"], rel=2e-3)
+            assert row["zeros"] == pytest.approx(alone_row["zeros"], abs=2e-3)

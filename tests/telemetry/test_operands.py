@@ -31,7 +31,7 @@ RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
 CONFIG = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
 PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-LINEARS = [f"blocks.0.{part}" for part in PARTS]
+LINEARS = [f"blocks.0.{name}" for name in PARTS]
 OPERANDS = ("input", "weight", "grad_output")
 KEYS = [
     "step", "layer", "operand", "recipe", "what_if", "format", "amax", "scale", "headroom_bits",
@@ -92,28 +92,28 @@ def test_nothing_is_sampled_where_there_is_nothing_to_see(
     assert (due and telemetry.sees_operands) is looks
 
 
-# What
+# Figures
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
 def test_the_rows_are_those_of_what_was_cast(backend: str) -> None:
     plan = plan_of("delayed", backend)
-    model, other = gpt(plan), gpt(plan)
-    for each in (model, other):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+    model, twin = gpt(plan), gpt(plan)
+    for gpt_model in (model, twin):
+        optimizer = torch.optim.SGD(gpt_model.parameters(), lr=0.1)
         for step in range(2):
-            backward(each, step)
+            backward(gpt_model, step)
             optimizer.step()  # weights that did not change keep their scale
         with torch.no_grad():
-            each.get_parameter("blocks.0.mlp.up.weight").mul_(3)  # more than the scale is for
+            gpt_model.get_parameter("blocks.0.mlp.up.weight").mul_(3)  # more than the scale is for
     scales = {name: float(tensor) for name, tensor in fp8_state(model).items() if "scale" in name}
     cast: dict[tuple[str, str], Tensor] = {}
 
     def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
         cast[path, operand] = x.clone()
 
-    with observing(other, see):
-        backward(other, 2)
+    with observing(twin, see):
+        backward(twin, 2)
     sample = sampled(Telemetry(plan, 1), model, 2)
     assert [(row["layer"], row["operand"]) for row in sample.rows[1:]] == list(cast)
     for (layer, operand), row in by_operand(sample.rows[1:]).items():
@@ -179,18 +179,18 @@ def test_scale_changes_count_the_scales_that_moved_since_the_sample_before() -> 
         return [float(t) for name, t in fp8_state(model).items() if name.endswith(".scale")]
 
     counts: list[int | None] = []
-    wanted: list[int | None] = []
+    expected: list[int | None] = []
     before: list[float] | None = None
     for step in range(6):
         now = scales()
         if step in (0, 2, 3, 5):
             changed = None if before is None else sum(a != b for a, b in zip(now, before))  # noqa: B905
-            wanted.append(changed)
+            expected.append(changed)
             counts.append(sampled(telemetry, model, step).rows[0]["scale_changes"])
             before = now
         else:
             backward(model, step)
-    assert counts == wanted
+    assert counts == expected
     assert counts[0] is None
     assert counts[1] == 3 * len(LINEARS)
     assert counts[2] is not None
@@ -214,10 +214,12 @@ def test_blocked_recipes_have_no_single_scale() -> None:
         decoded = numerics.dequantize(numerics.quantize(weight, quantizers.weight))
         noise = (weight - decoded).double().square().sum()
         ratio = float(10 * (weight.double().square().sum() / noise).log10())
-        found = by_operand(rows)["blocks.0.mlp.up", "weight"]
-        assert found["sqnr_db"] == pytest.approx(ratio, rel=1e-5)
-        assert found["underflow"] == pytest.approx(float((decoded == 0).double().mean()), rel=1e-5)
-        assert (found["underflow"] > 0) == (recipe == "block")
+        weight_row = by_operand(rows)["blocks.0.mlp.up", "weight"]
+        assert weight_row["sqnr_db"] == pytest.approx(ratio, rel=1e-5)
+        assert weight_row["underflow"] == pytest.approx(
+            float((decoded == 0).double().mean()), rel=1e-5
+        )
+        assert (weight_row["underflow"] > 0) == (recipe == "block")
 
 
 def test_figures_that_are_not_finite_are_null() -> None:
@@ -229,12 +231,12 @@ def test_figures_that_are_not_finite_are_null() -> None:
         model.get_parameter("blocks.0.attention.output.weight").zero_()
     rows = sampled(telemetry, model, 1).rows
     json.dumps(rows, allow_nan=False)
-    own = by_operand([row for row in rows[1:] if not row["what_if"]])
-    up = own["blocks.0.mlp.up", "weight"]
+    by_place = by_operand([row for row in rows[1:] if not row["what_if"]])
+    up = by_place["blocks.0.mlp.up", "weight"]
     assert up["amax"] is None
     assert up["nonfinite"] == pytest.approx(1 / (32 * 128), rel=1e-4)
     assert up["saturated"] == up["nonfinite"]
-    zero = own["blocks.0.attention.output", "weight"]
+    zero = by_place["blocks.0.attention.output", "weight"]
     assert (zero["amax"], zero["headroom_bits"], zero["sqnr_db"]) == (0, None, None)
     half = by_operand([row for row in rows[1:] if row["what_if"]])["blocks.0.mlp.down", "weight"]
     assert (half["saturated"], half["sqnr_db"]) == (1, None)
@@ -258,7 +260,7 @@ def test_half_a_pass_is_no_sample() -> None:
     assert len(telemetry.finish(1, None).rows) == 1
 
 
-# What if
+# Other recipes
 
 
 def test_other_recipes_are_tried_on_the_same_operands() -> None:
@@ -274,10 +276,12 @@ def test_other_recipes_are_tried_on_the_same_operands() -> None:
         assert {row["amax"] for row in tried} == {row["amax"] for row in rows if not row["what_if"]}
     # A run in that recipe casts the same first weight.
     for recipe in ("current", "block"):
-        own = by_operand(sampled(Telemetry(plan_of(recipe), 1), gpt(plan_of(recipe)), 1).rows[1:])
-        others = by_operand([row for row in rows if row["recipe"] == recipe])
+        native = by_operand(
+            sampled(Telemetry(plan_of(recipe), 1), gpt(plan_of(recipe)), 1).rows[1:]
+        )
+        tried_by_operand = by_operand([row for row in rows if row["recipe"] == recipe])
         key = (LINEARS[0], "weight")
-        assert own[key] | {"what_if": True} == others[key]
+        assert native[key] | {"what_if": True} == tried_by_operand[key]
     formats = {(row["recipe"], row["operand"]): row["format"] for row in rows}
     assert formats["current", "grad_output"] == "e5m2"
     assert formats["block", "grad_output"] == "e4m3"
@@ -399,18 +403,18 @@ def test_wandb_writes_an_offline_run_into_the_run_folder(
     for kind in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
         monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / "wandb"))
 
-    asked: list[Any] = []
+    init_calls: list[Any] = []
 
     def connect(self: socket.socket, address: Any) -> None:
         if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
-            asked.append(address)
+            init_calls.append(address)
         real(self, address)
 
     real = socket.socket.connect
     monkeypatch.setattr(socket.socket, "connect", connect)
     assert command("pretrain", "--recipe", "current", "--out", "r", "--wandb", *TINY) == 0
     (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert not asked
+    assert not init_calls
     text = file.read_bytes()
     for word in (b"loss", b"tokens_per_s", b"model_overrides"):
         assert word in text
@@ -432,11 +436,11 @@ def test_a_tracker_that_is_not_installed_is_named_in_a_line(
 
 def test_the_benchmark_measures_a_tiny_model() -> None:
     words = ["--tiny", "--rounds", "1", "--warm-up", "1", "--device", "cpu", "--recipes", "delayed"]
-    found = runner.measured(benchmark, "telemetry", words)
-    assert [row["arm"] for row in found["results"]] == [
+    data = runner.measured(benchmark, "telemetry", words)
+    assert [row["arm"] for row in data["results"]] == [
         benchmark.PLAIN, benchmark.SAMPLED, benchmark.TRIED,
     ]  # fmt: skip
-    for row in found["results"]:
+    for row in data["results"]:
         assert row["share"] == pytest.approx((row["ratio"] - 1) / 50, abs=1e-5)
-    assert "tiny, delayed" in benchmark.table(found)
-    assert benchmark.figure(found).axes
+    assert "tiny, delayed" in benchmark.table(data)
+    assert benchmark.figure(data).axes

@@ -89,7 +89,7 @@ def _command(*words: str) -> None:
 
 
 def _anyones(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Without pictures, and without the names of who made it."""
+    """The member of the archive without its owner and time; None for a picture."""
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     return None if member.name.endswith(".png") else member

@@ -44,7 +44,7 @@ grad_output = "none"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def in_folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("shape.toml").write_text(SHAPE)
     Path("mine.toml").write_text(MINE)
@@ -58,19 +58,21 @@ def here(tmp_path, monkeypatch) -> Path:
         *(pytest.param(name, marks=pytest.mark.slow) for name in NEW if name not in QUICK),
     ],
 )
-def test_a_run_cut_off_goes_on_to_the_bit(recipe, here, command):
+def test_a_run_cut_off_goes_on_to_the_bit(recipe, in_folder, command):
     for out in ("whole", "cut"):
         assert command("pretrain", "--recipe", recipe, "--steps", "6", "--out", out, *FLAGS) == 0
-    shutil.rmtree(here / "cut" / "checkpoints" / "step-000006")
+    shutil.rmtree(in_folder / "cut" / "checkpoints" / "step-000006")
     assert command("pretrain", "--resume", "cut") == 0
-    assert difference(here / "cut", here / "whole") == ""
+    assert difference(in_folder / "cut", in_folder / "whole") == ""
     table = load_recipe(recipe).tables
-    if any(q.stochastic for one in table for q in one.each.values()):
-        state = load_file(here / "cut/checkpoints/step-000006/fp8.safetensors")
+    if any(q.stochastic for quantizers in table for q in quantizers.each.values()):
+        state = load_file(in_folder / "cut/checkpoints/step-000006/fp8.safetensors")
         assert {int(v) for key, v in state.items() if key.endswith(".draws")} == {6}
 
 
-def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(here, command, capsys):
+def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(
+    in_folder, command, capsys
+):
     options = ("--telemetry-every", "3", "--what-if", "nvfp4,mxfp6_e2m3,rowwise")
     assert (
         command(
@@ -78,7 +80,9 @@ def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(her
         )
         == 0
     )
-    rows = [json.loads(line) for line in (here / "r" / "telemetry.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (in_folder / "r" / "telemetry.jsonl").read_text().splitlines()
+    ]
     of = {(row["layer"], row["operand"]): row for row in rows if row.get("what_if") is False}
     assert of["blocks.0.mlp.up", "weight"]["format"] == "e2m3"
     assert of["blocks.0.mlp.down", "weight"]["format"] == "e4m3"

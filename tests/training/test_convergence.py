@@ -14,16 +14,16 @@ AT_MOST_OTHERS = 5.0
 
 @pytest.mark.slow
 def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path):
-    """On a small model; the last 50 losses are those of the same batches in every recipe."""
+    """A small model; the last 50 losses are of the same batches in every recipe."""
     ends = {}
     for recipe in RECIPES:
         small = SmallLoop(tmp_path / recipe, recipe, width=128, steps=300, telemetry_every=0)
         small.advance(300)
-        rows = [each for each in metrics(tmp_path / recipe) if "loss" in each and "lr" in each]
-        found = [each["loss"] for each in rows]
-        assert len(found) == 300
-        assert all(loss is not None for loss in found), recipe
-        ends[recipe] = sum(found[-50:]) / 50
+        rows = [row for row in metrics(tmp_path / recipe) if "loss" in row and "lr" in row]
+        losses = [row["loss"] for row in rows]
+        assert len(losses) == 300
+        assert all(loss is not None for loss in losses), recipe
+        ends[recipe] = sum(losses[-50:]) / 50
     assert ends["fp32"] < 3.0  # of ln 256 = 5.5 before
     for recipe, end in ends.items():
         at_most = AT_MOST.get(recipe, AT_MOST_OTHERS)

@@ -1,5 +1,5 @@
 """A data worker that is killed, stopped or without memory: the run is saved, says why it ends, and
-goes on to the bit when it is started again."""
+matches an undisturbed run to the bit when resumed."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux"
 
 
 def kill(number: int) -> None:
-    """Have another process send a signal to the last data worker of this one. (A worker takes
-    SIGTERM from its parent for a request to end.)"""
+    """Send a signal to the last data worker of this process, from another process. (A worker takes
+    SIGTERM from its parent as a request to end.)"""
     worker = max(worker.pid or 0 for worker in multiprocessing.active_children())
     subprocess.run(["kill", f"-{number:d}", str(worker)], check=True)
 
 
 def fill_shared_memory(number: int) -> None:
-    """Let no file of this process grow, as where /dev/shm is full."""
+    """Limit the files of this process, as if /dev/shm were full."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
 
@@ -59,7 +59,7 @@ def end(number: int) -> None:
 
 @contextmanager
 def forking(rank: int) -> Iterator[None]:
-    """A change: processes are forked, as in a command; those of the tests' server are not."""
+    """A change: processes are forked, as in a command, unlike in the tests' server."""
     multiprocessing.set_start_method("fork", force=True)
     yield
 
@@ -123,18 +123,18 @@ def test_a_lost_worker_ends_the_run_saved_and_the_same_command_goes_on_to_the_bi
     moment, number, twin, tmp_path
 ):
     change = partial(MOMENTS[moment], number)
-    said = {
+    message = {
         signal.SIGKILL: r"Data worker \d+ was killed by signal 9 \(SIGKILL\)\. Perhaps the machine "
         r"is out of memory\.",
         signal.SIGTERM: r"Data worker \d+ was killed by signal 15 \(SIGTERM\)\.",
         signal.SIGSTOP: r"Data workers gave no batch for 2 s \(worker_timeout\): a signal stopped "
         r"process \d+\.",
     }
-    goes_on(change, said[number], twin, tmp_path)
+    goes_on(change, message[number], twin, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "message"),
     [
         (fill_shared_memory, r"A data worker cannot hand over a batch: /dev/shm, the shared "
          r"memory, is full\. Make room there, or make it larger \(docker run --shm-size=8g\)\."),
@@ -142,11 +142,11 @@ def test_a_lost_worker_ends_the_run_saved_and_the_same_command_goes_on_to_the_bi
         (end, r"Data worker \d+ ended with exit code 3\."),
     ],
 )  # fmt: skip
-def test_a_worker_without_memory_ends_the_run_likewise(act, said, twin, tmp_path):
-    goes_on(partial(reading, 7, act, 0), said, twin, tmp_path)
+def test_a_worker_without_memory_ends_the_run_likewise(act, message, twin, tmp_path):
+    goes_on(partial(reading, 7, act, 0), message, twin, tmp_path)
 
 
-def goes_on(change: Callable[[int], Any], said: str, twin: Path, tmp_path: Path) -> None:
+def goes_on(change: Callable[[int], Any], message: str, twin: Path, tmp_path: Path) -> None:
     """See that a run ends saved, saying this, and that the same command completes it."""
     ended = run_ranks(WORDS, tmp_path, 1, change=change)[0]
     step = last_step(tmp_path / "r")
@@ -154,7 +154,7 @@ def goes_on(change: Callable[[int], Any], said: str, twin: Path, tmp_path: Path)
     saved += ": go on with fp8stack pretrain --resume r, and with --set workers=0 if it happens"
     assert ended.code == 75, ended
     assert ended.is_one_line, ended.stderr
-    assert re.fullmatch(f"fp8stack: {said} {re.escape(saved)} again\\.\n", ended.stderr)
+    assert re.fullmatch(f"fp8stack: {message} {re.escape(saved)} again\\.\n", ended.stderr)
     assert step < 12
     assert not list(tmp_path.rglob(".tmp-*"))
     assert run_ranks(WORDS, tmp_path, 1, change=forking)[0].code == 0
@@ -219,25 +219,27 @@ def test_torchs_errors_about_shared_memory_name_it(code, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm, the shared memory, is full"),
         (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "temporarily unavailable"),
     ],
 )
-def test_workers_that_cannot_start_are_lost(error, said):
+def test_workers_that_cannot_start_are_lost(error, message):
     class Loader:
         def __iter__(self) -> Iterator[Tensor]:
             raise error
 
-    with pytest.raises(DataWorkerLost, match=f"^Cannot start data workers: .*{said}"):
+    with pytest.raises(DataWorkerLost, match=f"^Cannot start data workers: .*{message}"):
         DataWorkers(Loader(), 60.0, bool)  # type: ignore[arg-type]
 
 
 def test_a_lost_worker_keeps_its_message_on_its_way_to_the_main_process():
-    told = "Caught DataWorkerLost in DataLoader worker process 0.\nOriginal Traceback (most recent"
-    told += ' call last):\n  File "x"\nfp8stack.errors.DataWorkerLost: It is: full.\n'
-    assert str(DataWorkerLost(told)) == str(DataWorkerLost("It is: full.")) == "It is: full."
+    wrapped = (
+        "Caught DataWorkerLost in DataLoader worker process 0.\nOriginal Traceback (most recent"
+    )
+    wrapped += ' call last):\n  File "x"\nfp8stack.errors.DataWorkerLost: It is: full.\n'
+    assert str(DataWorkerLost(wrapped)) == str(DataWorkerLost("It is: full.")) == "It is: full."
 
 
 def test_the_loop_of_the_docs_starts_again_on_the_exit_code_of_a_lost_worker(tmp_path):

@@ -1,4 +1,4 @@
-"""What `deterministic` asks of torch, and that no step calls what torch then refuses on a GPU."""
+"""The setting `deterministic`: no step calls an operation that torch then refuses on a GPU."""
 
 import re
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def test_attention_is_to_repeat_too():
 
 
 def refused_on_gpus() -> set[str]:
-    """The operations of which torch's documentation says that they raise an error then."""
+    """The operations that raise an error in deterministic mode, by torch's documentation."""
     text = torch.use_deterministic_algorithms.__doc__ or ""
     _, _, refused = text.partition("operations will throw a")
     listed, _, _ = refused.partition("In addition, several operations fill")

@@ -1,4 +1,4 @@
-"""Evaluation between steps: no graph, no FP8 state moved, and the training goes on to the bit."""
+"""Evaluation between steps: no graph, no change of FP8 state, and the same training to the bit."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,20 +38,20 @@ def trained(model: GPT, evaluate: Callable[[GPT], None]) -> list[Tensor]:
     """Three steps of two micro-batches, with an evaluation before, within and after each."""
     torch.manual_seed(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    losses = []
     evaluate(model)
     for _ in range(3):
         for _ in range(2):
             tokens = torch.randint(256, (2, 33))
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-            found.append(loss.detach())
+            losses.append(loss.detach())
             evaluate(model)
         optimizer.step()
         optimizer.zero_grad()
         evaluate(model)
     state = [value.clone() for value in fp8_state(model).values()]
-    return [*found, *state, *(p.detach().clone() for p in model.parameters())]
+    return [*losses, *state, *(p.detach().clone() for p in model.parameters())]
 
 
 def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -76,8 +76,11 @@ def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> Non
 def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend):
     expected = trained(gpt(recipe, backend), lambda model: None)
     for mode in MODES:
-        found = trained(gpt(recipe, backend), partial(evaluate, mode=mode))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        losses = trained(gpt(recipe, backend), partial(evaluate, mode=mode))
+        assert all(
+            torch.equal(loss, expected_loss)
+            for loss, expected_loss in zip(losses, expected, strict=True)
+        )
 
 
 def test_the_runs_own_evaluation_has_no_graph():

@@ -131,7 +131,7 @@ def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same(monkeypat
     assert not compiler.graphs
     tokens = torch.randint(61, (4, 17))
     validation_loss(model, tokens, 4, torch.device("cpu"))
-    assert len(compiler.graphs) == 1  # the sample did not turn compilation off for good
+    assert len(compiler.graphs) == 1  # the sample did not turn compilation off
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     compiler = "no-such-compiler" if missing == "g++" else sys.executable
     if missing == "Python.h":
         monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    found = None if missing == "triton" else object()
-    monkeypatch.setattr(toolchain, "find_spec", lambda name: found)
+    spec = None if missing == "triton" else object()
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
@@ -200,9 +200,9 @@ def test_mfu_divides_by_the_data_sheets_peak_or_by_none(name, recipe, tflops):
 def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
     rates = {torch.float32: 0.2, torch.bfloat16: 0.5, torch.float16: 0.1}
     monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda dtype, threads: rates[dtype])
-    told = {"fp32": "200 fp32", "tf32": "200 fp32", "bf16": "500 bf16", "fp16": "100 fp16",
+    texts = {"fp32": "200 fp32", "tf32": "200 fp32", "bf16": "500 bf16", "fp16": "100 fp16",
             "delayed": "200 fp32"}  # fmt: skip
-    for recipe, rate in told.items():
+    for recipe, rate in texts.items():
         gflops, dtype = rate.split()
         name = peak_rate(CPU, resolve(recipe, CPU)).name
         assert name == f"{gflops} GFLOP/s measured {dtype} matmul"
@@ -216,10 +216,10 @@ def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts(monkeypatc
     def burst(size: int) -> float:
         nonlocal now
         sizes.append(size)
-        taken = 2 * size**3 / 1e11  # 100 GFLOP/s, but for what others take of it
-        taken *= 1.0 if len(sizes) in (2, 9) else 7.0
-        now += taken
-        return taken
+        seconds = 2 * size**3 / 1e11  # 100 GFLOP/s, but for what others take of it
+        seconds *= 1.0 if len(sizes) in (2, 9) else 7.0
+        now += seconds
+        return seconds
 
     assert best_tflops(burst, lambda: now) == pytest.approx(0.1)
     assert set(sizes[3:]) == {512}  # whose 2.7 ms are enough
@@ -231,9 +231,9 @@ def test_a_fast_cpus_peak_is_measured_of_larger_products():
 
     def burst(size: int) -> float:
         nonlocal now
-        taken = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
-        now += taken
-        return taken
+        seconds = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
+        now += seconds
+        return seconds
 
     assert best_tflops(burst, lambda: now) == pytest.approx(10.0)
 
@@ -280,13 +280,13 @@ def test_the_log_line_says_it_all():
 
 
 def test_plain_lines_are_complete_and_carry_the_time_left(capsys):
-    shown = console.open_display(10, 0)
-    assert isinstance(shown, PlainDisplay)
+    display = console.open_display(10, 0)
+    assert isinstance(display, PlainDisplay)
     line = describe(ROW, 10, PEAK)
-    shown.step(3, line, None)
-    shown.step(3, line, 61.0)
-    shown.note("[a note]")
-    shown.close()
+    display.step(3, line, None)
+    display.step(3, line, 61.0)
+    display.note("[a note]")
+    display.close()
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("| delayed-emulated | ETA n/a")
     assert printed[1].endswith("| delayed-emulated | ETA 0:01:01")
@@ -296,16 +296,16 @@ def test_plain_lines_are_complete_and_carry_the_time_left(capsys):
 def on_screen(written: str) -> list[str]:
     """The rows of a terminal after `written`: of what moves its cursor, what rich writes."""
     rows, at = [""], 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
-        if part == "\n":
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if token == "\n":
             at += 1
             rows += [""] * (at + 1 - len(rows))
-        elif part.endswith("A") and part.startswith("\x1b"):
-            at -= int(part[2:-1])
-        elif part == "\x1b[2K":
+        elif token.endswith("A") and token.startswith("\x1b"):
+            at -= int(token[2:-1])
+        elif token == "\x1b[2K":
             rows[at] = ""
-        elif part[0] not in "\x1b\r":
-            rows[at] += part
+        elif token[0] not in "\x1b\r":
+            rows[at] += token
     return [row for row in rows if row]
 
 
@@ -313,31 +313,31 @@ def on_screen(written: str) -> list[str]:
 def test_a_terminal_shows_all_figures_and_in_the_end_notes_alone(width):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
-    shown, line = RichDisplay(10, 2, console), describe(ROW, 10, PEAK)
-    shown.step(3, line, 61.0)
-    shown.progress.refresh()
+    display, line = RichDisplay(10, 2, console), describe(ROW, 10, PEAK)
+    display.step(3, line, 61.0)
+    display.progress.refresh()
     now = on_screen(screen.getvalue())
     assert now[0].startswith("step")
     assert "3/10" in now[0]
     assert all(len(row) <= width for row in now)
     assert " | ".join(now[1:]) == line.partition(" | ")[2]
     requests = StopRequests()
-    requests.tell = shown.tell
+    requests.tell = display.tell
     requests._handle(signal.SIGINT, None)
-    shown.progress.refresh()
+    display.progress.refresh()
     assert on_screen(screen.getvalue())[-1] == STOPPING
     last = describe(ROW | {"step": 10}, 10, PEAK)
-    shown.step(10, last, 0.0)
-    shown.note("[bold] stays")
-    shown.close()
+    display.step(10, last, 0.0)
+    display.note("[bold] stays")
+    display.close()
     assert on_screen(screen.getvalue()) == [STOPPING, last, "[bold] stays"]
 
 
 def test_the_plot_is_a_picture_even_of_little():
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
     rows[-1]["val_loss"] = 0.2
-    for some in (rows, rows[:1], [{"step": 1, "loss": None}], []):
-        assert loss_plot(some, "a$_{$, title").startswith(b"\x89PNG")
+    for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
+        assert loss_plot(metrics_rows, "a$_{$, title").startswith(b"\x89PNG")
 
 
 def test_the_allocator_is_left_alone_where_the_environment_sets_it(monkeypatch):

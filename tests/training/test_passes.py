@@ -1,4 +1,4 @@
-"""What a step gives a GPU to do outside of the blocks: counted on a CPU, for a GPU."""
+"""The launches of a step on a GPU outside of the blocks, counted on a CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
     monkeypatch.setattr(weights, "launch_weights", launched)
     monkeypatch.setattr(
-        step, "clip_gradients", lambda *given, **how: clip_gradients(*given, **how | AS_TAKEN)
+        step, "clip_gradients", lambda *args, **options: clip_gradients(*args, **options | AS_TAKEN)
     )
     # Compiled code leaves the update to the end of the step.
     monkeypatch.setattr(DelayedScaling, "_after_backward", lambda self: None)
@@ -73,7 +73,7 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
 ) -> None:
     """Of torch's norm and AdamW it has as few as this small model, 4; at 1.5B parameters they
     launch 21 more. One launch keeps the scales of the pass, for blocks that run again."""
-    sets = [one for one in small_loop.SETS if "layers" not in one]
+    sets = [setting for setting in small_loop.SETS if "layers" not in setting]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
     # Else every optimizer's step tells the models of other tests, too; and below, until Python
     # collects it, the one that was traced for the estimate of memory.
@@ -87,11 +87,11 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     as_on_a_gpu.found.clear()
     with outside_of_blocks(small.run, as_on_a_gpu):
         small.loop.train_step(*next(small.tokens))
-    found = as_on_a_gpu.found
-    assert found["graph"] == 4  # begin, scales of weights, update of the history, verdict
-    assert found["weights"] == 1
-    assert found["_foreach_norm"] + found["_fused_adamw_"] == 4
-    assert found.total() <= 28, found
+    launches = as_on_a_gpu.found
+    assert launches["graph"] == 4  # begin, scales of weights, update of the history, verdict
+    assert launches["weights"] == 1
+    assert launches["_foreach_norm"] + launches["_fused_adamw_"] == 4
+    assert launches.total() <= 28, launches
 
 
 def test_torchs_norm_and_adamw_launch_25_kernels_at_1_5b_parameters() -> None:

@@ -54,12 +54,12 @@ def three(recipe: str, middle: dict | None = None) -> tuple:
 
 
 def events(run: Path) -> list[tuple]:
-    found = [row for row in metrics(run) if row.get("event") == "phase"]
-    return [(row["step"], row["phase"], row["precision"]) for row in found]
+    phase_rows = [row for row in metrics(run) if row.get("event") == "phase"]
+    return [(row["step"], row["phase"], row["precision"]) for row in phase_rows]
 
 
 def numbers(run: Path) -> list[tuple]:
-    """What a run's steps came to; times left out."""
+    """The rows of a run's steps, without times."""
     keys = ("step", "loss", "grad_norm", "lr", "val_loss", "phase", "precision")
     return [tuple(row.get(key) for key in keys) for row in metrics(run) if "loss" in row]
 
@@ -67,8 +67,8 @@ def numbers(run: Path) -> list[tuple]:
 def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases, tmp_path, capsys):
     assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
     out = capsys.readouterr().out
-    told = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
-    assert f"phases: {told}" in out
+    sentence = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
+    assert f"phases: {sentence}" in out
     assert "step 4: phase middle begins, in delayed-emulated\n" in out
     run = tmp_path / "r"
     assert events(run) == [
@@ -115,8 +115,8 @@ def test_steps_of_the_first_phase_are_those_of_a_run_in_its_recipe_alone(tmp_pat
     phased = SmallLoop(tmp_path / "p", "current", phases=three("bf16"), steps=9)
     alone = SmallLoop(tmp_path / "a", "bf16", steps=9)
     # Padded to another multiple, the logits' GEMM may sum in another order.
-    for each in (phased, alone):
-        each.advance(3)
+    for small in (phased, alone):
+        small.advance(3)
     first, second = ([row["loss"] for row in metrics(tmp_path / n)[-3:]] for n in "pa")
     assert first == pytest.approx(second, rel=1e-6)
     assert phased.run.plan.precision == "bf16"
@@ -128,7 +128,7 @@ def test_all_variants_have_the_same_parameters(tmp_path):
     run = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16")).run
     names = [dict(v.model.named_parameters(remove_duplicate=False)) for v in run.variants]
     assert len(names) == 3  # bf16, delayed, and fp32 for the quality guard
-    assert all(names[0][name] is other[name] for other in names[1:] for name in names[0])
+    assert all(names[0][name] is named[name] for named in names[1:] for name in names[0])
     assert run.wrapped.get_submodule("models.1") is run.variants[1].model
     held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in names[0].values()}
@@ -192,32 +192,32 @@ def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
     before = {n: float(p.detach().abs().max()) for n, p in small.run.model.named_parameters()}
     small.advance(1)
     state = fp8_state(small.run.main.model)
-    seen = {n.removesuffix(".amax_history"): float(t.max()) for n, t in state.items()}
-    assert seen["blocks.0.mlp.up.weight"] == before["blocks.0.mlp.up.weight"]
-    assert seen["blocks.0.mlp.up.input"] == inputs[0]
-    assert all(value > 0 for value in seen.values())
+    recorded = {n.removesuffix(".amax_history"): float(t.max()) for n, t in state.items()}
+    assert recorded["blocks.0.mlp.up.weight"] == before["blocks.0.mlp.up.weight"]
+    assert recorded["blocks.0.mlp.up.input"] == inputs[0]
+    assert all(value > 0 for value in recorded.values())
 
 
 def test_evaluation_has_a_recipe_of_its_own(tmp_path):
-    """fp32 losses of an FP8 run: those of the same weights in a run in fp32."""
-    made = partial(SmallLoop, recipe="current", eval_every=2, steps=2)
-    own = made(tmp_path / "own", phases=({"name": "evaluation", "recipe": "fp32"},))
-    plain = made(tmp_path / "plain")
-    for each in (own, plain):
-        each.advance(2)
-    found, other = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
-    assert found != other  # the weights are the same, the GEMMs are not
-    reference = next(v for v in own.run.variants if v.plan.recipe.name == "fp32")
-    tokens = own.run.data.windows
+    """fp32 losses of an FP8 run equal the losses of the same weights in a run in fp32."""
+    small_run = partial(SmallLoop, recipe="current", eval_every=2, steps=2)
+    with_recipe = small_run(tmp_path / "own", phases=({"name": "evaluation", "recipe": "fp32"},))
+    plain = small_run(tmp_path / "plain")
+    for small in (with_recipe, plain):
+        small.advance(2)
+    loss, plain_loss = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
+    assert loss != plain_loss  # the weights are the same, the GEMMs are not
+    reference = next(v for v in with_recipe.run.variants if v.plan.recipe.name == "fp32")
+    tokens = with_recipe.run.data.windows
     with torch.no_grad():
         expected = reference.model.eval()(tokens[:, :-1], tokens[:, 1:])
-    assert found == pytest.approx(float(expected), rel=1e-6)
-    assert changed(own.state(), plain.state()) == []
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert changed(with_recipe.state(), plain.state()) == []
 
 
 def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
     def spoilt(small: SmallLoop) -> None:
-        """Have the FP8 variant lose what its last block gives."""
+        """Drop the output of the last block in the FP8 variant."""
         fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
         fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
 
@@ -228,10 +228,10 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
     spoilt(small)
     small.advance(8)
     rows = metrics(tmp_path / "r")
-    found = [row for row in rows if row.get("phase") == "conservative" and "event" in row]
-    assert [(row["step"], row["precision"]) for row in found] == [(5, "fp32")]
-    assert "worse than the" in found[0]["why"]
-    assert "guard.quality allows 1 %" in found[0]["why"]
+    switches = [row for row in rows if row.get("phase") == "conservative" and "event" in row]
+    assert [(row["step"], row["precision"]) for row in switches] == [(5, "fp32")]
+    assert "worse than the" in switches[0]["why"]
+    assert "guard.quality allows 1 %" in switches[0]["why"]
     precisions = [row["precision"] for row in rows if "loss" in row]
     assert precisions == ["bf16"] * 3 + ["current-emulated"] + ["fp32"] * 4
     saved = str(tmp_path / "r/checkpoints/step-000006")
@@ -246,8 +246,8 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
         tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6, calibration_steps=0
     )
     small.advance(3)
-    asked = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
-    with patch.object(small.loop, "stops", lambda: next(asked)):
+    stops = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
+    with patch.object(small.loop, "stops", lambda: next(stops)):
         small.advance(1)
     assert (small.loop.phases.judged_at, metrics(tmp_path / "r")[-1]["step"]) == (2, 4)
     assert "val_loss" in metrics(tmp_path / "r")[-1]
@@ -261,15 +261,15 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
 @pytest.mark.parametrize("first", ["delayed", "mxfp8"])
 def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
     keys: dict[str, Any] = {"phases": three(first), "steps": 7, "width": 128}
-    whole = SmallLoop(tmp_path / "a", "nvfp4", **keys)
-    whole.advance(7)
+    uninterrupted = SmallLoop(tmp_path / "a", "nvfp4", **keys)
+    uninterrupted.advance(7)
     small = SmallLoop(tmp_path / "b", "nvfp4", **keys)
     small.advance(5)
     small.loop.save()
     resumed = small.resumed()
     assert resumed.run.step == 5
     resumed.advance(2)
-    assert changed(whole.everything(), resumed.everything()) == []
+    assert changed(uninterrupted.everything(), resumed.everything()) == []
 
 
 def test_a_recipe_that_does_none_stays(tmp_path):
@@ -318,7 +318,7 @@ def test_a_phase_that_returns_is_not_compiled_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "keys", "said"),
+    ("recipe", "keys", "message"),
     [
         ("delayed", {"parallel": "fsdp"}, "phases in several recipes need --parallel ddp"),
         ("delayed", {"phases": three("bf16", {"recipe": "nope"})}, "No recipe 'nope'"),
@@ -327,23 +327,23 @@ def test_a_phase_that_returns_is_not_compiled_again(tmp_path, monkeypatch):
         ("delayed", {"phases": three("other.toml")}, "one delayed recipe"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_start(recipe, keys, said, tmp_path, monkeypatch):
+def test_what_cannot_be_is_refused_at_the_start(recipe, keys, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("other.toml").write_text('like = "delayed"\nmargin = 1\n')
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         SmallLoop(tmp_path / "r", recipe, **({"phases": three("bf16")} | keys))
     assert not Path("r/run.toml").exists()
 
 
 def test_a_phase_without_steps_is_told(tmp_path):
-    made = partial(SmallLoop, recipe="delayed", phases="default", steps=4, decay_fraction=1.0)
-    run = made(tmp_path / "r").run
+    small_run = partial(SmallLoop, recipe="delayed", phases="default", steps=4, decay_fraction=1.0)
+    run = small_run(tmp_path / "r").run
     assert any("stable has no steps" in line for line in describe_run(run))
-    why = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
-    assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", why)
-    assert why in describe_run(run)
-    with pytest.raises(UserError, match=f"--strict: {why}. Give more --steps"):
-        made(tmp_path / "s", strict=True, backend="emulate")
+    reason = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
+    assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", reason)
+    assert reason in describe_run(run)
+    with pytest.raises(UserError, match=f"--strict: {reason}. Give more --steps"):
+        small_run(tmp_path / "s", strict=True, backend="emulate")
 
 
 def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
@@ -354,9 +354,9 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
     assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
         ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
     ]  # fmt: skip
-    told = plan_of(run)
-    assert (told["asked"], told["recipe"]["name"]) == ("delayed", "delayed")
-    assert [one["precision"] for one in told["phases"]] == ["bf16", "delayed-emulated", "bf16"]
+    plan = plan_of(run)
+    assert (plan["asked"], plan["recipe"]["name"]) == ("delayed", "delayed")
+    assert [phase["precision"] for phase in plan["phases"]] == ["bf16", "delayed-emulated", "bf16"]
 
 
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
@@ -372,8 +372,8 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
         layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
     }
     assert (third.precision, third.attention) == ("bf16", "fp32")
-    told = [one["overrides"] for one in plan_of(small.run)["phases"]]
-    assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
+    overrides = [phase["overrides"] for phase in plan_of(small.run)["phases"]]
+    assert overrides == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
     resumed = small.resumed()
     assert resumed.run.schedule == small.run.schedule
     resumed.advance(3)
@@ -428,15 +428,17 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
     h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")
     run = small.run
     run.state.variants = tuple(
-        replace(one, plan=replace(one.plan, device="cuda", native=True, compute_dtype="bf16"))
-        for one in run.variants
+        replace(
+            variant, plan=replace(variant.plan, device="cuda", native=True, compute_dtype="bf16")
+        )
+        for variant in run.variants
     )
     small.loop.run = small.loop.metrics.run = replace(run, hardware=h100)
-    seen = []
+    rates = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.metrics.peak.tflops)
-    assert seen[3:] == [1979] * 3 + [989]
+        rates.append(small.loop.metrics.peak.tflops)
+    assert rates[3:] == [1979] * 3 + [989]
 
 
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):

@@ -1,4 +1,4 @@
-"""Run folders that an earlier version wrote (`pin_runs.py`): this one reads them and goes on."""
+"""Run folders of an earlier version (`pin_runs.py`), which this version reads and resumes."""
 
 import json
 import tarfile
@@ -50,10 +50,10 @@ def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(pinned, command
 def test_its_weights_and_its_fp8_state_are_read_to_the_bit(pinned):
     folder = pinned / "checkpoints" / f"step-{STEPS:06d}"
     has_state = (folder / "fp8.safetensors").exists()
-    own = json.loads((pinned / "plan.json").read_text())["recipe"]["name"]
-    model = fp8stack.load(pinned, recipe=own if has_state else "fp32")
-    found, saved = model.state_dict(), load_file(folder / "model.safetensors")
-    assert all(torch.equal(found[name][: len(saved[name])], saved[name]) for name in saved)
+    recipe = json.loads((pinned / "plan.json").read_text())["recipe"]["name"]
+    model = fp8stack.load(pinned, recipe=recipe if has_state else "fp32")
+    loaded_state, saved = model.state_dict(), load_file(folder / "model.safetensors")
+    assert all(torch.equal(loaded_state[name][: len(saved[name])], saved[name]) for name in saved)
     if has_state:
         state, fp8 = fp8stack.fp8_state(model), load_file(folder / "fp8.safetensors")
         assert state.keys() == fp8.keys()

@@ -30,7 +30,7 @@ Whole = Callable[[str], tuple[Path, str]]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A finished run in a recipe, and what it printed; each is trained once."""
 
     @cache
@@ -45,8 +45,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, whole):
-    run, printed = whole(recipe)
+def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, uninterrupted):
+    run, printed = uninterrupted(recipe)
     for name in ("run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"):
         assert (run / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
@@ -71,23 +71,25 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, whole):
     ],
 )
 def test_what_changes_no_number_gives_the_same_losses_and_checkpoints(
-    recipe, flags, whole, command, tmp_path
+    recipe, flags, uninterrupted, command, tmp_path
 ):
     assert command("pretrain", "--recipe", recipe, "--out", "r", *TINY, *flags) == 0
-    assert losses(tmp_path / "r") == losses(whole(recipe)[0])
+    assert losses(tmp_path / "r") == losses(uninterrupted(recipe)[0])
     assert saved(tmp_path / "r") == ["step-000012", "step-000008"]
-    ours, theirs = (run / "checkpoints/step-000012" for run in (tmp_path / "r", whole(recipe)[0]))
-    assert checkpoint_difference(ours, theirs) == ""
+    changed_run, plain_run = (
+        run / "checkpoints/step-000012" for run in (tmp_path / "r", uninterrupted(recipe)[0])
+    )
+    assert checkpoint_difference(changed_run, plain_run) == ""
 
 
 def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
-    whole, command, tmp_path
+    uninterrupted, command, tmp_path
 ):
-    saved = str(whole("delayed")[0] / "run.toml")
+    saved = str(uninterrupted("delayed")[0] / "run.toml")
     assert command("pretrain", "--config", saved, "--set", "save_fp8=true", "--out", "a") == 0
-    assert losses(tmp_path / "a") == losses(whole("delayed")[0])
+    assert losses(tmp_path / "a") == losses(uninterrupted("delayed")[0])
     assert command("pretrain", "--config", saved, "--seed", "1", "--out", "b") == 0
-    assert losses(tmp_path / "b") != losses(whole("delayed")[0])
+    assert losses(tmp_path / "b") != losses(uninterrupted("delayed")[0])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
@@ -153,7 +155,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path, one_thread):
 
 @pytest.fixture
 def compiling() -> Iterator[None]:
-    """What compiled runs ask of torch as a whole is put back, and what they compiled forgotten."""
+    """Restore torch's global settings after compiled runs, and forget their code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -162,16 +164,16 @@ def compiling() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiling")
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
-    whole, command, tmp_path, monkeypatch, capsys
+    uninterrupted, command, tmp_path, monkeypatch, capsys
 ):
     compiler = CompileCounterWithBackend("eager")
     with_inductor = GPT.compile_blocks  # which takes minutes
     monkeypatch.setattr(
         GPT, "compile_blocks", lambda model, mode: with_inductor(model, compiler, mode)
     )
-    plain, told = whole("fp32")
+    plain, plain_output = uninterrupted("fp32")
     assert not compiler.graphs
-    assert "compiling" not in told
+    assert "compiling" not in plain_output
     assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 0
     assert (
         len(compiler.graphs) == 4
@@ -181,7 +183,7 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     printed = capsys.readouterr().out
     assert printed.count("compiling: the first step takes a minute or so") == 1
     assert "compile = true" in (tmp_path / "r" / "run.toml").read_text()
-    # Who computes is free on resume.
+    # A resumed run may change who computes.
     assert command("pretrain", "--resume", "r", "--no-compile", "--steps", "14") == 0
     assert len(compiler.graphs) == 4
 
@@ -201,8 +203,8 @@ def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(recipe, c
     flags = [*TINY, "--set", "model_overrides.dropout=0.1", "--recipe", recipe, "--compile"]
     assert command("pretrain", "--out", "whole", *flags) == 0
     torch._dynamo.reset()  # as in a new process
-    whole = tmp_path / "whole"
-    shutil.copytree(whole, tmp_path / "cut")
+    uninterrupted = tmp_path / "whole"
+    shutil.copytree(uninterrupted, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
     assert command("pretrain", "--resume", "cut") == 0
-    assert difference(tmp_path / "cut", whole) == ""
+    assert difference(tmp_path / "cut", uninterrupted) == ""

@@ -102,10 +102,11 @@ def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("held", "state", "how"), [(True, "running", "still running"), (False, "unfinished", "killed")]
+    ("held", "state", "ending"),
+    [(True, "running", "still running"), (False, "unfinished", "killed")],
 )
 def test_list_show_and_report_say_that_a_run_is_running(
-    held, state, how, unfinished, command, capsys
+    held, state, ending, unfinished, command, capsys
 ):
     os.chdir(unfinished.parents[1])
     with held_by_another_process(unfinished / ".lock") if held else os.scandir():
@@ -113,14 +114,14 @@ def test_list_show_and_report_say_that_a_run_is_running(
         (row,) = json.loads(capsys.readouterr().out)
         assert row["state"].split(",")[0] == state
         assert command("show", str(unfinished)) == 0
-        shown = capsys.readouterr().out
-        assert state in shown
-        assert ("pretrain --resume" in shown) is not held
+        printed = capsys.readouterr().out
+        assert state in printed
+        assert ("pretrain --resume" in printed) is not held
         assert command("report", str(unfinished)) == 0
         page = (unfinished / "report.html").read_text()
         assert f'badge {state}"' in page
         assert ("killed" in page, "still running" in page) == (True, held)
-        assert how in page
+        assert ending in page
 
 
 def test_a_run_of_the_last_steps_is_running_until_its_process_ends(unfinished, command, capsys):

@@ -1,4 +1,4 @@
-"""How a run gives way: signals before, in and after its steps."""
+"""Signals before, in and after the steps of a run."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def _terminal() -> Iterator[None]:
-    """Whoever runs the tests may have done so by nohup."""
+    """Set SIGHUP to its default for the test, since the tests may run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -87,8 +87,8 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
             patch.setattr(build, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)
         compiled = ["--compile"] if where == "compiling" else []
-        told = "Stopped before a step was done; nothing is lost."
-        refused(*new, "--out", "r", *compiled, code=75, said=told)
+        message = "Stopped before a step was done; nothing is lost."
+        refused(*new, "--out", "r", *compiled, code=75, said=message)
     assert not after
     assert command(*new, "--no-compile", "--resume", "auto", "--out", "r") == 0
     assert losses(tmp_path / "r") == losses(finished / "r")
@@ -104,8 +104,8 @@ def test_a_signal_at_the_end_is_heeded_at_once_and_the_end_is_made_up_for(
 
     with monkeypatch.context() as patch:
         patch.setattr(finalize, where, struck)
-        told = "Stopped at the end, all is saved. Go on with: fp8stack pretrain --resume r"
-        refused(*new, "--out", "r", code=75, said=told)
+        message = "Stopped at the end, all is saved. Go on with: fp8stack pretrain --resume r"
+        refused(*new, "--out", "r", code=75, said=message)
     assert command(*AUTO) == 0
     for name in ("sample.txt", "loss.png"):
         assert (tmp_path / "r" / name).read_bytes() == (finished / "r" / name).read_bytes()

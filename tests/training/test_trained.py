@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of transformers with a tokenizer of bytes, and `text.txt` beside it."""
+def transformers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of transformers with a tokenizer of bytes, and `text.txt` next to it."""
     monkeypatch.chdir(tmp_path)
     model = random_model(load_config("gpt-nano", SMALL))
     replace_folder(tmp_path / "theirs", hf_files(source_of(model), "bytes"))
@@ -34,44 +34,46 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _logits(folder: Path, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = loaded(folder)(tokens).logits
-    return found
+        logits: Tensor = loaded(folder)(tokens).logits
+    return logits
 
 
-def test_the_loss_of_a_folder_of_transformers_is_transformers_own(theirs):
+def test_the_loss_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
     scores = fp8stack.evaluate("hf:theirs", data="text.txt", windows=4)
     assert [score.recipe for score in scores] == ["fp32"]
     model = load_config("gpt-nano", SMALL)
     tokenizer = fp8stack.load_tokenizer("bytes")
     windows = windows_for("x", RunConfig(), model, tokenizer, "text.txt", 4, None).tokens
     assert len(scores[0].losses_N) == len(windows) == 4
-    logits = _logits(theirs, windows[:, :-1])
-    wanted = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert scores[0].loss == pytest.approx(wanted.item(), abs=1e-5)
-    bits = wanted.item() / torch.log(torch.tensor(2.0)).item()  # a byte is a token
+    logits = _logits(transformers_folder, windows[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert scores[0].loss == pytest.approx(expected.item(), abs=1e-5)
+    bits = expected.item() / torch.log(torch.tensor(2.0)).item()  # a byte is a token
     assert scores[0].bits_per_byte == pytest.approx(bits, abs=1e-4)
 
 
-def test_the_text_of_a_folder_of_transformers_is_transformers_own(theirs):
+def test_the_text_of_a_folder_of_transformers_is_transformers_own(transformers_folder):
     written = list(b"some text")
     text = fp8stack.generate("hf:theirs", "some text", tokens=20, temperature=0, recipe="fp32")
     for _ in range(20):
-        token = int(_logits(theirs, torch.tensor([written]))[0, -1].argmax())
+        token = int(_logits(transformers_folder, torch.tensor([written]))[0, -1].argmax())
         if token == 255:  # ends the document
             break
         written.append(token)
     assert text == bytes(written).decode(errors="replace")
 
 
-def test_a_folder_of_transformers_runs_in_fp8_but_not_with_scales_that_it_does_not_have(theirs):
+def test_a_folder_of_transformers_runs_in_fp8_but_not_with_scales_that_it_does_not_have(
+    transformers_folder,
+):
     fp32, mxfp8 = fp8stack.evaluate("hf:theirs", "fp32", "mxfp8", data="text.txt", windows=2)
     assert (fp32.fp8_gemms, mxfp8.fp8_gemms) == (0, 8)
     assert mxfp8.difference != 0
-    assert str(mxfp8.checkpoint) == f"hf:{theirs}"
-    said = refusal(fp8stack.generate, "hf:theirs", recipe="delayed")
-    assert "holds no scales for recipe 'delayed'. Use recipe 'current'." in said
+    assert str(mxfp8.checkpoint) == f"hf:{transformers_folder}"
+    message = refusal(fp8stack.generate, "hf:theirs", recipe="delayed")
+    assert "holds no scales for recipe 'delayed'. Use recipe 'current'." in message
 
 
-def test_a_folder_of_transformers_comes_without_text(theirs, refused):
+def test_a_folder_of_transformers_comes_without_text(transformers_folder, refused):
     assert "hf:theirs comes without text." in refused("eval", "hf:theirs")
     assert "No folder" in refused("generate", "hf:nothing")

@@ -1,5 +1,5 @@
-"""The guard's checks of the amax history: repair before a step, a verdict after it. All of it runs
-on the device, without a sync."""
+"""The guard's checks of the amax history: repair before a step, a verdict after it. Both run on the
+device, without a sync."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ _ROUNDING = 1e-5  # relative error of a scale, with room to spare
 
 
 class Verdict(NamedTuple):
-    """The verdict on a step's amaxes: whether one is not finite (from `LARGEST` on), or a spike,
-    bool 0-dim; the column of the worst, -1 for none, and the worst amax, float64 0-dim."""
+    """The verdict on a step's amaxes: whether an amax is not finite (`LARGEST` or more) and whether
+    an amax is a spike, bool 0-dim; the column of the worst amax, -1 for none, and its value,
+    float64 0-dim."""
 
     infinite: Tensor
     spikes: Tensor
@@ -26,20 +27,20 @@ class Verdict(NamedTuple):
 
 
 def nothing_judged(like: Tensor) -> Verdict:
-    """The verdict without amaxes, on the device of `like`."""
+    """The verdict on a step without amaxes, on the device of `like`."""
     none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
     return Verdict(none, none, nothing, nothing)
 
 
 class Amaxes:
-    """Judges and repairs the FP8 state of a model, if `config` is enabled. Each of its slots, of
-    which there is one at least, gets `passes` amaxes per step, one per micro-batch."""
+    """Judges and repairs the FP8 state of a model, if `config` is enabled. The model has at least
+    one slot; every slot gets `passes` amaxes per step, one per micro-batch."""
 
     def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
         self.delayed, self.config, self.passes = delayed, config, passes
         self._before: list[Tensor] = []
-        self._limits = torch.zeros(0)  # above them an amax is a spike, [slots]
-        self._largest = torch.zeros(0)  # FP8 value that each slot's scale maps the amax to
+        self._limits = torch.zeros(0)  # [slots]; an amax above its limit is a spike
+        self._largest = torch.zeros(0)  # [slots]; the FP8 value that a scale maps the amax to
         self._has_history = torch.zeros(0, dtype=torch.bool)
         # Slots that were repaired since the monitor was last polled.
         self.cleared = torch.zeros(len(self.slots), dtype=torch.bool)
@@ -50,7 +51,7 @@ class Amaxes:
         return self.delayed.history.slots
 
     def begin(self, device: torch.device) -> None:
-        """Before the first forward pass of a step: repair the state and take a snapshot of it."""
+        """Repair the state and take a snapshot of it, before the first forward pass of a step."""
         self.delayed.move(device)
         self.cleared = self.cleared.to(device)
         if self.config.enabled:
@@ -63,7 +64,7 @@ class Amaxes:
             return nothing_judged(like)
         now, _ = self.delayed.amaxes(self.passes, 0)
         infinite = ~(now < LARGEST)
-        # A limit is infinite or more than 0.
+        # Limits are positive or infinite, so the ratio is never NaN.
         over = torch.where(infinite, torch.inf, now / self._limits)
         column = over.argmax()
         return Verdict(
@@ -83,8 +84,8 @@ class Amaxes:
 
     def _repair(self) -> None:
         """Clear amaxes that no good step can have recorded, and recompute scales that do not follow
-        from their amaxes: a step that cast with them might look good. State of good steps stays the
-        same, to the bit.
+        from their amaxes: a step with wrong scales might look good. The state of good steps does
+        not change by a bit.
 
         With the algorithm "max", a scale may be smaller than the window implies, because of an amax
         that has just left the window.
@@ -94,14 +95,14 @@ class Amaxes:
             quantizers = [self.delayed.quantizers[slot] for slot in self.slots]
             largest = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
             self._largest = torch.tensor(largest, device=device)
-            # A window of one is empty between two passes.
+            # A window of length 1 is empty between two passes.
             self._has_history = torch.tensor(
                 [q.history_length > 1 for q in quantizers], device=device
             )
         _, window = self.delayed.amaxes(0, self.config.window)
-        known = (window > 0) & (window < LARGEST)
+        is_usual = (window > 0) & (window < LARGEST)
         factor = self.config.amax_factor
-        self._limits = spike_limit(window.where(known, torch.nan), self.config, factor)
+        self._limits = spike_limit(window.where(is_usual, torch.nan), self.config, factor)
         rows, scales = history.history, history.scales
         rows.masked_fill_(rows >= LARGEST, torch.inf)  # cleared below
         usable = decisive_amax(rows.where(rows.isfinite(), 0.0), history.most_recent)

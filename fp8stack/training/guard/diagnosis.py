@@ -19,20 +19,20 @@ from fp8stack.training.dataloader import inputs_of, tokens_of
 from fp8stack.training.guard.spikes import LARGEST
 from fp8stack.training.run import Run
 
-STANDS_OUT = 8.0  # an operand is blamed if its amax is so many times that of a good step
+STANDS_OUT = 8.0  # an operand is blamed if its amax is this many times its amax in a good step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """An operand (input, weight, output, grad_output, grad_input or weight gradient) of a layer,
-    given by its module path, and what is wrong with it."""
+    given by its module path, and its fault."""
 
     layer: str
     operand: str
-    what: str
+    fault: str
 
     def __str__(self) -> str:
-        return f"{self.layer}, {self.operand} {self.what}"
+        return f"{self.layer}, {self.operand} {self.fault}"
 
 
 Trace = list[tuple[str, str, Tensor]]
@@ -40,15 +40,15 @@ Trace = list[tuple[str, str, Tensor]]
 
 
 def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
-    """Find the first operand that is not finite (from `LARGEST` on) in the step `bad`; if all are,
-    the first that is much larger than in the good step `good`. None if the step does not go wrong
-    again. `run` has to be in its state before the bad step."""
+    """Find the first operand that is not finite (`LARGEST` or more) in the step `bad`; if all are
+    finite, the first that is much larger than in the good step `good`. None if the step does not go
+    wrong again. `run` has to be in its state before the bad step."""
     trace = _repeat(run, bad)
     amaxes = _to_host(trace)
     for (layer, operand, _), amax in zip(trace, amaxes, strict=True):
         if not amax < LARGEST:
-            what = f"is {amax:.3g}" if math.isfinite(amax) else "is not finite"
-            return Diagnosis(layer=layer, operand=operand, what=what)
+            fault = f"is {amax:.3g}" if math.isfinite(amax) else "is not finite"
+            return Diagnosis(layer=layer, operand=operand, fault=fault)
     usual: dict[tuple[str, str], float] = {}
     good_trace = _repeat(run, good)
     for (layer, operand, _), amax in zip(good_trace, _to_host(good_trace), strict=True):
@@ -63,20 +63,20 @@ def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     # The excess grows or shrinks from layer to layer: blame the first of about that size.
     first = next(index for index, ratio in enumerate(ratios) if ratio >= worst**0.5)
     layer, operand, _ = trace[first]
-    return Diagnosis(layer=layer, operand=operand, what=f"is {ratios[first]:.3g} times its usual")
+    return Diagnosis(layer=layer, operand=operand, fault=f"is {ratios[first]:.3g} times its usual")
 
 
 def _to_host(trace: Trace) -> list[float]:
-    """The largest amaxes over all ranks, which have the same operands for their parts of a
+    """The largest amaxes over all ranks, whose traces list the same operands for their rows of the
     batch."""
     if not trace:
         return []
     amaxes = torch.stack([amax for _, _, amax in trace])
     if several_ranks():
         broken = amaxes.isnan().float()
-        both = torch.stack([amaxes.nan_to_num(0.0, math.inf), broken])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        amaxes = both[0].where(both[1] == 0, math.nan)
+        amaxes_and_nans = torch.stack([amaxes.nan_to_num(0.0, math.inf), broken])
+        dist.all_reduce(amaxes_and_nans, dist.ReduceOp.MAX)
+        amaxes = amaxes_and_nans[0].where(amaxes_and_nans[1] == 0, math.nan)
     values: list[float] = amaxes.tolist()
     return values
 
@@ -89,7 +89,9 @@ def _repeat(run: Run, step: int) -> Trace:
     def record(path: str, layer: nn.Module, operand: str, tensor: Tensor) -> None:
         trace.append((path, operand, _amax(tensor)))
 
-    linears = {n: part for n, part in run.model.named_modules() if isinstance(part, nn.Linear)}
+    linears = {
+        n: module for n, module in run.model.named_modules() if isinstance(module, nn.Linear)
+    }
     observed = observing(run.model, record, outputs=True, layers=linears)
     eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
     with _unchanged(run, step), eager, observed, _others(run.model, record):
@@ -107,14 +109,14 @@ def _repeat(run: Run, step: int) -> Trace:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The largest magnitude; NaN if an element is."""
+    """The largest magnitude; NaN if an element is NaN."""
     x = local_shard(x.detach())
     return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
 
 
 @contextmanager
 def _unchanged(run: Run, step: int) -> Iterator[None]:
-    """Within, `step` is the next step; afterwards restore FP8 state, gradients, RNG and
+    """A context in which `step` is the next step; at the end, restore FP8 state, gradients, RNG and
     counters."""
     delayed, device = run.backend.delayed, run.accelerator.device
     snapshot = None if delayed is None else delayed.snapshot()
@@ -137,20 +139,21 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
 
 @contextmanager
 def _others(model: nn.Module, record: Any) -> Iterator[None]:
-    """Within, call `record` for the other layers with parameters, such as norms and embeddings."""
+    """A context that calls `record` for layers that are not linear but have parameters, such as
+    norms and embeddings."""
 
-    def hook(path: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def hook(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for operand, tensor in (("input", args[0] if args else None), ("output", output)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                record(path, part, operand, tensor)
+                record(path, module, operand, tensor)
         if isinstance(output, Tensor) and output.requires_grad:
-            on_gradient = partial(record, path, part, "grad_output")
+            on_gradient = partial(record, path, module, "grad_output")
             output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     handles = [
-        part.register_forward_hook(partial(hook, path))
-        for path, part in model.named_modules()
-        if not isinstance(part, nn.Linear) and any(True for _ in part.parameters(recurse=False))
+        module.register_forward_hook(partial(hook, path))
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Linear) and any(True for _ in module.parameters(recurse=False))
     ]
     try:
         yield

@@ -26,12 +26,12 @@ from fp8stack.optim.grad_clip import Norms, keep_newest
 from fp8stack.training.guard.amax import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
-LOG_ROWS = 64  # how many bad steps are remembered between two polls
+LOG_ROWS = 64  # bad steps that are remembered between two polls
 _MANY, _OF = 7, 21  # 7 * patience bad steps among the last 21 * patience are too many
 
 
 class Cause(IntFlag):
-    """Why a step is bad: a value is not finite, or a finite one is a spike."""
+    """The cause of a bad step: a value is not finite, or is finite but a spike."""
 
     LOSS = 1
     GRADIENT = 2
@@ -56,10 +56,10 @@ class BadStep:
     amax: float = math.inf  # its amax
     loss_limit: float = math.inf  # infinite while there are too few good steps
     norm_limit: float = math.inf
-    said: str = ""  # `why`, instead of the sentence made from the fields above
+    said: str = ""  # the text of `reason`; if empty, `reason` builds it from the fields above
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """The causes, in a sentence."""
         if self.said:
             return self.said
@@ -81,31 +81,31 @@ class Findings:
     """The monitor's verdicts since the last poll."""
 
     bad: tuple[BadStep, ...]  # the bad steps, at most `LOG_ROWS`, oldest first
-    streak: int  # how many steps in a row were bad, up to the last one
-    overflows: int  # how many steps in a row overflowed in fp16, up to the last one
-    skipped: bool  # whether no optimizer took the last step, for either reason
+    streak: int  # number of bad steps in a row, up to the last step
+    overflows: int  # number of steps in a row that overflowed in fp16, up to the last step
+    skipped: bool  # whether all optimizers skipped the last step, as bad or as an overflow
     cleared: tuple[str, ...]  # slots whose broken history or scale was repaired
-    repeats: bool = False  # whether too many steps are bad, in a row or among the last ones
-    broken: bool = False  # whether a weight or a moment is not finite (from `LARGEST` on)
+    repeats: bool = False  # whether too many of the last steps, or too many in a row, are bad
+    broken: bool = False  # whether a weight or a moment is not finite (`LARGEST` or more)
 
 
 class Monitor:
     """Makes `optimizer` skip bad steps, and restores the FP8 state after them.
 
     A fused torch optimizer changes no parameter, moment or step count while its attribute
-    `found_inf` is 1: so `torch.amp.GradScaler` makes it skip a step. (Optimizers that are not fused
-    refuse the attribute.) The tensor stays on the device, so no sync is needed.
+    `found_inf` is 1; this is how `torch.amp.GradScaler` makes it skip a step. (Optimizers that are
+    not fused reject the attribute.) The tensor stays on the device, so no sync is needed.
 
-    In a ChainedOptimizer, an fp16 overflow makes only those optimizers skip whose gradients have
-    it.
+    In a ChainedOptimizer, an fp16 overflow makes only the optimizers skip whose gradients
+    overflowed.
 
     Args:
-        optimizer: fused; all its parameters, and losses and norms, are on one device.
-        config: what counts as bad. If it is not enabled, spikes do not, and no step is taken after
-            the first bad one.
+        optimizer: fused; all its parameters, the losses and the norms are on one device.
+        config: what counts as a bad step. If the guard is not enabled, spikes do not count, and all
+            steps after the first bad step are skipped.
         delayed: the FP8 state of delayed scaling, whose amaxes are judged too.
-        passes: micro-batches per step, each of which records an amax in every slot.
-        keep_norms: how many gradient norms of good steps to keep, in `norms`; 0 for none.
+        passes: micro-batches per step; every micro-batch records an amax in every slot.
+        keep_norms: the number of gradient norms of good steps to keep in `norms`; 0 for none.
         draws: the counters of stochastic rounding, which are restored after a skipped step.
     """
 
@@ -120,20 +120,20 @@ class Monitor:
     ) -> None:
         self.config = config
         self._draws = draws or Draws()
-        self._drawn: Tensor | None = None  # the counters before the step under way, [layers]
+        self._drawn: Tensor | None = None  # the counters before the current step, [layers]
         has_slots = delayed is not None and delayed.history.slots  # none, if no layer is in FP8
         self.amaxes = Amaxes(delayed, config, passes) if delayed is not None and has_slots else None
         self._recording = self.amaxes  # None if the current step records no amaxes
         self._optimizer = optimizer
         # Not accelerate's: its "cuda" is not equal to the tensors' "cuda:0".
         self.device = device = optimizer.param_groups[0]["params"][0].device
-        parts = optimizers_in(optimizer)
-        self.skips = torch.zeros(len(parts), device=device)
-        for part, skip in zip(parts, self.skips, strict=True):
-            part.found_inf = skip  # type: ignore[attr-defined]
+        optimizers = optimizers_in(optimizer)
+        self.skips = torch.zeros(len(optimizers), device=device)
+        for member, skip in zip(optimizers, self.skips, strict=True):
+            member.found_inf = skip  # type: ignore[attr-defined]
         self.norms = Norms(keep_norms, device) if keep_norms else None
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        # Losses and norms of the last good steps, newest last; NaN where there is none yet.
+        # Losses and norms of the last good steps, newest last; NaN in rows not filled yet.
         self._window = torch.full((config.window, 2), torch.nan, **options)
         self._factors = torch.tensor([config.loss_factor, config.gradient_factor], **options)
         self._streak, self._overflows = torch.zeros((), **options), torch.zeros((), **options)
@@ -142,9 +142,9 @@ class Monitor:
         self._log = torch.zeros(LOG_ROWS, _COLUMNS, **options)
         self._rows = torch.arange(LOG_ROWS, device=device)
         self._powers = 2.0 ** torch.arange(len(Cause), **options)
-        self._polled = 0  # how many bad steps `poll` has returned
+        self._polled = 0  # the number of bad steps that `poll` has returned
         self._step = torch.zeros((), **options)  # the step to judge
-        self._inputs: list[Tensor] = []  # its loss and norms
+        self._inputs: list[Tensor] = []  # loss and norms of the step to judge
         self._begin = Replayed(
             lambda: self._recording.begin(self.device) if self._recording else None
         )
@@ -152,7 +152,7 @@ class Monitor:
 
     @torch.no_grad()
     def begin(self, records_amaxes: bool = True) -> None:
-        """Before a step, take a snapshot of its FP8 state, repairing it first if the step records
+        """Take a snapshot of the FP8 state before a step, after repairing it if the step records
         amaxes."""
         counters = self._counters()
         self._drawn = torch.stack(counters) if counters else None
@@ -172,12 +172,12 @@ class Monitor:
         """Judge a step after its backward passes and before its `optimizer.step()`.
 
         Args:
-            step: its number, from 1.
+            step: the number of the step, from 1.
             loss: 0-dim, on the device.
-            norm: of the gradient, 0-dim, on the device.
+            norm: the gradient norm, 0-dim, on the device.
             excused: bool, 0-dim, on the device: whether a gradient that is not finite counts as an
                 fp16 overflow, which is skipped but not bad.
-            norms: of the gradient, one per optimizer, if there are several.
+            norms: the gradient norm of each optimizer, [optimizers], if there are several.
 
         Returns:
             The loss and the norm, the same on all ranks: float64 [2].
@@ -186,8 +186,8 @@ class Monitor:
         if excused is not None or several_ranks() or self._drawn is not None:
             return self._judge(loss, norm, norms, excused)
         inputs = [loss, norm] if norms is None else [loss, norm, norms]
-        if [one.shape for one in inputs] != [one.shape for one in self._inputs]:
-            self._inputs = [torch.empty_like(one) for one in inputs]
+        if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in self._inputs]:
+            self._inputs = [torch.empty_like(tensor) for tensor in inputs]
         torch._foreach_copy_(self._inputs, inputs)
         key = None if self._recording is None else self._recording.address()
         result: Tensor = self._replayed_judge(self.device, key)
@@ -203,7 +203,7 @@ class Monitor:
         """See `judge`."""
         amaxes = nothing_judged(loss) if self._recording is None else self._recording.judge(loss)
         now = torch.stack([loss, norm]).double()
-        # Without the guard, only infinite values are bad.
+        # If the guard is not enabled, only infinite values are bad.
         largest = LARGEST if self.config.enabled else math.inf
         now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes, largest)
         finite = now.abs() < largest
@@ -214,13 +214,13 @@ class Monitor:
         if excused is not None:
             overflow = excused & finite[0] & ~finite[1]
         bad = causes.any() & ~overflow
-        # Without a guard, nothing would repair the run after a bad step: skip all that follow.
+        # If the guard is not enabled, nothing repairs the run after a bad step: skip the rest.
         not_taken = bad if self.config.enabled else bad | (self._count > 0)
         skip = not_taken | overflow
         verdict = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
         row = torch.cat([self._step[None], now, verdict, limits])
-        here = bad & (self._rows == self._count % LOG_ROWS)
-        self._log.copy_(torch.where(here[:, None], row, self._log))
+        is_next_row = bad & (self._rows == self._count % LOG_ROWS)
+        self._log.copy_(torch.where(is_next_row[:, None], row, self._log))
         self._count += bad
         self._streak.copy_(torch.where(bad, self._streak + 1, torch.where(skip, self._streak, 0)))
         self._recent.copy_(torch.cat([self._recent[1:], bad.double()[None]]))
@@ -244,8 +244,8 @@ class Monitor:
         return [layer.counter for layer in self._draws.layers.values()]
 
     def _overflowed(self, norms: Tensor | None, largest: float) -> Tensor:
-        """Which optimizers have gradients that are not finite: bool [optimizers]; all if
-        unknown."""
+        """A mask of the optimizers with gradients that are not finite: bool [optimizers]; all True
+        if unknown."""
         if norms is None:
             return torch.ones_like(self.skips, dtype=torch.bool)
         overflowed = ~(norms.abs() < largest)
@@ -256,14 +256,14 @@ class Monitor:
 
         Args:
             check_weights: whether to check that weights and moments are finite, which reads all of
-                them. They are checked in any case if steps were bad.
+                them. After bad steps they are checked in any case.
         """
         numbers = [self._count, self._streak, self._overflows, self.skips.min().double()]
         numbers += [self._recent.sum(), self._broken_state() if check_weights else self._count * 0]
-        parts = [torch.stack(numbers), self._log.flatten()]
+        tensors = [torch.stack(numbers), self._log.flatten()]
         if self.amaxes is not None:
-            parts.append(self.amaxes.cleared.to(self._count))
-        values = torch.cat(parts).tolist()
+            tensors.append(self.amaxes.cleared.to(self._count))
+        values = torch.cat(tensors).tolist()
         count, streak, overflows, skipped, recent, broken = (int(value) for value in values[:6])
         values = values[6:]
         rows = [values[_COLUMNS * row : _COLUMNS * (row + 1)] for row in range(LOG_ROWS)]
@@ -285,8 +285,8 @@ class Monitor:
         )
 
     def _broken_state(self) -> Tensor:
-        """Whether a weight or moment is not finite (from `LARGEST` on), on any rank: 1 or 0,
-        float64, 0-dim; always 0 without the guard."""
+        """Whether a weight or moment is not finite (`LARGEST` or more) on any rank: above 0 or 0,
+        float64, 0-dim; always 0 if the guard is not enabled."""
         if not self.config.enabled:
             return torch.zeros_like(self._count)
         broken = ~(largest_of_state(self._optimizer, 2) < LARGEST)
@@ -313,9 +313,9 @@ class Monitor:
 
     def state(self) -> dict[str, Any]:
         """The state to save in a checkpoint, as JSON data."""
-        known = self._window[self._window.isfinite().all(dim=1)]
+        good_rows = self._window[self._window.isfinite().all(dim=1)]
         return {
-            "window": known.tolist(),
+            "window": good_rows.tolist(),
             "streak": int(self._streak),
             "overflows": int(self._overflows),
             "recent": [int(was_bad) for was_bad in self._recent.tolist()],
@@ -323,7 +323,8 @@ class Monitor:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; only its newest part if the window is shorter now."""
+        """Restore the `state` of a checkpoint; only its newest rows if the window is shorter
+        now."""
         keep_newest(self._window, state["window"], torch.nan)
         self._streak.fill_(state["streak"])
         self._overflows.fill_(state["overflows"])
@@ -338,7 +339,7 @@ class Monitor:
 
     @property
     def reach(self) -> int:
-        """How many of the last steps `Findings.repeats` looks at."""
+        """The number of last steps that `Findings.repeats` looks at."""
         return len(self._recent)
 
 
@@ -348,8 +349,8 @@ _COLUMNS = 8  # of the log, see `_bad_step`
 def _agreed(
     now: Tensor, infinite: Tensor, spike: Tensor, largest: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, norm and the verdicts on amaxes over all ranks, so that all decide alike: the means,
-    NaN if not finite on any rank, and whether any rank has a bad amax."""
+    """Loss, norm and the verdicts on amaxes over all ranks, so that all ranks decide the same: the
+    mean loss and norm, NaN if not finite on any rank, and whether any rank has a bad amax."""
     if not several_ranks():
         return now, infinite, spike
     finite = now.abs() < largest

@@ -1,8 +1,8 @@
 """The guard's policy: what to do about bad steps.
 
-The monitor makes the optimizer skip a bad step, on the device. Here, on the host, each becomes an
-event, and too many bad steps, in a row or among the last ones, an incident. Each incident takes the
-next rung of a ladder:
+The monitor makes the optimizer skip a bad step, on the device. Here, on the host, every bad step
+becomes an event, and too many bad steps, in a row or among the last steps, become an incident. An
+incident takes the next rung of a ladder:
 
 1. roll back to the last good checkpoint, and leave out the batches of the bad steps;
 2. run the layer that first goes wrong without FP8 for a while, for a few layers at most;
@@ -40,33 +40,33 @@ Row = dict[str, Any]
 CHECK_WEIGHTS_EVERY = 100  # steps, on a GPU
 MOST_LAYERS = 3  # layers that leave FP8 one by one before the whole model does
 WHOLE = "*"
-ALARM = 4  # warn of so many fp16 overflows in a row,
-LOW_SCALE = 256.0  # and of a loss scale below this
+ALARM = 4  # fp16 overflows in a row that cause a warning
+LOW_SCALE = 256.0  # a loss scale below this causes a warning
 _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What to do about the steps up to the one that was checked; by default nothing."""
+    """Actions to take after the steps up to the checked step; none by default."""
 
     events: list[Row] = field(default_factory=list)  # to log, as rows of `metrics.jsonl`
-    streak: int = 0  # how many steps in a row were bad: no checkpoint is written amid them
-    skipped: bool = False  # whether the last step was not taken; its RNG state is restored
+    streak: int = 0  # the number of bad steps in a row: no checkpoint is written amid them
+    skipped: bool = False  # whether the last step was skipped: the RNG state is restored
     leave_out: bool = False  # whether to skip training on the next step's batch
     back_to: Checkpoint | None = None  # the checkpoint to roll back to
     leave_fp8: tuple[str, ...] = ()  # layers to take out of FP8
     enter_fp8: tuple[str, ...] = ()  # layers to put back into FP8
-    to_bf16: bool = False  # whether to go on in bf16, from fp16
+    to_bf16: bool = False  # whether to change from fp16 to bf16
     failure: str = ""  # why the run has to stop, with a diagnosis: exit code 5
 
 
 class Guard:
-    """Decides what to do about the verdicts of `monitor`. `settle` is called before checkpoints are
-    read, and waits until all of them are on the disk.
+    """Decides what to do about the verdicts of `monitor`. `settle` waits until all checkpoints are
+    on the disk; it is called before checkpoints are read.
 
     Attributes:
         left_out: steps whose batches are left out.
-        demoted: the layers taken out of FP8, with the last step of that; None: for good.
+        demoted: the layers taken out of FP8, with the last step without FP8; None: permanently.
     """
 
     def __init__(self, run: Run, monitor: Monitor, settle: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class Guard:
         self.demoted: dict[str, int | None] = dict(state.get("demoted", {}))
         self._incidents: int = state.get("incidents", 0)
         self._last_bad: int = state.get("last_bad", 0)
-        # the last roll-back for broken weights went to this step
+        # The step that the last roll-back for broken weights went to.
         self._mended_at: int | None = state.get("mended_at")
         self._tried: list[str] = list(state.get("tried", ()))
         self._left_fp16: bool = state.get("left_fp16", False)
@@ -101,14 +101,14 @@ class Guard:
             "mended_at": self._mended_at,
             "tried": self._tried,
             "bad": [
-                {"step": bad.step, "causes": int(bad.causes), "slot": bad.slot, "said": bad.why}
+                {"step": bad.step, "causes": int(bad.causes), "slot": bad.slot, "said": bad.reason}
                 for bad in self._recent
             ],
             "left_fp16": self._left_fp16,
         }
 
     def begin(self, step: int) -> Outcome:
-        """What to do before `step`: leave out its batch, or put layers back into FP8."""
+        """The outcome before `step`: leave out its batch, or put layers back into FP8."""
         outcome = self._outcome = Outcome(leave_out=step in self.left_out)
         if outcome.leave_out:
             self._add_event(step, "skip", "its batch went wrong before the roll-back")
@@ -126,10 +126,10 @@ class Guard:
         return outcome
 
     def check(self, step: int) -> Outcome:
-        """What to do about the steps since the last check, up to `step`. This waits for the
+        """The outcome of the steps since the last check, up to `step`. This waits for the
         device."""
-        # On a GPU rarely: reading all weights and moments takes a third of the optimizer's time.
-        # Broken ones show in the next steps, and are checked for before a checkpoint is written.
+        # Weights are checked rarely on a GPU: reading all weights and moments takes a third of the
+        # optimizer's time. Broken weights show in the next steps, and every save checks them.
         number = step // CHECK_WEIGHTS_EVERY
         due = self.monitor.device.type == "cpu" or number > self._weights_checked
         self._weights_checked = number
@@ -137,19 +137,21 @@ class Guard:
         outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
         for slot in findings.cleared:
             layer, _, operand = slot.rpartition(".")
-            why = "its history or scale was broken"
-            self._add_event(step, "clear_amax", why, layer=layer, operand=operand)
-        # Without the guard, all steps after the first bad one are skipped.
+            reason = "its history or scale was broken"
+            self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
+        # If the guard is not enabled, all steps after the first bad step are skipped.
         for bad in findings.bad if self.config.enabled else findings.bad[:1]:
             values = {"loss": bad.loss, "grad_norm": bad.norm}
             finite = {
                 key: value if abs(value) < math.inf else None for key, value in values.items()
             }
-            self._add_event(bad.step, "skip", bad.why, **finite)
+            self._add_event(bad.step, "skip", bad.reason, **finite)
         if not self.config.enabled:
             for bad in findings.bad[:1]:
                 not_taken = "The step was not taken; weights are as before."
-                self._give_up(bad.step, [f"Step {bad.step}: {bad.why}.", not_taken], finite=False)
+                self._give_up(
+                    bad.step, [f"Step {bad.step}: {bad.reason}.", not_taken], finite=False
+                )
             return outcome
         oldest = step - max(self.monitor.reach, findings.streak)
         self._recent = [bad for bad in [*self._recent, *findings.bad] if bad.step > oldest]
@@ -164,10 +166,10 @@ class Guard:
             self._next_rung(step)
         return outcome
 
-    def weights_failed(self, step: int, why: str) -> Outcome:
-        """What to do about weights that are not finite although no step was bad."""
+    def weights_failed(self, step: int, reason: str) -> Outcome:
+        """The outcome of weights that are not finite although no step was bad."""
         self._outcome = Outcome()
-        self._mend(step, why)
+        self._mend(step, reason)
         return self._outcome
 
     def plan_now(self) -> Plan:
@@ -180,16 +182,16 @@ class Guard:
             if layer.fp8 and layer.name in self.demoted:
                 last = self.demoted[layer.name]
                 until = "" if last is None else f" until step {last}"
-                why = f"the guard took it out of FP8{until}"
-                layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=why)
+                reason = f"the guard took it out of FP8{until}"
+                layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=reason)
             layers.append(layer)
         return replace(plan, layers=tuple(layers))
 
-    def _add_event(self, step: int, event: str, why: str, **details: Any) -> None:
-        self._outcome.events.append({"step": step, "event": event, "why": why} | details)
+    def _add_event(self, step: int, event: str, reason: str, **details: Any) -> None:
+        self._outcome.events.append({"step": step, "event": event, "why": reason} | details)
 
     def _check_scale(self, step: int, overflows: int) -> None:
-        """In fp16, warn of overflows and a low loss scale, or leave fp16 for bf16."""
+        """Warn of fp16 overflows and a low loss scale, or leave fp16 for bf16."""
         scaler = self.run.scaler
         if scaler is None:
             return
@@ -199,13 +201,13 @@ class Guard:
             return
         scale = float(scaler.get_scale())
         low = scaler.is_dynamic and scale < LOW_SCALE
-        for kind, is_so, why in (
+        for kind, is_so, warning in (
             ("overflows", overflows >= ALARM, f"{overflows} overflows in a row."),
             ("scale", low, f"the loss scale is down to {scale:g}."),
         ):
             if is_so and kind not in self._alarmed:
-                self._add_event(step, "loss_scale", f"{why} {_FP16_REMEDY}")
-            # Warn once, until it is over.
+                self._add_event(step, "loss_scale", f"{warning} {_FP16_REMEDY}")
+            # Warn again only after the condition has passed.
             self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
 
     def _can_leave_fp16(self) -> bool:
@@ -213,25 +215,25 @@ class Guard:
         in_fp16 = run.plan.loss_scaling and not self._left_fp16
         return in_fp16 and resolve("bf16", run.hardware).compute_dtype == "bf16"
 
-    def _to_bf16(self, step: int, why: str) -> None:
+    def _to_bf16(self, step: int, reason: str) -> None:
         self._left_fp16 = True
-        self._add_event(step, "precision", why, precision="bf16")
+        self._add_event(step, "precision", reason, precision="bf16")
         self._outcome.to_bf16 = True
 
-    def _mend(self, step: int, why: str) -> None:
+    def _mend(self, step: int, reason: str) -> None:
         """Roll back to a checkpoint because of broken weights; without one, stop."""
         self._incidents += 1
         self._last_bad = step
-        bad = [BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)]
+        bad = [BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=reason)]
         self.monitor.forgive()
         self._recent = []
-        # A second time only to a newer checkpoint, or it would go on for ever.
+        # A second roll-back needs a newer checkpoint, or the run would repeat itself forever.
         saved = self._checkpoint_before(step, after=self._mended_at)
         if saved is None:
-            self._give_up(step, [f"Step {step}: {why}."], finite=False)
+            self._give_up(step, [f"Step {step}: {reason}."], finite=False)
         else:
             self._mended_at = saved.step
-            self._roll_back(step, saved, bad, why)
+            self._roll_back(step, saved, bad, reason)
 
     def _next_rung(self, step: int) -> None:
         self._incidents += 1
@@ -245,21 +247,21 @@ class Guard:
         if self._incidents == 1:
             saved = self._checkpoint_before((bad[0] if in_row else bad[-1]).step)
             if saved is not None:
-                which = "steps in a row" if in_row else f"of {_span(bad)} steps"
-                several = f"{len(bad)} {which} were bad: " if len(bad) > 1 else ""
-                return self._roll_back(step, saved, bad, several + bad[-1].why)
+                which_steps = "steps in a row" if in_row else f"of {_span(bad)} steps"
+                several = f"{len(bad)} {which_steps} were bad: " if len(bad) > 1 else ""
+                return self._roll_back(step, saved, bad, several + bad[-1].reason)
         culprit, in_fp8 = self._find(bad), fp8_parts(self.run.model)
         if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
             where = {"layer": culprit.layer, "operand": culprit.operand}
             return self._leave_fp8(step, where, str(culprit), last)
-        why = f"steps went wrong in spite of all: {bad[-1].why}"
+        reason = f"steps went wrong in spite of all: {bad[-1].reason}"
         if in_fp8:
             self.demoted = dict.fromkeys([*self.demoted, *in_fp8])
-            return self._leave_fp8(step, {"layer": WHOLE}, why, None)
+            return self._leave_fp8(step, {"layer": WHOLE}, reason, None)
         if self._can_leave_fp16():
-            return self._to_bf16(step, why)
+            return self._to_bf16(step, reason)
         return self._stop(step, bad, culprit, in_row)
 
     def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
@@ -277,61 +279,64 @@ class Guard:
                     return checkpoint
         return None
 
-    def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], why: str) -> None:
-        self.left_out |= {one.step for one in bad}
+    def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], reason: str) -> None:
+        self.left_out |= {bad_step.step for bad_step in bad}
         self._tried.append(f"went back to step {saved.step} and left those batches out")
-        self._add_event(step, "rollback", why, to_step=saved.step)
+        self._add_event(step, "rollback", reason, to_step=saved.step)
         self._outcome.back_to = saved
 
-    def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
-        precision, what, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
-        if what == WHOLE:
-            what, layers = "the whole model", fp8_parts(self.run.model)
-        self._tried.append(f"ran {what} in {precision}")
-        self._add_event(step, "demote", why, **where, precision=precision, until_step=last)
+    def _leave_fp8(self, step: int, where: Row, reason: str, last: int | None) -> None:
+        precision, scope, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
+        if scope == WHOLE:
+            scope, layers = "the whole model", fp8_parts(self.run.model)
+        self._tried.append(f"ran {scope} in {precision}")
+        self._add_event(step, "demote", reason, **where, precision=precision, until_step=last)
         self._outcome.leave_fp8 = tuple(layers)
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
-        """The operand to blame: the one with a bad amax, or else found by repeating the step."""
+        """The operand to blame: the operand with a bad amax, or else the one that `diagnose` finds
+        by repeating the step."""
         slot = bad[-1].slot
         if slot is not None:
             layer, _, operand = slot.rpartition(".")
-            return Diagnosis(layer=layer, operand=operand, what="has an amax out of all proportion")
+            return Diagnosis(
+                layer=layer, operand=operand, fault="has an amax out of all proportion"
+            )
         before = range(bad[0].step - 1, 0, -1)
         good = next((number for number in before if number not in self.left_out), 1)
         return diagnose(self.run, bad[-1].step, good)
 
     def _broken(self) -> str:
-        """A clause that names a weight or moment that is not finite (from `LARGEST` on)."""
+        """A clause that names a weight or moment that is not finite (`LARGEST` or more)."""
         for name, parameter in self.run.model.named_parameters():
             state = plain(self.run.optimizer.state.get(parameter, {}))
             for key, tensor in {"": parameter.detach(), **state}.items():
                 if tensor.dtype.itemsize == 1:  # quantized; broken values show in its scales
                     continue
-                part = local_shard(tensor)
-                largest = float(part.abs().max()) if part.numel() else 0.0
+                shard = local_shard(tensor)
+                largest = float(shard.abs().max()) if shard.numel() else 0.0
                 if not largest < LARGEST:
-                    what = f"the moment {key} of {name}" if key else name
-                    return f"{what} contains {largest:.4g}"
+                    tensor_name = f"the moment {key} of {name}" if key else name
+                    return f"{tensor_name} contains {largest:.4g}"
         return "a weight or a moment is not finite"
 
     def _stop(
         self, step: int, bad: Sequence[BadStep], culprit: Diagnosis | None, in_row: bool
     ) -> None:
-        which = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
-        again = f", as in {len(bad)} {which}" if len(bad) > 1 else ""
-        parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]
-        parts.append("Weights are as before.")
+        which_steps = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
+        again = f", as in {len(bad)} {which_steps}" if len(bad) > 1 else ""
+        sentences = [f"Step {bad[-1].step}: {bad[-1].reason}{again}."]
+        sentences.append("Weights are as before.")
         if culprit is not None:
-            parts.append(f"It shows first in {culprit}.")
-        self._give_up(step, parts, not any(one.causes & NOT_FINITE for one in bad))
+            sentences.append(f"It shows first in {culprit}.")
+        self._give_up(step, sentences, not any(bad_step.causes & NOT_FINITE for bad_step in bad))
 
-    def _give_up(self, step: int, parts: list[str], finite: bool) -> None:
+    def _give_up(self, step: int, sentences: list[str], finite: bool) -> None:
         if self._tried:
-            parts.append(f"The guard {', then '.join(self._tried)}; it did not help.")
-        kept = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
-        saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
-        failure = " ".join([*parts, saved, self._remedy(finite)])
+            sentences.append(f"The guard {', then '.join(self._tried)}; it did not help.")
+        names = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
+        saved = f"The last checkpoint is {names[0]}." if names else "No checkpoint was written yet."
+        failure = " ".join([*sentences, saved, self._remedy(finite)])
         self._add_event(step, "stop", failure)
         self._outcome.failure = failure
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from fp8stack.config import GuardConfig
 
 LARGEST = 2.0**64
-"""From here on float32 cannot hold a number's square, nor the norm of a tensor that contains it.
+"""The smallest value whose square float32 cannot hold, nor the norm of a tensor that contains it.
 The guard treats such values as infinite."""
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_MAD_TO_SIGMA = 1.4826  # for a normal distribution
 
 
 def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> Tensor:
@@ -16,9 +16,9 @@ def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> 
 
     The median and 1.4826 times the median absolute deviation replace mean and standard deviation,
     so that earlier spikes do not hide a new one. Where values fall fast, as losses do at first,
-    that deviation measures the trend: `factor` times the largest of the last `config.warmup` is
-    a limit in any case. The newest row is the last; NaN is ignored. Infinite while there are fewer
-    than `config.warmup` values.
+    that deviation measures the trend: `factor` times the largest of the last `config.warmup` values
+    is a limit in any case. The newest row is the last; NaN is ignored. The limit is infinite while
+    there are fewer than `config.warmup` values.
     """
     if not len(window):
         return window.new_full(window.shape[1:], torch.inf)
@@ -33,7 +33,7 @@ def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> 
 
 def _median(values: Tensor, count: Tensor) -> Tensor:
     """The lower median of each column's `count` values that are not NaN: [n, columns] -> [columns].
-    By sorting, since torch.median is nondeterministic on a GPU."""
+    It sorts, since torch.median is nondeterministic on a GPU."""
     ordered = values.sort(dim=0).values  # NaN comes last
     place = ((count - 1).clamp(min=0) // 2)[None]
     return ordered.gather(0, place)[0]

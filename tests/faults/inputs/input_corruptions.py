@@ -28,8 +28,8 @@ Damage = Callable[[Path], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Corruption:
-    """`damage` is done to a checkpoint's folder, or with `of_run` to the run's; the message must
-    hold `named`. A damaged run goes on from its newest checkpoint, as those are good."""
+    """A `damage` to a checkpoint's folder, or with `of_run` to the run's; the message must contain
+    `named`. A damaged run resumes from its newest checkpoint, since its checkpoints are good."""
 
     damage: Damage
     named: str
@@ -37,7 +37,7 @@ class Corruption:
 
 
 def make_run(folder: Path) -> Path:
-    """A finished run in delayed scaling with two checkpoints, and its data beside it."""
+    """A finished run in delayed scaling with two checkpoints, and its data next to it."""
     torch.set_num_threads(1)
     run = small_run(folder, "run", "delayed", steps=4, telemetry_every=2)
     trained(run)  # here, so that children find all imported
@@ -45,8 +45,8 @@ def make_run(folder: Path) -> Path:
 
 
 def problem(pristine: Path, place: Path, corruption: Corruption, all_bad: bool = True) -> str:
-    """What is wrong with what becomes of a corrupted copy, in `place`, of the run `pristine`, and
-    of one with `all_bad` checkpoints; an empty string if nothing is."""
+    """Corrupt a copy, in `place`, of the run `pristine`, and one with `all_bad` checkpoints, and
+    resume them. Returns the problem, "" if there is none."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(pristine, place)
     good = place / "checkpoints" / (NEWEST if corruption.of_run else OLDER)
@@ -55,8 +55,8 @@ def problem(pristine: Path, place: Path, corruption: Corruption, all_bad: bool =
     corruption.damage(bad)
     ended = resumed(place, weights)
     if ended.code or good.name not in ended.stdout or "other weights" in ended.stdout:
-        said = ended.stdout + ended.stderr[-300:]
-        return f"not resumed from {good.name}: exit {ended.code}, {said}"
+        printed = ended.stdout + ended.stderr[-300:]
+        return f"not resumed from {good.name}: exit {ended.code}, {printed}"
     if corruption.named not in ended.stdout:
         return f"{corruption.named} is not named: {ended.stdout}"
     if corruption.of_run or not all_bad:
@@ -128,9 +128,9 @@ def _flipped(content: bytes) -> bytes:
 
 def _swap(folder: Path) -> None:
     model, optimizer = folder / "model.safetensors", folder / "optimizer.safetensors"
-    kept = model.read_bytes()
+    content = model.read_bytes()
     model.write_bytes(optimizer.read_bytes())
-    optimizer.write_bytes(kept)
+    optimizer.write_bytes(content)
 
 
 def _linked(name: str, target: str) -> Damage:
@@ -255,17 +255,22 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 CORRUPTIONS = (
     {
-        f"{file} {how}": Corruption(damage=_edited(file, change), named=f"{NEWEST}/{file}"[12:])
+        f"{file} {damage_name}": Corruption(
+            damage=_edited(file, change), named=f"{NEWEST}/{file}"[12:]
+        )
         for file in FILES
-        for how, change in DAMAGES.items()
+        for damage_name, change in DAMAGES.items()
     }
     | {
         f"{file} missing": Corruption(damage=lambda f, n=file: (f / n).unlink(), named=file)  # type: ignore[misc]
         for file in FILES
     }
-    | {what: Corruption(damage=damage, named=named) for what, (damage, named) in _SIMPLE.items()}
     | {
-        what: Corruption(damage=damage, named=named, of_run=True)
-        for what, (damage, named) in _OF_RUNS.items()
+        corruption: Corruption(damage=damage, named=named)
+        for corruption, (damage, named) in _SIMPLE.items()
+    }
+    | {
+        corruption: Corruption(damage=damage, named=named, of_run=True)
+        for corruption, (damage, named) in _OF_RUNS.items()
     }
 )

@@ -59,9 +59,9 @@ def _forbidden(path: Path) -> None:
 
 
 def _replaced(path: Path) -> None:
-    other = path.with_name("other")
-    np.zeros(10, "<u2").tofile(other)
-    other.replace(path)
+    other_path = path.with_name("other")
+    np.zeros(10, "<u2").tofile(other_path)
+    other_path.replace(path)
 
 
 def _rewritten(path: Path) -> None:
@@ -101,9 +101,9 @@ FAULTS = [*BEFORE, *MEANWHILE]
 
 
 def problem(place: Path, fault: str, workers: int = 0) -> str:
-    """What is wrong with what becomes of a fault in the empty folder `place`; an empty string if
-    nothing is. Reading is done in a child: a page that is gone would kill it."""
-    change, said = (BEFORE | MEANWHILE)[fault]
+    """Try a fault in the empty folder `place`. Returns the problem, "" if there is none. A child
+    process reads the data: a page that is gone would kill it."""
+    change, message = (BEFORE | MEANWHILE)[fault]
     folder = place / "data"
     folder.mkdir(parents=True)
     path = good(folder / "a.bin")
@@ -112,7 +112,7 @@ def problem(place: Path, fault: str, workers: int = 0) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     if ended.code != 2 or not ended.is_one_line:
         return f"exit {ended.code}, {ended.stderr[-300:]}{ended.stdout}"
-    missing = [words for words in said if words not in ended.stderr]
+    missing = [words for words in message if words not in ended.stderr]
     return f"'{missing[0]}' is not said: {ended.stderr}" if missing else ""
 
 

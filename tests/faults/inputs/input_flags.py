@@ -14,7 +14,7 @@ COMMON = (
     "--set model_overrides.layers=1 --set model_overrides.width=32 --set model_overrides.heads=2 "
     "--set sample_tokens=0 --set eval_windows=1"
 )
-"""What a run needs besides to be soon done, were the input not bad; later words win."""
+"""Flags with which a run would be done soon if the input were good; later words win."""
 
 SETTINGS = {  # --set, as it stands there: what must be in the message
     "steps=0": "steps = 0", "steps=-5": "steps = -5", "steps=1.5": "steps = 1.5",
@@ -103,14 +103,14 @@ OTHERS = {
 
 def bad_input() -> dict[str, tuple[list[str], str]]:
     """Each bad input by a name: the command's words, and what the message must hold."""
-    found = {}
-    for setting, said in SETTINGS.items():
-        found[f"--set {setting}"] = (["pretrain", *shlex.split(COMMON), "--set", setting], said)
-    for flags, said in FLAGS.items():
-        found[flags] = (["pretrain", *shlex.split(COMMON), *shlex.split(flags)], said)
-    for words, said in OTHERS.items():
-        found[words] = (shlex.split(words), said)
-    return found
+    cases = {}
+    for setting, message in SETTINGS.items():
+        cases[f"--set {setting}"] = (["pretrain", *shlex.split(COMMON), "--set", setting], message)
+    for flags, message in FLAGS.items():
+        cases[flags] = (["pretrain", *shlex.split(COMMON), *shlex.split(flags)], message)
+    for words, message in OTHERS.items():
+        cases[words] = (shlex.split(words), message)
+    return cases
 
 
 def make_files(folder: Path) -> None:
@@ -138,16 +138,16 @@ def make_files(folder: Path) -> None:
     (folder / "link.txt").symlink_to("nowhere.txt")
 
 
-def problem(folder: Path, arguments: list[str], said: str) -> str:
-    """What is wrong with what the command makes of bad input in `folder`, which holds the files of
-    `make_files`; an empty string if nothing is."""
+def problem(folder: Path, arguments: list[str], message: str) -> str:
+    """Run the command on bad input in `folder`, which holds the files of `make_files`. Returns the
+    problem, "" if there is none."""
     before = sorted(folder.rglob("*"))
     ended = called(arguments, folder)
-    left = sorted(set(folder.rglob("*")) - set(before))
-    for path in left:
+    created = sorted(set(folder.rglob("*")) - set(before))
+    for path in created:
         shutil.rmtree(path, ignore_errors=True)
     if ended.code != 2 or not ended.is_one_line:
         return f"exit {ended.code}: {ended.stderr[-500:] or ended.stdout[-200:]}"
-    if said not in ended.stderr:
-        return f"'{said}' is not said: {ended.stderr}"
-    return f"left behind: {left[0]}" if left else ""
+    if message not in ended.stderr:
+        return f"'{message}' is not said: {ended.stderr}"
+    return f"left behind: {created[0]}" if created else ""

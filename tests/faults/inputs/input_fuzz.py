@@ -77,17 +77,17 @@ def edited(table: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
                 inner[path[-1]] = value
         return result
 
-    one = st.tuples(st.sampled_from(paths), values)
-    return st.lists(one, min_size=1, max_size=3).map(apply)
+    edit = st.tuples(st.sampled_from(paths), values)
+    return st.lists(edit, min_size=1, max_size=3).map(apply)
 
 
 def _paths(table: dict[str, Any], outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = [(*outer, "another")]
+    paths: list[tuple[str, ...]] = [(*outer, "another")]
     for key, value in table.items():
-        found.append((*outer, key))
+        paths.append((*outer, key))
         if isinstance(value, dict):
-            found += _paths(value, (*outer, key))
-    return found
+            paths += _paths(value, (*outer, key))
+    return paths
 
 
 def _in_file(name: str, load: Callable[[str], object]) -> Example:
@@ -129,8 +129,8 @@ def configs() -> dict[str, tuple[st.SearchStrategy[Any], Example]]:
     }
 
 
-def _train_on(place: Path, found: tuple[str, bytes, int]) -> None:
-    name, content, vocabulary = found
+def _train_on(place: Path, case: tuple[str, bytes, int]) -> None:
+    name, content, vocabulary = case
     path = place / name
     path.write_bytes(content)
     train, held_out = load_corpora(str(path), vocabulary)
@@ -206,10 +206,12 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
             model.plan(recipe, Hardware("cpu"), "auto")
 
     names = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml")
-    found: dict[str, tuple[st.SearchStrategy[Any], Example]] = {name: lines(name) for name in names}
-    found["rows"] = st.sampled_from(ROWS).flatmap(edited), rows
-    found["manifests"] = edited(manifest), going_on
-    return found
+    strategies: dict[str, tuple[st.SearchStrategy[Any], Example]] = {
+        name: lines(name) for name in names
+    }
+    strategies["rows"] = st.sampled_from(ROWS).flatmap(edited), rows
+    strategies["manifests"] = edited(manifest), going_on
+    return strategies
 
 
 _OPERAND = {"layer": "a", "operand": "input", "recipe": "delayed", "what_if": False, "scale": 2.0,

@@ -116,35 +116,35 @@ OTHERS = (".metadata", "pytorch_model.bin", "custom_checkpoint_0.pkl", "schedule
 
 
 def executed(pristine: Path, place: Path, name: str) -> list[str]:
-    """Where the payload `name` was executed, or what failed without a line that says why; `place`
-    is an empty folder, `pristine` a good run."""
+    """The places where the payload `name` was executed, or commands that failed without a message;
+    `place` is an empty folder, `pristine` a good run."""
     marker = place / "executed"
     file, folder, run = place / name, place / "folder", place / "run"
     content = PAYLOADS[name](Payload(marker))
     file.write_bytes(content)
     folder.mkdir()
-    for other in (*OTHERS, name, "run.toml", "checkpoint.json"):
-        (folder / other).write_bytes(content)
+    for other_name in (*OTHERS, name, "run.toml", "checkpoint.json"):
+        (folder / other_name).write_bytes(content)
     _plant(pristine, run, content)
-    found = []
+    failures = []
     for door, words in DOORS.items():
         arguments = [word.format(file=file, folder=folder, run=run) for word in words]
         ended = called([*arguments, *_short(arguments[0], place)], place)
         if marker.exists():
-            found.append(f"{name} was executed by {door}")
+            failures.append(f"{name} was executed by {door}")
             marker.unlink()
         if ended.code == TRACEBACK or (ended.code and not ended.is_one_line):
-            found.append(f"{name} at {door}: exit {ended.code}, {ended.stderr[-300:]}")
+            failures.append(f"{name} at {door}: exit {ended.code}, {ended.stderr[-300:]}")
     for path in (file, folder, run, run / "checkpoints" / NEWEST):
         try:
             load(path)
-            found.append(f"load took {path}")
+            failures.append(f"load took {path}")
         except UserError:
             pass
         if marker.exists():
-            found.append(f"{name} was executed by load of {path}")
+            failures.append(f"{name} was executed by load of {path}")
             marker.unlink()
-    return found
+    return failures
 
 
 def _plant(pristine: Path, run: Path, content: bytes) -> None:
@@ -153,10 +153,10 @@ def _plant(pristine: Path, run: Path, content: bytes) -> None:
     for checkpoint in (run / "checkpoints").iterdir():
         for path in list(checkpoint.glob("*.safetensors")):
             replace(checkpoint, path.name, content)
-        for other in OTHERS:
-            (checkpoint / other).write_bytes(content)
-    for own in OF_A_RUN:
-        (run / own).write_bytes(content)
+        for other_name in OTHERS:
+            (checkpoint / other_name).write_bytes(content)
+    for own_name in OF_A_RUN:
+        (run / own_name).write_bytes(content)
 
 
 def _short(command: str, place: Path) -> list[str]:

@@ -19,12 +19,12 @@ from tests.faults.inputs import (
 
 FUZZ_SHORT, FUZZ_LONG = 1300, 20_000
 RUN_FILES = 60
-"""How many of the fuzzed files of a run are tried: each is a whole report."""
+"""The number of fuzzed files of a run to try: each takes a full report."""
 
 
-def _outcome(found: Iterable[tuple[str, str]]) -> Outcome:
-    """Of faults, each with what is wrong, or an empty string."""
-    return sum((judged([name], wrong) for name, wrong in found), Outcome())
+def _outcome(results: Iterable[tuple[str, str]]) -> Outcome:
+    """The outcome of faults, given as pairs of a fault and its problem, "" if there is none."""
+    return sum((judged([name], wrong) for name, wrong in results), Outcome())
 
 
 def corruptions(place: Path, count: int) -> Outcome:
@@ -38,12 +38,12 @@ def corruptions(place: Path, count: int) -> Outcome:
 
 def pickles(place: Path, count: int) -> Outcome:
     """R6."""
-    run, found = input_corruptions.make_run(place), []
+    run, results = input_corruptions.make_run(place), []
     for name in islice(input_pickles.PAYLOADS, count):
         (place / f"of {name}").mkdir()
         executed = input_pickles.executed(run, place / f"of {name}", name)
-        found.append((name, "; ".join(executed)))
-    return _outcome(found)
+        results.append((name, "; ".join(executed)))
+    return _outcome(results)
 
 
 def bad_input(place: Path, count: int) -> Outcome:
@@ -94,7 +94,7 @@ def _quiet(run: Callable[[Path, int], Outcome]) -> Callable[[Path, int], Outcome
 
 CASES: dict[str, Case] = {
     "R5": Case(
-        what="files of a run cut, changed, swapped, missing, made up or malicious",
+        description="files of a run cut, changed, swapped, missing, made up or malicious",
         passes="the file is named and the last good checkpoint used; with all of them bad, exit "
         "code 3; memory and time bounded",
         run=_quiet(corruptions),
@@ -102,28 +102,28 @@ CASES: dict[str, Case] = {
         long=len(input_corruptions.CORRUPTIONS),
     ),
     "R6": Case(
-        what="malicious pickles at every place that takes a file",
+        description="malicious pickles at every place that takes a file",
         passes="none is executed, and what is refused is refused in one line",
         run=_quiet(pickles),
         short=4,
         long=len(input_pickles.PAYLOADS),
     ),
     "R7": Case(
-        what="bad configurations, flags and data files",
+        description="bad configurations, flags and data files",
         passes="exit code 2, one line on stderr that names it, nothing left behind",
         run=_quiet(bad_input),
         short=len(input_flags.bad_input()),
         long=len(input_flags.bad_input()),
     ),
     "R8": Case(
-        what="fuzzed configurations and data files, and files of runs",
+        description="fuzzed configurations and data files, and files of runs",
         passes="each is taken, or refused in one line",
         run=_quiet(fuzz),
         short=FUZZ_SHORT,
         long=FUZZ_LONG,
     ),
     "R9": Case(
-        what="data that are bad, or go bad while they are read",
+        description="data that are bad, or go bad while they are read",
         passes="refused before the model sees them, with file and offset or size",
         run=_quiet(data),
         short=len(input_data.FAULTS),

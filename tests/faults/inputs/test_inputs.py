@@ -1,4 +1,4 @@
-"""What comes from outside is bad, made up or goes bad: it is named, and what is good is used."""
+"""Bad, forged or changing input: the error names it, and the good checkpoints are used."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 
 
 # Each file, and each way in which any file is damaged; the manifest in each way.
-OTHER_FILES = {f"{file} {how}" for file in FILES[:4] for how in (*DAMAGES, "missing")} - {
+OTHER_FILES = {f"{file} {damage}" for file in FILES[:4] for damage in (*DAMAGES, "missing")} - {
     "model.safetensors flipped", "optimizer.safetensors empty", "rng.safetensors missing",
     "fp8.safetensors cut",
 }  # fmt: skip
@@ -49,33 +49,46 @@ ALL_BAD = {
     "weights without end", "a pipe as manifest", "a file as checkpoint", "a billion layers",
     "no plan", "another configuration",
 }  # fmt: skip
-DONE = [(what, what in ALL_BAD) for what in CORRUPTIONS if what not in OTHER_FILES]
-REST = [(what, True) for what, of in CORRUPTIONS.items() if what not in ALL_BAD and not of.of_run]
+DONE = [
+    (corruption, corruption in ALL_BAD)
+    for corruption in CORRUPTIONS
+    if corruption not in OTHER_FILES
+]
+REST = [
+    (corruption, True)
+    for corruption, of in CORRUPTIONS.items()
+    if corruption not in ALL_BAD and not of.of_run
+]
 
 
 @pytest.mark.parametrize(
-    ("what", "all_bad"), [*DONE, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)]
+    ("corruption", "all_bad"),
+    [*DONE, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)],
 )
-def test_the_file_is_named_and_the_last_good_checkpoint_used(what, all_bad, pristine, tmp_path):
-    assert problem(pristine, tmp_path / "copy", CORRUPTIONS[what], all_bad) == ""
+def test_the_file_is_named_and_the_last_good_checkpoint_used(
+    corruption, all_bad, pristine, tmp_path
+):
+    assert problem(pristine, tmp_path / "copy", CORRUPTIONS[corruption], all_bad) == ""
 
 
 BAD = ["NaN weight", "model.safetensors flipped"]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(what, run, refused):
+@pytest.mark.parametrize("corruption", BAD)
+def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(corruption, run, refused):
     bad = run / "checkpoints" / NEWEST
-    CORRUPTIONS[what].damage(bad)
+    CORRUPTIONS[corruption].damage(bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
         refused("pretrain", *words, code=3, said=NEWEST)
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(what, run, command, capsys):
-    CORRUPTIONS[what].damage(run / "checkpoints" / NEWEST)
+@pytest.mark.parametrize("corruption", BAD)
+def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(
+    corruption, run, command, capsys
+):
+    CORRUPTIONS[corruption].damage(run / "checkpoints" / NEWEST)
     with pytest.warns(UserWarning, match=f"{OLDER} is used, an older checkpoint.*{NEWEST}"):
         model = fp8stack.load(run)
     good = reader.load(run / "checkpoints" / OLDER).tensors["model"]
@@ -83,8 +96,8 @@ def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(what, run, co
     short = ["--data", str(run / "run.toml"), "--steps", "1", "--context", "8"]
     short += ["--set", "eval_windows=1", "--set", "sample_tokens=0"]
     assert command("pretrain", "--init-from", str(run), "--out", "o", *short) == 0
-    told = f"{OLDER}; optimizer, scales and schedule are new; passed over: "
-    assert told in capsys.readouterr().out
+    message = f"{OLDER}; optimizer, scales and schedule are new; passed over: "
+    assert message in capsys.readouterr().out
 
 
 def test_a_run_without_run_toml_goes_on_by_its_path_too(run, command, capsys):
@@ -122,7 +135,7 @@ def test_a_child_that_eats_memory_or_time_is_ended():
 
 
 def test_a_stranger_can_state_right_sums(run):
-    """What the corruptions build on: a manifest that is rewritten verifies."""
+    """A rewritten manifest passes verification, on which the corruptions build."""
     folder = run / "checkpoints" / NEWEST
     rewrite(folder, lambda body: body["info"]["versions"].update(torch="0"))
     replace(folder, "rng.safetensors", (folder / "rng.safetensors").read_bytes())

@@ -51,9 +51,9 @@ class Fault:
     _step: int = field(default=-1, repr=False)
 
     def put(self, run: Run) -> None:
-        """Have it happen in `run`, which has not begun its next step."""
-        part = run.model.get_submodule
-        block, layer = part(self.block), part(self.layer)
+        """Put the fault into `run`, which has not begun its next step."""
+        submodule = run.model.get_submodule
+        block, layer = submodule(self.block), submodule(self.layer)
         run.model.register_forward_pre_hook(lambda model, args: self._count(run), prepend=True)
         hooks: dict[str, Callable[[], object]] = {
             "activation": lambda: block.register_forward_pre_hook(self._spoil_input(run)),
@@ -86,7 +86,7 @@ class Fault:
         )
 
     def _count(self, run: Run) -> None:
-        """Know which micro-batch of which step begins; a step that is tried again begins anew."""
+        """Track which micro-batch of which step begins; a repeated step starts again at 0."""
         if run.model.training:
             again = self._pass + 1 >= run.config.accumulate
             self._pass = 0 if run.step != self._step or again else self._pass + 1
@@ -126,7 +126,7 @@ class Fault:
         return hook
 
     def _follow(self, run: Run, x: Tensor, accumulates: bool = False) -> None:
-        """Have the gradient of `x` be spoilt; that of a parameter comes in every pass."""
+        """Spoil the gradient of `x`; a parameter's gradient arrives in every pass."""
         if x.requires_grad and (accumulates or self._due(run)):
             x.register_hook(lambda gradient: self._spoilt(gradient) if self._happens(run) else None)
 
@@ -157,8 +157,8 @@ class Fault:
             history.history[1, history.column(f"{self.layer}.input")] = self.value
         else:
             weight = self._weight(run)
-            kept = weight if self.place == "weight" else run.optimizer.state[weight]["exp_avg"]
-            kept.view(-1)[kept.numel() // 2] = self.value
+            target = weight if self.place == "weight" else run.optimizer.state[weight]["exp_avg"]
+            target.view(-1)[target.numel() // 2] = self.value
 
 
 def places(recipe: str) -> tuple[str, ...]:

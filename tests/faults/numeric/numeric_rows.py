@@ -1,5 +1,5 @@
-"""Rows of the matrix about numbers: faults in them, spikes, and the wrong run resumed; and what is
-to become of a fault by what the arithmetic makes of it."""
+"""Rows of the matrix about numbers: faults in them, spikes, and resuming the wrong run; and the
+expected reaction to a fault, by its effect in the arithmetic."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ APART = 2  # steps from one fault of a run to the next; it is saved as often
 
 
 def expected(place: str, value: str, recipe: str) -> str:
-    """What is to become of a fault that happens once.
+    """The expected reaction to a fault that happens once.
 
-    "skip": the step is not taken, to the bit. "back": the state itself is broken, so the run goes
-    back to its newest checkpoint, and on. "mend": the amax history or its scale is put right, and
-    no step is lost. "either": the step may be taken, since by the arithmetic of the recipe what
-    comes of the value is finite; then all that the run keeps has to be.
+    "skip": the step is skipped, to the bit. "back": the state itself is broken, so the run rolls
+    back to its newest checkpoint and continues. "mend": the amax history or its scale is repaired,
+    and no step is lost. "either": the step may be taken, if the value's effect is finite in the
+    arithmetic of the recipe; then the run's state must be finite, too.
     """
     if place in ("weight", "moment"):
         return "back"
@@ -50,9 +50,9 @@ def transient(
     sets: Sequence[str] = (),
     **keys: Any,
 ) -> Outcome:
-    """Each of the chosen places and values once, in one run."""
+    """Put the chosen values into the chosen places, once each, in one run."""
     steps = FIRST + APART * len(chosen)
-    guard = {"calm_steps": 1, "patience": 20}  # each fault is to be seen by itself
+    guard = {"calm_steps": 1, "patience": 20}  # so that faults do not add up to an incident
     run = small_run(folder, f"{recipe}-transient", recipe, sets, steps=steps, guard=guard, **keys)
     recorder = Recorder(run)
     faults = {}
@@ -60,29 +60,29 @@ def transient(
         step = FIRST + APART * number
         faults[step] = Fault(place=place, value=VALUES[value], steps={step})
         faults[step].put(run)
-    why = ""
+    reason = ""
     try:
         trained(run)
     except NumericFailure as error:
-        why = str(error)
+        reason = str(error)
     outcome = Outcome()
     for (step, fault), (place, value) in zip(faults.items(), chosen, strict=True):
         if fault.injected:
-            wrong = why or _wrong_end(expected(place, value, recipe), place, step, run, recorder)
+            wrong = reason or _wrong_end(expected(place, value, recipe), place, step, run, recorder)
             outcome += judged([f"{recipe}, {value} into {place}, step {step}"], wrong)
-        elif not why:
+        elif not reason:
             outcome += Outcome(lost=(f"{recipe}, {value} into {place} did not happen",))
     return outcome
 
 
-def _wrong_end(wanted: str, place: str, step: int, run: Run, recorder: Recorder) -> str:
-    """What is wrong with what became of a fault in a place; empty if nothing is."""
+def _wrong_end(expected: str, place: str, step: int, run: Run, recorder: Recorder) -> str:
+    """The problem with the reaction to a fault in a place, "" if none."""
     rows = [row for row in run.folder.read_metrics() if row["step"] == step]
     skipped = any(row.get("event") == "skip" or row.get("skipped") for row in rows)
-    if wanted == "skip" or (wanted == "either" and skipped):
+    if expected == "skip" or (expected == "either" and skipped):
         wrong = "" if skipped else "the step was taken"
         return wrong or _differing(recorder.at(step), recorder.at(step + 1), "after the step")
-    if wanted == "back":  # seen by the look after the step before it, which went back to a save
+    if expected == "back":  # seen by the look after the step before it, which went back to a save
         back = [row for row in events(run) if row["event"] == "rollback"]
         mine = [row["to_step"] for row in back if row["step"] == step - 1]
         if not mine:
@@ -90,7 +90,7 @@ def _wrong_end(wanted: str, place: str, step: int, run: Run, recorder: Recorder)
         # The steps in between are left out or done again; what began after the save did so alike.
         saved, again = recorder.at(mine[0] + 1), recorder.after(mine[0], step - 1)
         return _differing(saved, again, "after going back")
-    if wanted == "mend":
+    if expected == "mend":
         late = place == "amax"  # recorded in the step, and seen by the next one
         mended = [row["step"] for row in events(run) if row["event"] == "clear_amax"]
         if step + late not in mended:
@@ -107,7 +107,7 @@ def _differing(a: Digest | None, b: Digest | None, when: str) -> str:
     return f"{names[0]} differs {when}, of {len(names)} things" if names else ""
 
 
-# What the diagnosis calls the place, where NaN comes in every step.
+# The diagnosis's name for a place with NaN in every step.
 SHOWN = {
     "activation": "final_norm, input is not finite",
     "input": "blocks.0.mlp.down, input is not finite",
@@ -121,7 +121,7 @@ SHOWN = {
 
 
 def ladder(place: str, recipe: str) -> list[str]:
-    """What the guard is to do, rung by rung, about NaN in every step in a place."""
+    """The expected actions of the guard, rung by rung, if a place has NaN in every step."""
     if place in ("weight", "moment"):  # no precision mends them
         return ["rollback", "stop"]
     if recipe == "fp16":
@@ -167,33 +167,37 @@ def _is_saved(run: Run) -> bool:
     """Whether there are checkpoints, all of them finite."""
     saved = [checkpoints.load(path) for path in checkpoints.candidates(run.folder.checkpoints)]
     tensors = [
-        t for one in saved for group in ("model", "optimizer") for t in one.tensors[group].values()
+        t
+        for checkpoint in saved
+        for group in ("model", "optimizer")
+        for t in checkpoint.tensors[group].values()
     ]
     return bool(saved) and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _wrong_rungs(run: Run, wanted: list[str]) -> str:
+def _wrong_rungs(run: Run, expected: list[str]) -> str:
     rungs = ("rollback", "demote", "precision", "stop")
-    found = [row for row in events(run) if row["event"] in rungs]
-    named = [" ".join(filter(None, (row["event"], row.get("layer")))) for row in found]
-    return "" if named == wanted else f"the guard did {named}, not {wanted}"
+    rung_events = [row for row in events(run) if row["event"] in rungs]
+    named = [" ".join(filter(None, (row["event"], row.get("layer")))) for row in rung_events]
+    return "" if named == expected else f"the guard did {named}, not {expected}"
 
 
 # The rows
 
 
 def numeric_faults(folder: Path, count: int) -> Outcome:
-    """`count` faults of all recipes, places and values, evenly: each once, and some for good."""
+    """Inject `count` faults, spread evenly over all recipes, places and values: most happen once,
+    some in every step."""
     once = [(r, p, v) for r in RECIPES for p in places(r) for v in VALUES]
     for_good = [(persistent, r, p) for r in RECIPES for p in SHOWN]
     for_good += [(only_in_fp8, r, "input") for r in FP8] + [(only_in_fp8, "delayed", "amax")]
-    kept = max(1, round(count * len(for_good) / (len(once) + len(for_good))))
-    chosen = evenly(once, count - kept)
+    persistent = max(1, round(count * len(for_good) / (len(once) + len(for_good))))
+    chosen = evenly(once, count - persistent)
     outcome = Outcome()
     for recipe in RECIPES:
         if mine := [(place, value) for r, place, value in chosen if r == recipe]:
             outcome += transient(folder, recipe, mine)
-    for check, recipe, place in evenly(for_good, kept):
+    for check, recipe, place in evenly(for_good, persistent):
         wrong = check(folder, recipe, place)
         outcome += judged([f"{recipe}, nan into {place} in every step"], wrong)
     return outcome
@@ -240,9 +244,13 @@ def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
     trained(run)
     # In fp16 the spike may overflow, which skips the step as well.
     rows = run.folder.read_metrics()
-    told = {row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")}
+    skipped_steps = {
+        row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")
+    }
     at = spiked_steps(steps)[:count]
-    missed = [f"{recipe}: the spike of step {step} was taken" for step in at if step not in told]
+    missed = [
+        f"{recipe}: the spike of step {step} was taken" for step in at if step not in skipped_steps
+    ]
     return Outcome(injected=len(at), survived=len(at) - len(missed), lost=tuple(missed))
 
 
@@ -255,29 +263,29 @@ def clean(folder: Path, recipe: str, steps: int) -> Outcome:
 
 
 def falsely_skipped(folder: Path, recipe: str, steps: int) -> int:
-    """How many steps of a clean run the guard skips; overflows of fp16 are not counted."""
+    """The number of steps of a clean run that the guard skips, without fp16 overflows."""
     run = small_run(folder, f"{recipe}-clean", recipe, steps=steps, log_every=10, save_every=2000)
     return len({row["step"] for row in trained(run) if row["event"] == "skip"})
 
 
 def other_runs(folder: Path, count: int) -> Outcome:
-    """`count` resumptions, each of which differs in one thing from the run that was saved."""
+    """Resume a run `count` times, each time with one difference from the saved run."""
     saved = saved_run(folder)
     chosen = OTHERS[:count] if count > len(OTHERS) else evenly(OTHERS, count)
-    outcomes = (judged([str(other.keys)], refusal(saved, other)) for other in chosen)
+    outcomes = (judged([str(change.keys)], refusal(saved, change)) for change in chosen)
     return sum(outcomes, Outcome())
 
 
-def evenly(things: Sequence[Any], count: int) -> list[Any]:
+def evenly(items: Sequence[Any], count: int) -> list[Any]:
     """`count` of the things, or all there are, from the whole range of them."""
-    count = min(count, len(things))
-    return [things[n * len(things) // count] for n in range(count)]
+    count = min(count, len(items))
+    return [items[n * len(items) // count] for n in range(count)]
 
 
 CASES: dict[str, Case] = {
     "R10": Case(
-        what="NaN, inf, -inf and 1e38 into activations, gradients, weights, loss, amaxes, moments "
-        "and scales, in every recipe; once, and NaN in every step",
+        description="NaN, inf, -inf and 1e38 into activations, gradients, weights, loss, amaxes, "
+        "moments and scales, in every recipe; once, and NaN in every step",
         passes="the step is skipped to the bit, or broken state goes back to the last checkpoint, "
         "or an amax history is mended; what comes in every step climbs the ladder and is named",
         run=numeric_faults,
@@ -285,14 +293,14 @@ CASES: dict[str, Case] = {
         long=ALL_FAULTS,
     ),
     "R11": Case(
-        what="losses ten times themselves; for each, 500 clean steps",
+        description="losses ten times themselves; for each, 500 clean steps",
         passes="every spike is skipped, and at most 0.1 % of the clean steps",
         run=spikes,
         short=4,
         long=20,
     ),
     "R15": Case(
-        what="a run resumed with another recipe, model, data, seed or setting",
+        description="a run resumed with another recipe, model, data, seed or setting",
         passes="exit code 2, one line that names the difference, and no file changed",
         run=other_runs,
         short=12,

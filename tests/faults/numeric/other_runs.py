@@ -13,7 +13,7 @@ from tests.faults.numeric.small_runs import small_run, trained
 
 @dataclass(frozen=True)
 class Other:
-    """What a resumed run is asked to be, and the difference that is to be named."""
+    """Changed keys of a resumed run, and the difference that the error must name."""
 
     keys: dict[str, Any]
     named: str
@@ -57,22 +57,22 @@ def saved_run(folder: Path) -> Path:
 def resumed_as(saved: Path, keys: dict[str, Any]) -> Run:
     """The saved run, resumed with some keys changed. Raises what `set_up` raises."""
     shape = {"layers": 1, "heads": 2, "width": 32}
-    given = {key: value for key, value in keys.items() if key != "model_overrides"}
-    if "data" in given:
-        given["data"] = str(saved.parent / given["data"])
+    settings = {key: value for key, value in keys.items() if key != "model_overrides"}
+    if "data" in settings:
+        settings["data"] = str(saved.parent / settings["data"])
     if "model_overrides" in keys:
-        given["model_overrides"] = shape | keys["model_overrides"]
-    return set_up(given, None, [], str(saved))
+        settings["model_overrides"] = shape | keys["model_overrides"]
+    return set_up(settings, None, [], str(saved))
 
 
-def refusal(saved: Path, other: Other) -> str:
-    """What is wrong with how a wrong resumption was answered; empty if nothing is."""
+def refusal(saved: Path, change: Other) -> str:
+    """The problem with the answer to a wrong resumption, "" if none."""
     before = contents(saved)
     try:
-        resumed_as(saved, other.keys).folder.release()
+        resumed_as(saved, change.keys).folder.release()
     except UserError as error:
         text = str(error)
-        if error.exit_code != 2 or "\n" in text or other.named not in text:
+        if error.exit_code != 2 or "\n" in text or change.named not in text:
             return f"exit code {error.exit_code}: {text}"
         return "" if contents(saved) == before else "the run's files were changed"
     return "the run was resumed"

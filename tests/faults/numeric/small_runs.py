@@ -46,19 +46,19 @@ def small_run(folder: Path, name: str, recipe: str, sets: Sequence[str] = (), **
     data = file if file.exists() else write_text(folder)
     out = folder / name
     shutil.rmtree(out, ignore_errors=True)
-    given = {**SMALL, "recipe": recipe, "data": str(data), "out": str(out), **keys}
-    return set_up(given, None, [*SETS, *sets], None)
+    settings = {**SMALL, "recipe": recipe, "data": str(data), "out": str(out), **keys}
+    return set_up(settings, None, [*SETS, *sets], None)
 
 
 def trained(run: Run) -> list[Event]:
-    """What the guard told of the run, trained to its end. Raises what `train` raises."""
+    """Train the run to its end, and return the guard's events. Raises what `train` raises."""
     with contextlib.redirect_stdout(io.StringIO()):
         train(run)
     return events(run)
 
 
 def events(run: Run) -> list[Event]:
-    """What the guard told, so far."""
+    """The guard's events so far."""
     return [row for row in run.folder.read_metrics() if "event" in row]
 
 
@@ -80,11 +80,12 @@ class Recorder:
         run.optimizer.register_step_post_hook(self._after)
 
     def at(self, step: int) -> Digest | None:
-        """How `step` began when it came for the first time; None if it did not."""
+        """The state at the first start of `step`; None if it did not start."""
         return next((digest for number, digest in self.starts if number == step), None)
 
     def after(self, back_to: int, bad: int) -> Digest | None:
-        """How the first step began that came after `bad`, when the run went back to `back_to`."""
+        """The state at the start of the first step after `bad`, when the run had rolled back to
+        `back_to`."""
         numbers = [number for number, _ in self.starts]
         place = numbers.index(bad) + 1
         if place == len(numbers) or numbers[place] <= back_to:
@@ -114,12 +115,12 @@ class Recorder:
 
 
 def digest_of(x: Tensor) -> str:
-    """What stands for the bytes of a tensor."""
+    """A hash of the bytes of a tensor."""
     return hashlib.blake2b(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def is_sound(run: Run) -> bool:
     """Whether all that the run keeps is finite."""
     state = list(fp8_state(run.model).values()) + list(run.model.parameters())
-    state += [value for kept in run.optimizer.state.values() for value in kept.values()]
+    state += [value for moments in run.optimizer.state.values() for value in moments.values()]
     return all(bool(tensor.isfinite().all()) for tensor in state)

@@ -61,7 +61,7 @@ def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
 def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monkeypatch):
     """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
     monkeypatch.setattr("fp8stack.training.guard.amax.Amaxes.put_back", lambda self, where: None)
-    monkeypatch.setattr(Guard, "_mend", lambda self, step, why: None)
+    monkeypatch.setattr(Guard, "_mend", lambda self, step, reason: None)
     chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]
     outcome = transient(tmp_path, "delayed", chosen)
     assert (outcome.injected, outcome.survived) == (3, 0)
@@ -92,7 +92,7 @@ def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(r
 
 
 def left_out(step: int) -> dict[str, Any]:
-    """The state of a guard that has just begun and is to leave a step out."""
+    """The state of a new guard that leaves a step out."""
     watch = {"window": [], "streak": 0, "overflows": 0}
     state = {"watch": watch, "left_out": [step], "demoted": {}, "incidents": 0, "last_bad": 0}
     return state | {"tried": [], "bad": [], "left_fp16": False}

@@ -33,13 +33,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_run(tmp_path_factory.mktemp("other"))
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: str(other.keys))
-def test_a_run_that_differs_is_refused_and_the_difference_named(other, saved):
-    assert refusal(saved, other) == ""
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: str(change.keys))
+def test_a_run_that_differs_is_refused_and_the_difference_named(change, saved):
+    assert refusal(saved, change) == ""
 
 
 def test_every_key_that_may_not_change_is_tried():
-    tried = {key for other in OTHERS for key in other.keys}
+    tried = {key for change in OTHERS for key in change.keys}
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     assert fixed <= tried | NOT_TRIED
 
@@ -50,12 +50,12 @@ def test_what_may_change_goes_through(keys, saved):
     run = resumed_as(saved, keys)
     run.folder.release()
     assert run.step == 4
-    found = run.config.model_dump()
+    config = run.config.model_dump()
     for key, value in keys.items():
         if key == "guard":
-            assert found[key] | value == found[key]
+            assert config[key] | value == config[key]
         else:
-            assert found[key] == (tuple(value) if isinstance(value, list) else value)
+            assert config[key] == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_a_resumption_that_is_not_refused_is_told(saved):

@@ -51,10 +51,10 @@ class Watched:
         return self.poll().skipped
 
     def state(self) -> list[Tensor]:
-        kept = [p.detach().clone() for p in self.parameters]
+        tensors = [p.detach().clone() for p in self.parameters]
         for parameter in self.parameters:
-            kept += [value.clone() for value in self.optimizer.state[parameter].values()]
-        return kept
+            tensors += [value.clone() for value in self.optimizer.state[parameter].values()]
+        return tensors
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -86,7 +86,7 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
     watched.step(2, 2.0, INF)
     look = watched.poll()
     assert [bad.step for bad in look.bad] == [1, 2]
-    assert [bad.why for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
+    assert [bad.reason for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
     assert look.streak == 2
     watched.step(3, 2.0, 1.0)
     assert watched.poll() == look.__class__(
@@ -155,9 +155,9 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count):
     watched.step(301, float(losses[-1]), float(norm_limit * above))
     watched.step(302, float(loss_limit * above), float(norms[-1]))
     bad = watched.poll().bad
-    assert [one.causes for one in bad] == [Cause.GRADIENT_SPIKE, Cause.LOSS_SPIKE]
+    assert [bad_step.causes for bad_step in bad] == [Cause.GRADIENT_SPIKE, Cause.LOSS_SPIKE]
     assert bad[1].loss_limit == pytest.approx(loss_limit, rel=1e-12)
-    assert "is above its limit" in bad[1].why
+    assert "is above its limit" in bad[1].reason
     watched.step(303, float(loss_limit * nearly), float(norms[-1]))
     assert watched.poll().bad == ()
 
@@ -190,21 +190,21 @@ def test_a_window_saved_and_put_back_judges_alike_and_a_shorter_one_takes_the_ne
     for step in range(1, 60):
         watched.step(step, 3.0 + 0.01 * step, 1.0)
     state = watched.watch.state()
-    other, shorter = Watched(), Watched(window=40)
-    other.watch.load_state(state)
+    restored, shorter = Watched(), Watched(window=40)
+    restored.watch.load_state(state)
     shorter.watch.load_state(state)
-    assert other.watch.state() == state
+    assert restored.watch.state() == state
     assert shorter.watch.state()["window"] == state["window"][-40:]
-    for one in (watched, other, shorter):
-        one.step(60, 30.0, 1.0)
-        assert one.skipped()
+    for watched_run in (watched, restored, shorter):
+        watched_run.step(60, 30.0, 1.0)
+        assert watched_run.skipped()
 
 
 def _taken(rank: int) -> tuple[list[bool], float]:
-    """Which steps a rank of two took, and what its weights came to."""
+    """The steps that a rank of two took, and the sum of its weights."""
     join("cpu", 60)
     watched = Watched(warmup=8)
-    taken = []
+    steps_taken = []
     for step in range(1, 13):
         loss = 3.0 + rank
         if (step, rank) == (5, 1):
@@ -212,27 +212,27 @@ def _taken(rank: int) -> tuple[list[bool], float]:
         if (step, rank) == (11, 0):
             loss = 500.0  # the mean is a spike
         watched.step(step, loss, 1.0)
-        taken.append(not watched.skipped())
-    return taken, float(watched.parameters[0].sum())
+        steps_taken.append(not watched.skipped())
+    return steps_taken, float(watched.parameters[0].sum())
 
 
 def test_all_ranks_skip_alike_where_only_one_has_a_bad_loss():
     first, second = in_ranks(_taken, 2)
     assert first == second
-    assert [step for step, taken in enumerate(first[0], 1) if not taken] == [5, 11]
+    assert [step for step, was_taken in enumerate(first[0], 1) if not was_taken] == [5, 11]
 
 
-# In a run. What else is put into numbers, and where, is in tests/faults/numeric.
+# The monitor in a run. More faults in numbers are in tests/faults/numeric.
 
 PLACES = {"loss": "", "gradient": "final_norm.weight"}
 
 
-@pytest.mark.parametrize("what", PLACES)
+@pytest.mark.parametrize("place", PLACES)
 def test_without_a_guard_a_failure_between_two_looks_is_named_and_nothing_after_it_happened(
-    what, tmp_path
+    place, tmp_path
 ):
     small = SmallLoop(tmp_path / "r", "fp32", log_every=10, **OFF)
-    small.spoil(PLACES[what], {3, 7})
+    small.spoil(PLACES[place], {3, 7})
     small.advance(2)
     before = small.everything()
     small.advance(7)
@@ -243,7 +243,7 @@ def test_without_a_guard_a_failure_between_two_looks_is_named_and_nothing_after_
     assert changed(before, small.everything()) == []
     skip, stop = metrics(tmp_path / "r")
     assert (skip["step"], skip["event"], skip["grad_norm"]) == (3, "skip", None)
-    assert (skip["loss"] is None) == (what == "loss")
+    assert (skip["loss"] is None) == (place == "loss")
     assert (stop["step"], stop["event"]) == (3, "stop")
 
 
@@ -341,7 +341,7 @@ def test_what_reads_on_the_host_is_counted(read):
     assert sum(host_reads(lambda: read(torch.ones(1))).values()) > 0
 
 
-# How long steps take
+# Times of steps
 
 
 @pytest.fixture
@@ -362,9 +362,9 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
     train_step, evaluate, save = Step.__call__, loop.evaluate, loop.save
 
     def taking(seconds: float, work: Callable) -> Callable:
-        def timed(*given: object) -> object:
+        def timed(*args: object) -> object:
             now[0] += seconds
-            return work(*given)
+            return work(*args)
 
         return timed
 
@@ -381,8 +381,8 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
 
 def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
     small = SmallLoop(tmp_path / "r", "fp32", steps=20)
-    shown: list[float | None] = []
-    monkeypatch.setattr(small.loop.display, "step", lambda step, line, left: shown.append(left))
+    etas: list[float | None] = []
+    monkeypatch.setattr(small.loop.display, "step", lambda step, line, eta: etas.append(eta))
     train_step = Step.__call__
 
     def slow_at_first(self: Step, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -391,4 +391,4 @@ def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
 
     monkeypatch.setattr(Step, "__call__", slow_at_first)
     small.advance(4)
-    assert shown == [None, 36, 34, 32]
+    assert etas == [None, 36, 34, 32]

@@ -1,4 +1,4 @@
-"""What the guard does about steps that go wrong: roll back, leave FP8, leave fp16, stop."""
+"""The guard's actions when steps go wrong: roll back, leave FP8, leave fp16, stop."""
 
 import json
 import math
@@ -57,8 +57,8 @@ def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path
     before, outcomes = small.everything(), list[Outcome]()
     small.loop.carry_out = outcomes.append  # type: ignore[assignment]
     small.advance(6)
-    acted = [one for one in outcomes if one.back_to is not None or one.leave_fp8]
-    assert [one.streak for one in acted] == [3, 3]
+    acted = [outcome for outcome in outcomes if outcome.back_to is not None or outcome.leave_fp8]
+    assert [outcome.streak for outcome in acted] == [3, 3]
     back, leave = acted
     assert (back.back_to.step, back.leave_fp8, back.failure) == (4, (), "")
     assert [event["event"] for event in back.events] == ["skip", "rollback"]
@@ -118,7 +118,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 
 def test_every_recipe_and_every_key_are_tried_with_the_guard():
     assert sorted(KEYS) == presets.names("recipes")
-    tried = {key for ones in KEYS.values() for one in ones for key in one}
+    tried = {key for ones in KEYS.values() for keys in ones for key in keys}
     assert tried == RecipeFile.model_fields.keys() - {"name", "description", "like"}
 
 
@@ -183,7 +183,7 @@ def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_pa
 
 
 def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
-    """Without a checkpoint there is nothing to go back to, and the next rung is taken."""
+    """The next rung is taken, since there is no checkpoint to go back to."""
     keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
     small = SmallLoop(tmp_path / "r", "current", recipe_overrides={"head": True}, **keys)
     small.spoil("lm_head", {12, 13}, factor=100.0)
@@ -204,8 +204,8 @@ def spoilt(folder: Path, **keys: Any) -> SmallLoop:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
-    """What such a run comes to and tells that nobody stops."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
+    """The final state and the events of such a run without a stop."""
     small = spoilt(tmp_path_factory.mktemp("whole") / "r")
     small.go()
     return small.everything(), small.told()
@@ -215,7 +215,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
     ("step", "saves"), [(5, False), (8, False), (10, False), (12, False), (7, True)]
 )
 def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_again(
-    step, saves, whole, tmp_path
+    step, saves, uninterrupted, tmp_path
 ):
     ended = spoilt(tmp_path / "r")
     for _ in range(step):
@@ -226,9 +226,9 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
     ended.run.folder.release()
     resumed = spoilt(tmp_path / "r", resume="auto")
     resumed.go()
-    assert changed(whole[0], resumed.everything()) == []
-    assert resumed.told()[-3:] == whole[1][-3:]
-    assert resumed.told() == whole[1] or not saves
+    assert changed(uninterrupted[0], resumed.everything()) == []
+    assert resumed.told()[-3:] == uninterrupted[1][-3:]
+    assert resumed.told() == uninterrupted[1] or not saves
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path):
@@ -259,7 +259,7 @@ def test_what_happened_just_before_a_left_out_step_is_told(tmp_path):
 
 def test_a_resumed_run_gives_up_with_the_same_words(tmp_path):
     keys: dict[str, Any] = {"steps": 12, "log_every": 1, "save_every": 50}
-    told = []
+    messages = []
     for name, stops in (("a", False), ("b", True)):
         small = SmallLoop(tmp_path / name, "fp32", **keys)
         small.spoil("blocks.0.mlp.up", {4, 5, 6})
@@ -270,9 +270,9 @@ def test_a_resumed_run_gives_up_with_the_same_words(tmp_path):
             small.spoil("blocks.0.mlp.up", {4, 5, 6})
         with pytest.raises(NumericFailure) as error:
             small.advance(2)
-        told.append(str(error.value))
-    assert "Weights are as before. It shows first in blocks.0.mlp.up" in told[0]
-    assert told[0] == told[1]
+        messages.append(str(error.value))
+    assert "Weights are as before. It shows first in blocks.0.mlp.up" in messages[0]
+    assert messages[0] == messages[1]
 
 
 def break_evaluations(small: SmallLoop) -> None:
@@ -333,10 +333,10 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     keys: dict[str, Any] = {"data": str(tmp_path / "tokens.bin"), "tokenizer": "bytes"}
     keys |= {"document_mask": True, "telemetry_every": 1, "guard": {"overflows": 5}}
     small = SmallLoop(tmp_path / "r", "fp16", steps=9, **keys)
-    run, seen = small.run, []
+    run, precisions = small.run, []
 
     def spied(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, dropout: float) -> Tensor:
-        seen.append((run.step, q.dtype, mask.dtype))
+        precisions.append((run.step, q.dtype, mask.dtype))
         return attend(q, k, v, mask=mask, dropout=dropout)
 
     monkeypatch.setattr(base, "attend", spied)
@@ -354,7 +354,7 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     assert "loss_scale" not in rows[-1]
     assert run.model.lm_head(torch.zeros(1, run.model.config.width)).dtype == torch.bfloat16
     half, brain = torch.float16, torch.bfloat16
-    assert {step: dtypes for step, *dtypes in seen} == {
+    assert {step: dtypes for step, *dtypes in precisions} == {
         step: [half, half] if step < 7 else [brain, brain] for step in range(10)
     }
     assert run.active is not fp16
@@ -372,7 +372,7 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     assert resumed.run.plan == run.plan
     assert json.loads((tmp_path / "r" / "plan.json").read_text()) == written
     assert resumed.go() == 0
-    assert seen[-1][1:] == (brain, brain)
+    assert precisions[-1][1:] == (brain, brain)
     assert metrics(tmp_path / "r")[-1]["precision"] == "bf16"
 
 
@@ -386,11 +386,11 @@ def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(tmp_path):
     words = ["--tiny", "--cases", "clean,nan,spikes", "--runs", str(tmp_path / "runs")]
-    found = runner.measured(guard, "guard", words)
-    clean, nan, spikes = found["results"]
+    data = runner.measured(guard, "guard", words)
+    clean, nan, spikes = data["results"]
     assert (clean["events"], clean["skipped"]) == ({}, 0)
     assert nan["events"] == {"skip": 9, "rollback": 1, "demote": 1}
     assert nan["demoted"] == ["blocks.1.mlp.up"]
     assert (nan["skipped"], spikes["skipped"]) == (6, guard.SPIKES)
-    assert "| nan |" in guard.table(found)
-    assert guard.figure(found).axes
+    assert "| nan |" in guard.table(data)
+    assert guard.figure(data).axes

@@ -53,8 +53,8 @@ def test_spikes_are_spread_over_the_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(numeric_rows, "falsely_skipped", skipped)
     monkeypatch.setattr(numeric_rows, "spiked", lambda _, r, n: Outcome(injected=n, survived=n))
     assert spikes(tmp_path, 20).injected == 20
-    asked = [call.args[1:] for call in skipped.call_args_list]
-    assert asked == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
+    arguments = [call.args[1:] for call in skipped.call_args_list]
+    assert arguments == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
 
 
 def test_what_float32_cannot_square_counts_as_infinite():

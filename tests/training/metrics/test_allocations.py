@@ -1,4 +1,4 @@
-"""What a step allocates, told by `--profile`, and how allocators are set."""
+"""The allocations of a step, as `--profile` shows them, and the settings of allocators."""
 
 import os
 import re
@@ -32,12 +32,12 @@ def test_a_gpus_figures_are_those_of_the_step_alone():
         "reserved_bytes.all.current": 200 * MIB, "inactive_split_bytes.all.current": 15 * MIB,
         "segment.all.allocated": 7, "num_alloc_retries": 1,
     }  # fmt: skip
-    found = on_gpu(before, after)
-    assert found == Allocations(
+    allocations = on_gpu(before, after)
+    assert allocations == Allocations(
         count=250, bytes=120 * MIB, peak_bytes=40 * MIB, held_bytes=200 * MIB,
         unused_bytes=15 * MIB, fresh=0, retries=0,
     )  # fmt: skip
-    assert words(found) == (
+    assert words(allocations) == (
         "Memory in this step: 250 allocations of 120.0 MiB together, 40.0 MiB at once beyond what "
         "the step began with. The allocator holds 200.0 MiB, of which 15.0 MiB (7.5 %) lie unused "
         "between blocks in use. No new segment was asked of the GPU."
@@ -45,18 +45,18 @@ def test_a_gpus_figures_are_those_of_the_step_alone():
 
 
 def test_a_gpu_that_runs_out_of_memory_is_told_of_with_a_remedy():
-    found = on_gpu({}, {"segment.all.allocated": 3, "num_alloc_retries": 2})
-    assert words(found).endswith(
+    allocations = on_gpu({}, {"segment.all.allocated": 3, "num_alloc_retries": 2})
+    assert words(allocations).endswith(
         "Segments newly asked of the GPU: 3. Memory ran out 2 times and caches were emptied: lower "
         "--batch or use --activation-checkpointing selective."
     )
 
 
 def test_a_cpus_figures_count_allocations_and_the_most_at_once():
-    found = on_cpu([10 * MIB, 20 * MIB, -10 * MIB, 5 * MIB, -40 * MIB], (64 * MIB, 16 * MIB))
-    assert (found.count, found.bytes, found.peak_bytes) == (3, 35 * MIB, 30 * MIB)
-    assert "of which 16.0 MiB (25.0 %)" in words(found)
-    assert "GPU" not in words(found)
+    allocations = on_cpu([10 * MIB, 20 * MIB, -10 * MIB, 5 * MIB, -40 * MIB], (64 * MIB, 16 * MIB))
+    assert (allocations.count, allocations.bytes, allocations.peak_bytes) == (3, 35 * MIB, 30 * MIB)
+    assert "of which 16.0 MiB (25.0 %)" in words(allocations)
+    assert "GPU" not in words(allocations)
 
 
 def test_what_the_system_does_not_tell_is_not_said(monkeypatch):
@@ -71,14 +71,14 @@ def test_what_the_system_does_not_tell_is_not_said(monkeypatch):
 def test_the_profiler_sees_each_tensor():
     a = torch.ones(256, 256)  # 256 KiB
     with profiler.recording(CPU) as recorded:
-        kept = a.neg()
+        negated = a.neg()
         for _ in range(3):
             a.mm(a)
-    found = recorded.allocations
-    assert found is not None
-    assert (found.count, found.bytes) == (4, 4 * a.nbytes)
-    assert found.peak_bytes == 2 * a.nbytes
-    assert kept.nbytes == a.nbytes
+    allocations = recorded.allocations
+    assert allocations is not None
+    assert (allocations.count, allocations.bytes) == (4, 4 * a.nbytes)
+    assert allocations.peak_bytes == 2 * a.nbytes
+    assert negated.nbytes == a.nbytes
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
@@ -93,13 +93,17 @@ def test_the_heap_grows_with_what_is_held():
 
 
 def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path):
-    """In the steady state each step allocates as often and as much as the one before."""
+    """A step in the steady state allocates as often and as much as the step before."""
     counts = []
     for extra in (0, 1):
         small = SmallLoop(tmp_path / str(extra), "delayed", profile=True, profile_step=5 + extra)
         small.advance(5 + extra)
         text = (tmp_path / str(extra) / "profile" / "profile.md").read_text()
-        (line,) = [one for one in text.splitlines() if one.startswith("Memory in this step")]
+        (line,) = [
+            text_line
+            for text_line in text.splitlines()
+            if text_line.startswith("Memory in this step")
+        ]
         counts.append(re.findall(r"([\d,.]+) allocations of ([\d,.]+) MiB", line)[0])
         assert len(re.findall(r"^.*\d% .*$", text, re.M)) == profiler.TOP
         assert (tmp_path / str(extra) / "profile" / "trace.json.gz").stat().st_size > 1000
@@ -177,10 +181,10 @@ def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
     )
-    without, kept = map(int, done.stdout.split())
-    assert without >= 10 * 48  # 96 MiB anew each time, in pages of 2 MiB at most
-    assert kept < without / 10
-    assert kept < 100
+    without, with_setting = map(int, done.stdout.split())
+    assert without >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
+    assert with_setting < without / 10
+    assert with_setting < 100
 
 
 def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):

@@ -29,40 +29,42 @@ def of_step(folder: Path, step: int) -> dict[str, dict]:
 def test_in_fp16_a_step_is_nine_events_in_their_order_with_what_they_saw(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", debug_steps=2, first_loss_scale=1024.0, clip=0.5)
     small.advance(3)
-    found = rows(tmp_path / "r")
-    assert [(row["step"], row["event"]) for row in found] == [(s, e) for s in (1, 2) for e in ORDER]
+    logged = rows(tmp_path / "r")
+    assert [(row["step"], row["event"]) for row in logged] == [
+        (s, e) for s in (1, 2) for e in ORDER
+    ]
     for step in (1, 2):
-        times = [row["time_ms"] for row in found if row["step"] == step]
+        times = [row["time_ms"] for row in logged if row["step"] == step]
         assert times == sorted(times)
         assert times[0] >= 0
-    one = of_step(tmp_path / "r", 2)
-    told = metrics(tmp_path / "r")[1]
-    assert one["batch"]["shape"] == [4, 33]
-    assert one["forward"]["loss"] == one["judge"]["loss"] == told["loss"]
-    assert one["scale_loss"]["loss"] == 1024 * one["forward"]["loss"]
-    assert one["unscale"]["scale"] == one["update_scale"]["scale"] == 1024
-    assert one["clip"]["norm"] == one["judge"]["norm"] == told["grad_norm"]
-    assert (one["clip"]["mode"], one["clip"]["limit"]) == ("norm", 0.5)
-    assert one["judge"]["skip"] == [False]
-    assert one["optimizer"]["lr"] == told["lr"]
-    assert (one["forward"]["weights"], one["forward"]["computes_in"]) == ("float32", "fp16")
-    assert one["backward"]["gradients"] == one["optimizer"]["moments"] == "float32"
-    assert not any("skipped" in row for row in found)
+    events = of_step(tmp_path / "r", 2)
+    metrics_row = metrics(tmp_path / "r")[1]
+    assert events["batch"]["shape"] == [4, 33]
+    assert events["forward"]["loss"] == events["judge"]["loss"] == metrics_row["loss"]
+    assert events["scale_loss"]["loss"] == 1024 * events["forward"]["loss"]
+    assert events["unscale"]["scale"] == events["update_scale"]["scale"] == 1024
+    assert events["clip"]["norm"] == events["judge"]["norm"] == metrics_row["grad_norm"]
+    assert (events["clip"]["mode"], events["clip"]["limit"]) == ("norm", 0.5)
+    assert events["judge"]["skip"] == [False]
+    assert events["optimizer"]["lr"] == metrics_row["lr"]
+    assert (events["forward"]["weights"], events["forward"]["computes_in"]) == ("float32", "fp16")
+    assert events["backward"]["gradients"] == events["optimizer"]["moments"] == "float32"
+    assert not any("skipped" in row for row in logged)
 
 
 def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", debug_steps=1, accumulate=2)
     small.advance(2)
-    found = rows(tmp_path / "r")
+    logged = rows(tmp_path / "r")
     passes = ORDER[1:4]
-    assert [row["event"] for row in found] == [ORDER[0], *passes, *passes, *ORDER[4:]]
-    places = [row["micro_batch"] for row in found if row["event"] in passes]
+    assert [row["event"] for row in logged] == [ORDER[0], *passes, *passes, *ORDER[4:]]
+    places = [row["micro_batch"] for row in logged if row["event"] in passes]
     assert places == [0, 0, 0, 1, 1, 1]
-    for row in found:
+    for row in logged:
         scaling = row["event"] in ("scale_loss", "unscale", "update_scale")
         assert (row.get("skipped") == "no loss scale in delayed-emulated") == scaling
-    losses = [row["loss"] for row in found if row["event"] == "forward"]
-    assert found[-3]["loss"] == pytest.approx(sum(losses) / 2)
+    losses = [row["loss"] for row in logged if row["event"] == "forward"]
+    assert logged[-3]["loss"] == pytest.approx(sum(losses) / 2)
 
 
 def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scale_fell(tmp_path):
@@ -84,10 +86,10 @@ def test_a_bad_loss_is_told_as_json_and_skips_the_step(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", debug_steps=1)
     small.spoil("", {1})
     small.advance(1)
-    one = of_step(tmp_path / "r", 1)
-    assert one["forward"]["loss"] == one["judge"]["loss"] == "nan"
-    assert one["judge"]["skip"] == [True]
-    assert one["optimizer"]["skipped"] == "AdamW: the step was judged bad"
+    events = of_step(tmp_path / "r", 1)
+    assert events["forward"]["loss"] == events["judge"]["loss"] == "nan"
+    assert events["judge"]["skip"] == [True]
+    assert events["optimizer"]["skipped"] == "AdamW: the step was judged bad"
 
 
 @pytest.mark.parametrize(("recipe", "accumulate"), [("fp16", 1), ("delayed", 2)])

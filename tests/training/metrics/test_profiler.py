@@ -42,7 +42,7 @@ def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
     assert names.count("aten::_fused_adamw_") == 2
     assert "aten::embedding" in names
     assert any("Backward" in name for name in names)
-    # A run with a profile goes on, and may be profiled again or not.
+    # A run with a profile can be resumed, with or without another profile.
     assert command("pretrain", "--resume", "r", "--steps", "13", "--no-profile") == 0
     assert file.read_text() == table
     assert command("pretrain", "--resume", "r", "--steps", "14", "--profile") == 0
@@ -92,7 +92,7 @@ def test_a_profile_with_kernels_is_sorted_by_gpu_time(monkeypatch):
 
 
 class Event:
-    """What torch's profiler says of an operator, or of a kernel."""
+    """An event of torch's profiler for an operator or a kernel."""
 
     time_range: SimpleNamespace
 
@@ -128,8 +128,8 @@ def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
     command, refused, tmp_path, capsys
 ):
     flags = ["pretrain", "--recipe", "fp32", "--profile", *TINY, "--out", "r"]
-    told = "profile_step 99 is after the last step, 12. Choose"
-    refused(*flags, "--set", "profile_step=99", said=told)
+    message = "profile_step 99 is after the last step, 12. Choose"
+    refused(*flags, "--set", "profile_step=99", said=message)
     assert command(*flags, "--set", "profile_step=11", "--set", "profile_steps=5") == 0
     table = (tmp_path / "r" / "profile" / "profile.md").read_text()
     assert table.startswith("Steps 11 to 12: ")
@@ -152,7 +152,7 @@ def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
     monkeypatch.setattr(recorded, "events", lambda: [*kernels, annotation])
     recorded.wall_s = 100e-6
     assert profiler.busy(recorded) == pytest.approx(0.5)
-    monkeypatch.setattr(profiler, "table", lambda *given: "")
+    monkeypatch.setattr(profiler, "table", lambda *args: "")
     monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)
     assert "\nThe GPU was busy 50.0 % of the time.\n" in profiler.write(recorded, tmp_path, 1)
     monkeypatch.setattr(recorded, "events", lambda: [Event("CPU", "aten::mm", 4, 1, 0)])
@@ -164,13 +164,13 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, m
     small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
     train_step = small.loop.train_step
 
-    def slow_step(*given: Any) -> Any:
+    def slow_step(*args: Any) -> Any:
         now[0] += 2
-        return train_step(*given)
+        return train_step(*args)
 
-    def slow_write(*given: Any) -> str:
+    def slow_write(*args: Any) -> str:
         now[0] += 100
-        return write(*given)
+        return write(*args)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(small.loop, "train_step", slow_step)

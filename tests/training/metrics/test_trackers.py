@@ -30,16 +30,18 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wanted(run: Path, key: str) -> list[tuple[int, Any]]:
-    """What a tracker should have of a key: the rows of `metrics.jsonl`."""
+    """The values that a tracker should have for a key: the rows of `metrics.jsonl`."""
     rows = [row for row in metrics(run) if row.get(key) is not None]
     return [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows]
 
 
 def in_a_process(*words: str, cwd: Path, **environment: str) -> str:
-    """What a command prints, in a process without settings of its user's."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))}
-    ours |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **environment}
-    done = subprocess.run(words, cwd=cwd, env=ours, capture_output=True, text=True)
+    """The output of a command in a process without the user's settings."""
+    process_environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))
+    }
+    process_environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **environment}
+    done = subprocess.run(words, cwd=cwd, env=process_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -51,10 +53,12 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     trackio settles when imported where it writes."""
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "elsewhere").mkdir()
-    own = {"WANDB_PROJECT": "mine", "WANDB_NAME": "first try", "WANDB_DIR": "elsewhere"}
+    settings = {"WANDB_PROJECT": "mine", "WANDB_NAME": "first try", "WANDB_DIR": "elsewhere"}
     words = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY]
     words += ["--tensorboard", "--wandb", "--trackio"]
-    return folder / "r", in_a_process(sys.executable, "-m", "fp8stack", *words, cwd=folder, **own)
+    return folder / "r", in_a_process(
+        sys.executable, "-m", "fp8stack", *words, cwd=folder, **settings
+    )
 
 
 # TensorBoard
@@ -103,30 +107,30 @@ def wandb_runs(folder: Path) -> list[Path]:
 
 
 def wandb_records(run: Path) -> Iterator[Any]:
-    """What an offline run wrote, record by record: the log format of LevelDB, after 7 bytes. Each
-    block of 32 KiB has pieces: 4 bytes of checksum, 2 of length, 1 that says if more comes."""
+    """The records of an offline run, in the log format of LevelDB, after 7 bytes. A block of 32 KiB
+    has pieces: 4 bytes of checksum, 2 of length, 1 that says whether more follow."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = run.glob("*.wandb")
-    content, at, whole = file.read_bytes(), 7, b""
+    content, at, joined = file.read_bytes(), 7, b""
     assert content[:4] == b":W&B"
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # what is left of a block holds no piece
             at += 32768 - at % 32768
             continue
         length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        whole += content[at + 7 : at + 7 + length]
+        joined += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last piece
             record = cast(Any, wandb_internal_pb2).Record()
-            record.ParseFromString(whole)
+            record.ParseFromString(joined)
             yield record
-            whole = b""
+            joined = b""
 
 
 def of_kind(run: Path, kind: str) -> list[Any]:
     records = wandb_records(run)
-    return [getattr(one, kind) for one in records if one.WhichOneof("record_type") == kind]
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
 
 
 def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
@@ -139,9 +143,9 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
     ]
     for key in KEYS:
         assert [(row["_step"], row[key]) for row in rows if key in row] == wanted(run, key)
-    told = of_kind(offline, "run")[0]
-    assert (told.project, told.display_name) == ("mine", "first try")
-    settings = {item.key: json.loads(item.value_json) for item in told.config.update}
+    run_record = of_kind(offline, "run")[0]
+    assert (run_record.project, run_record.display_name) == ("mine", "first try")
+    settings = {item.key: json.loads(item.value_json) for item in run_record.config.update}
     assert settings["recipe"] == "delayed"
     assert settings["model_overrides"] == {"layers": 1, "width": 32, "heads": 2}
     assert of_kind(offline, "exit"), "the run was not finished"
@@ -158,8 +162,8 @@ def test_wandb_goes_on_with_the_same_run(tmp_path):
         ids.append(accelerator.trackers[0].run.id)
         accelerator.trackers[0].finish()
     assert ids[0] == ids[1] != ids[2]
-    told = of_kind(wandb_runs(tmp_path)[0], "run")[0]
-    assert (told.project, told.display_name) == ("fp8stack", tmp_path.name)
+    run_record = of_kind(wandb_runs(tmp_path)[0], "run")[0]
+    assert (run_record.project, run_record.display_name) == ("fp8stack", tmp_path.name)
 
 
 # Trackio
@@ -178,21 +182,21 @@ print(json.dumps(runs))
 
 def trackio_runs(folder: Path) -> list[dict[str, Any]]:
     read = in_a_process(sys.executable, "-c", READ, cwd=folder, TRACKIO_DIR=str(folder))
-    found: list[dict[str, Any]] = json.loads(read.splitlines()[-1])
-    return found
+    runs: list[dict[str, Any]] = json.loads(read.splitlines()[-1])
+    return runs
 
 
 def test_trackio_has_every_metric_in_the_runs_folder(tracked):
-    folder, said = tracked
+    folder, printed = tracked
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")  # drawn, unlike in most tests
-    assert "\033" not in said
-    assert "trackio show" not in said
+    assert "\033" not in printed
+    assert "trackio show" not in printed
     (run,) = trackio_runs(folder / "trackio")
     assert run["name"] == "r"
     assert run["config"]["recipe"] == "delayed"
     for key in KEYS:
-        seen = [(row["step"], row[key]) for row in run["rows"] if key in row]
-        assert seen == wanted(folder, key)
+        points = [(row["step"], row[key]) for row in run["rows"] if key in row]
+        assert points == wanted(folder, key)
 
 
 LOG = """
@@ -222,7 +226,7 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     assert [row["step"] for row in second["rows"]] == [1]
 
 
-# What is missing
+# Missing packages
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
@@ -259,8 +263,8 @@ def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
         _name_all_trackers(file)
     capsys.readouterr()
     assert command("pretrain", "--resume", "r", "--steps", "13") == 0
-    told = "not started: tensorboard, wandb, trackio, which only the saved run names; to go on: "
-    assert f"{told}--tensorboard --wandb --trackio" in capsys.readouterr().out
+    message = "not started: tensorboard, wandb, trackio, which only the saved run names; to go on: "
+    assert f"{message}--tensorboard --wandb --trackio" in capsys.readouterr().out
     assert started == []
     assert not (tmp_path / "r/wandb").exists()
     again = ["pretrain", "--resume", "r/checkpoints/step-000012", "--steps", "14", "--tensorboard"]
@@ -273,7 +277,7 @@ def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
 
 
 def _name_all_trackers(file: Path) -> None:
-    """Have a run's saved configuration name all trackers."""
+    """Add all trackers to a run's saved configuration."""
     if file.suffix == ".toml":
         text = file.read_text()
         for name in ("tensorboard", "wandb", "trackio"):

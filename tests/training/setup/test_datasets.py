@@ -38,9 +38,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ["--train-bpe", "300", "--workers", "1", "--held-out", "0.2"]
-    made = str(folder / "tokens")
-    assert exit_code("prepare", str(folder / "texts.jsonl"), "--out", made, *asked) == 0
+    flags = ["--train-bpe", "300", "--workers", "1", "--held-out", "0.2"]
+    tokens = str(folder / "tokens")
+    assert exit_code("prepare", str(folder / "texts.jsonl"), "--out", tokens, *flags) == 0
     return folder / "tokens"
 
 
@@ -55,15 +55,15 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
     command, tokens, tmp_path
 ):
     assert command("pretrain", "--data", tokens, "--out", "run", *SHORT, *VOCABULARY) == 0
-    kept = (tmp_path / "run/tokenizer.json").read_text()
-    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+    saved_json = (tmp_path / "run/tokenizer.json").read_text()
+    assert saved_json == (tmp_path / "tokens/tokenizer.json").read_text()
     sample = (tmp_path / "run/sample.txt").read_text()
     assert sample.startswith("\n")
     assert len(sample) > len("\n")
-    asked = ["--overwrite", "--out", "run"]
-    assert command("pretrain", *asked, *SHORT) == 0  # of bytes now
-    ours = fp8stack.load_tokenizer(str(tmp_path / "run"))
-    assert ours.name == "bytes"
+    flags = ["--overwrite", "--out", "run"]
+    assert command("pretrain", *flags, *SHORT) == 0  # of bytes now
+    run_tokenizer = fp8stack.load_tokenizer(str(tmp_path / "run"))
+    assert run_tokenizer.name == "bytes"
 
 
 def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
@@ -89,12 +89,12 @@ def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_
     assert command("pretrain", "--data", tokens, "--out", "more", *SHORT, *more) == 0
     assert vocabulary_of(tmp_path / "more") == 512
     (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    asked = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
-    assert command("pretrain", *asked, *SHORT) == 0
+    flags = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
+    assert command("pretrain", *flags, *SHORT) == 0
     assert vocabulary_of(tmp_path / "bin") == 300
-    asked = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
+    flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
     small = ["--steps", "2", "--batch", "4", "--context", "32"]
-    assert command("compare", *asked, *small, "--set", "model_overrides.layers=1") == 0
+    assert command("compare", *flags, *small, "--set", "model_overrides.layers=1") == 0
     assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
 
 
@@ -124,15 +124,15 @@ def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
     command, tokens, tmp_path
 ):
     (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    asked = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
-    assert command("pretrain", *asked) == 2
-    assert command("pretrain", *asked, "--tokenizer", "tokens") == 0
-    kept = (tmp_path / "run/tokenizer.json").read_text()
-    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+    flags = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
+    assert command("pretrain", *flags) == 2
+    assert command("pretrain", *flags, "--tokenizer", "tokens") == 0
+    saved_json = (tmp_path / "run/tokenizer.json").read_text()
+    assert saved_json == (tmp_path / "tokens/tokenizer.json").read_text()
 
 
 def cut_short(run: Path) -> Path:
-    """A copy of a run, which goes on from step 8."""
+    """A copy of a run, resumed from step 8."""
     copy = Path(shutil.copytree(run, run.with_name("cut")))
     (copy / "checkpoints/step-000012/checkpoint.json").unlink()
     return copy
@@ -142,8 +142,8 @@ def cut_short(run: Path) -> Path:
 def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     command, tokens, tmp_path, monkeypatch, more
 ):
-    asked = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
-    assert command("pretrain", *asked, "--out", "plain") == 0
+    flags = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
+    assert command("pretrain", *flags, "--out", "plain") == 0
     passes: list[Tensor] = []
     forward = fp8stack.GPT.forward
 
@@ -154,7 +154,7 @@ def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
 
     with monkeypatch.context() as seeing:
         seeing.setattr(fp8stack.GPT, "forward", see)
-        assert command("pretrain", *asked, "--document-mask", "--out", "whole") == 0
+        assert command("pretrain", *flags, "--document-mask", "--out", "whole") == 0
     assert len(passes) > 12
     assert all(documents is not None for documents in passes)
     assert max(int(documents.max()) for documents in passes) >= 1
@@ -170,16 +170,16 @@ def test_rank_shares_of_windows_with_documents_are_rows():
     assert inputs.tolist() == windows[:, 0, :4].tolist()
     assert targets.tolist() == windows[:, 0, 1:].tolist()
     assert documents.tolist() == windows[:, 1, :4].tolist()
-    parts = [part_of(windows, rank, 2, 2) for rank in (0, 1)]
-    assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
+    shares = [part_of(windows, rank, 2, 2) for rank in (0, 1)]
+    assert [share[:, 0, 0].tolist() for share in shares] == [[0, 20], [10, 30]]
 
 
 def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, capsys):
     for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
         (tmp_path / name).write_text(text)
     mixture = "0.75:a.txt,0.25:b.txt"
-    asked = ["--data", mixture, "--data-order", "epochs", *TINY]
-    assert command("pretrain", *asked, "--out", "whole") == 0
+    flags = ["--data", mixture, "--data-order", "epochs", *TINY]
+    assert command("pretrain", *flags, "--out", "whole") == 0
     assert "75.00% of the rows, 101 windows of 32 an epoch" in capsys.readouterr().out
     cut = cut_short(tmp_path / "whole")
     assert command("pretrain", "--resume", "cut", "--data", mixture) == 0
@@ -212,13 +212,13 @@ def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_pa
 
 def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command, tmp_path):
     words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(tmp_path / "words.json"))
+    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    word_tokenizer.add_special_tokens(["<|endoftext|>"])
+    word_tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
-    asked = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
-    assert command("prepare", *asked) == 0
+    flags = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
+    assert command("prepare", *flags) == 0
     assert command("pretrain", "--data", "tokens", "--out", "run", *SHORT) == 0
     assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
 
@@ -226,14 +226,14 @@ def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command,
 def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tmp_path):
     (tmp_path / "n.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
-    asked = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
-    assert command("pretrain", *asked) == 0
+    flags = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
+    assert command("pretrain", *flags) == 0
     assert tokenizer_of_run("runs/mine", None, None) is None
-    assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
+    assert command("pretrain", *flags, "--tokenizer", "tokens", "--overwrite") == 0
     for path in ("runs/mine", "runs/mine/checkpoints/step-000002"):
-        found = tokenizer_of_run(path, None, None)
-        assert found is not None
-        assert found.vocabulary == 300
+        tokenizer = tokenizer_of_run(path, None, None)
+        assert tokenizer is not None
+        assert tokenizer.vocabulary == 300
     with pytest.raises(UserError, match="was trained on tokens of"):
         tokenizer_of_run("runs/mine", "bytes", None)
 
@@ -278,8 +278,8 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = ["--tokenizer", str(home / "tokens")]
     for name, data in (("bin", ["train.bin", *named]), ("prepared", ["tokens"]),
                        ("text", ["text.txt", *named])):  # fmt: skip
-        asked = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
-        assert exit_code("pretrain", *asked, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
+        flags = ["--data", str(home / data[0]), *data[1:], "--out", str(home / name)]
+        assert exit_code("pretrain", *flags, *TINY, "--recipe", "fp32", *VOCABULARY) == 0
         (home / name / "checkpoints/step-000012/checkpoint.json").unlink()
     return home
 
@@ -332,10 +332,10 @@ def test_a_run_with_another_file_goes_on_with_its_tokenizer_by_name(
     assert command(*flags) == 0
     if use == "resume":
         assert file.read_text() == before
-    other = tmp_path / "other.json"
-    other.write_text(before)
-    another(other)
-    assert command(*USES[use], "--tokenizer", str(other)) == 2
+    other_file = tmp_path / "other.json"
+    other_file.write_text(before)
+    another(other_file)
+    assert command(*USES[use], "--tokenizer", str(other_file)) == 2
 
 
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
@@ -347,12 +347,14 @@ def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(command
     begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
     begin += ["--set", "sample_tokens=0", "--set", "eval_windows=2"]
     assert command("pretrain", *begin, "--batch", "4", "--out", "on") == 0
-    ours, theirs = (fp8stack.load_tokenizer(str(tmp_path / name)) for name in ("on", "bpe"))
-    assert ours.to_json() == theirs.to_json()
-    train, val = load_corpora(str(tmp_path / "text.txt"), 300, texts=theirs)
+    of_new_run, of_source = (
+        fp8stack.load_tokenizer(str(tmp_path / name)) for name in ("on", "bpe")
+    )
+    assert of_new_run.to_json() == of_source.to_json()
+    train, val = load_corpora(str(tmp_path / "text.txt"), 300, texts=of_source)
     read = train.window(0, len(train)).tolist() + val.window(0, len(val)).tolist()
-    assert read == [*theirs.encode(TEXT), theirs.end_of_text]
-    # It goes on without them, and is evaluated on text as on what it was trained on.
+    assert read == [*of_source.encode(TEXT), of_source.end_of_text]
+    # It resumes without them, and can be evaluated on text as well as on its own data.
     (tmp_path / "bpe").rename(tmp_path / "gone")
     assert command("pretrain", "--resume", "on", "--steps", "3") == 0
     assert command("eval", "on", "--data", "text.txt", "--recipes", "fp32") == 0
@@ -360,24 +362,24 @@ def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(command
 
 def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    asked = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
-    many = [*asked, "--set", "model.vocabulary=5000"]
+    flags = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
+    many = [*flags, "--set", "model.vocabulary=5000"]
     assert "--tokenizer bytes" in refused(*many, said="fp8stack prepare")
     assert command(*many, "--tokenizer", "bytes") == 0
 
 
 def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_path):
     shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
-    own = tmp_path / tokens / "tokenizer.json"
-    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{own}'\n")
+    model_tokenizer = tmp_path / tokens / "tokenizer.json"
+    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{model_tokenizer}'\n")
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "texts" / name).write_text(TEXT)
     flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
     masked = ["--document-mask", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
     assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
-    assert (tmp_path / "r/tokenizer.json").read_text() == own.read_text()
-    own.unlink()
+    assert (tmp_path / "r/tokenizer.json").read_text() == model_tokenizer.read_text()
+    model_tokenizer.unlink()
     assert command("pretrain", "--resume", "r", "--steps", "3") == 0
 
 
@@ -400,16 +402,18 @@ def test_a_runs_files_may_move_and_so_may_the_run(command, tmp_path):
         'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
     )
     files = ["--model", "mine.toml", "--recipe", "one.toml", "--what-if", "two.toml"]
-    some = ["--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
+    small_flags = ["--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
     first = ["--config", "run.toml", "--steps", "3", "--save-every", "1"]
-    assert command("pretrain", *files, *some, *first, "--out", "r") == 0
-    assert command("pretrain", *files, *some, *first, "--resume", "auto", "--out", "r") == 0
+    assert command("pretrain", *files, *small_flags, *first, "--out", "r") == 0
+    assert command("pretrain", *files, *small_flags, *first, "--resume", "auto", "--out", "r") == 0
     for name in ("mine.toml", "one.toml", "two.toml", "other/one.toml"):
         (tmp_path / name).unlink()
     (tmp_path / "r").rename(tmp_path / "moved")
     assert command("pretrain", "--resume", "moved", "--steps", "4") == 0
     assert command("pretrain", "--config", "moved/run.toml", "--steps", "3", "--out", "s") == 0
     assert losses(tmp_path / "s") == losses(tmp_path / "moved")[:3]
-    assert command("pretrain", "--init-from", "moved", *some, "--steps", "1", "--out", "t") == 0
+    assert (
+        command("pretrain", "--init-from", "moved", *small_flags, "--steps", "1", "--out", "t") == 0
+    )
     for run in ("moved", "s"):
         assert str(tmp_path) not in (tmp_path / run / "run.toml").read_text().replace("out = ", "")

@@ -74,9 +74,9 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command, begun, tmp_path
 
 def test_batches_and_their_order_are_those_of_the_seed(source, begun):
     plain = begun("a", None, *SHAPE)
-    forked, other = begun("b", source), begun("c", source, seed=1)
+    forked, other_seed = begun("b", source), begun("c", source, seed=1)
     first, second, third = (
-        [tokens for _, tokens in batches(run)] for run in (plain, forked, other)
+        [tokens for _, tokens in batches(run)] for run in (plain, forked, other_seed)
     )
     assert len(first) == 6
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -153,7 +153,7 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
 ):
     flags = ["--recipe", "delayed", "--init-from", "source", *TINY]
     assert command("pretrain", "--out", "whole", *flags) == 0
-    whole = losses(tmp_path / "whole")
+    uninterrupted = losses(tmp_path / "whole")
     shutil.copytree("whole", "cut")
     shutil.rmtree("cut/checkpoints/step-000012")
     shutil.rmtree(source)
@@ -162,7 +162,7 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
     capsys.readouterr()
     assert command("pretrain", "--resume", "../cut") == 0
     assert "weights of" not in capsys.readouterr().out
-    assert losses(tmp_path / "cut") == whole
+    assert losses(tmp_path / "cut") == uninterrupted
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
@@ -170,11 +170,11 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
 ):
     assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
     note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
-    whole = losses(tmp_path / "new")
+    uninterrupted = losses(tmp_path / "new")
     shutil.rmtree("new/checkpoints")
     assert command("pretrain", "--resume", "new") == 0
     assert note in capsys.readouterr().out.splitlines()
-    assert losses(tmp_path / "new") == whole
+    assert losses(tmp_path / "new") == uninterrupted
 
 
 def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, command, refused):

@@ -30,17 +30,17 @@ def footprint(hardware: Hardware = CPU, ranks: int = 1, **keys: object) -> tuple
 @pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
-    left = 20 * 2**30
+    free = 20 * 2**30
     with pytest.raises(UserError, match="enough for") as caught:
-        require_memory(of, plans, hardware, left)
-    found = re.search(r"--batch 512 --accumulate (\d+), or --batch (\d+)\.", str(caught.value))
-    assert found is not None
-    parts, batch = map(int, found.groups())
-    for keys in ({"accumulate": parts}, {"batch": batch}):
+        require_memory(of, plans, hardware, free)
+    match = re.search(r"--batch 512 --accumulate (\d+), or --batch (\d+)\.", str(caught.value))
+    assert match is not None
+    accumulate, batch = map(int, match.groups())
+    for keys in ({"accumulate": accumulate}, {"batch": batch}):
         fitting, plans, peak = footprint(hardware, ranks, **keys)
-        assert peak <= left
-        require_memory(fitting, plans, hardware, left)
-    assert footprint(hardware, ranks, batch=batch + ranks)[2] > left
+        assert peak <= free
+        require_memory(fitting, plans, hardware, free)
+    assert footprint(hardware, ranks, batch=batch + ranks)[2] > free
 
 
 def test_a_close_call_is_let_through_and_so_is_whoever_insists():
@@ -81,7 +81,7 @@ OF_GROUP_1["memory.stat"] = "total_inactive_file 30"
 
 
 @pytest.mark.parametrize(
-    ("groups", "folder", "files", "left"),
+    ("groups", "folder", "files", "free"),
     [
         ("0::/job/step\n", "job/step/", OF_GROUP | {"memory.max": "1000000"}, 400000),
         ("0::/gone\n", "", OF_GROUP | {"memory.max": "1000000"}, 400000),  # in a container
@@ -90,7 +90,7 @@ OF_GROUP_1["memory.stat"] = "total_inactive_file 30"
     ],
 )
 def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
-    groups, folder, files, left, tmp_path
+    groups, folder, files, free, tmp_path
 ):
     system = {f"sys/fs/cgroup/{folder}{name}": text for name, text in files.items()}
     system |= {"proc/meminfo": MEMORY, "proc/self/cgroup": groups}
@@ -98,7 +98,7 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     for name, text in system.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert available_memory("cpu", tmp_path) == left + 5 * 1024
+    assert available_memory("cpu", tmp_path) == free + 5 * 1024
 
 
 def test_where_the_system_tells_nothing_nothing_is_known(tmp_path):

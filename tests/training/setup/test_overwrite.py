@@ -15,28 +15,37 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_overwriting_removes_what_a_run_wrote_and_nothing_else(run, new, command, capsys):
-    theirs = ["notes.md", "checkpoints/best/x", "report_files/mine.csv", "profile/mine.txt"]
-    ours = ["report.html", "report_files/r-loss.png", "profile/profile.md", "telemetry.jsonl"]
-    ours += ["tensorboard/events.out.tfevents.1.host"]
-    for name in (*theirs, *ours, "checkpoints/.tmp-step-000016/x"):
+    users_files = ["notes.md", "checkpoints/best/x", "report_files/mine.csv", "profile/mine.txt"]
+    run_files = ["report.html", "report_files/r-loss.png", "profile/profile.md", "telemetry.jsonl"]
+    run_files += ["tensorboard/events.out.tfevents.1.host"]
+    for name in (*users_files, *run_files, "checkpoints/.tmp-step-000016/x"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(name)
     short = ["--seed", "1", "--steps", "2"]
     assert command(*new, "--out", "r", "--overwrite", *short) == 0
     printed = capsys.readouterr().out
-    told = next(line for line in printed.splitlines() if "overwrote the run in r: removed" in line)
-    for name in ("step-000012", "step-000008", "metrics.jsonl", "run.toml", "sample.txt", *ours):
-        assert name in told
-    found = contents(run)
-    assert all(found.pop(name) == name.encode() for name in theirs)
-    assert "seed = 1" in found["run.toml"].decode()
+    message = next(
+        line for line in printed.splitlines() if "overwrote the run in r: removed" in line
+    )
+    for name in (
+        "step-000012",
+        "step-000008",
+        "metrics.jsonl",
+        "run.toml",
+        "sample.txt",
+        *run_files,
+    ):
+        assert name in message
+    remaining = contents(run)
+    assert all(remaining.pop(name) == name.encode() for name in users_files)
+    assert "seed = 1" in remaining["run.toml"].decode()
     assert [row["step"] for row in metrics(run)] == [1, 2]
-    assert {name for name in found if "/" not in name} == {
+    assert {name for name in remaining if "/" not in name} == {
         *(".lock", "run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"),
         *("telemetry.jsonl", "tokenizer.json", "sessions.jsonl"),
     }
-    assert "gradient" in found["telemetry.jsonl"].decode()
-    assert {Path(name).parent.name for name in found if "/" in name} == {"step-000002"}
+    assert "gradient" in remaining["telemetry.jsonl"].decode()
+    assert {Path(name).parent.name for name in remaining if "/" in name} == {"step-000002"}
     assert not (run / "tensorboard").exists()
 
 
@@ -46,7 +55,7 @@ def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--out", "r", "--resume", "auto"], "Give one of them"),
         ([], "--overwrite needs --out"),
@@ -58,10 +67,10 @@ def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
         (["--out", "t.txt"], "is a file"),
     ],
 )
-def test_what_cannot_be_built_overwrites_nothing(flags, told, run, new, refused):
+def test_what_cannot_be_built_overwrites_nothing(flags, message, run, new, refused):
     Path("t.txt").write_text("x")
     before = contents(run)
-    refused(*new, "--overwrite", *flags, said=told)
+    refused(*new, "--overwrite", *flags, said=message)
     assert contents(run) == before
 
 
@@ -119,10 +128,10 @@ def test_a_run_that_is_a_link_is_gone_on_with_and_not_overwritten(
 ):
     (tmp_path / "link").symlink_to("r")
     before = contents(run)
-    told = refused(*new, "--out", "link", "--overwrite", "--steps", "1")
+    message = refused(*new, "--out", "link", "--overwrite", "--steps", "1")
     assert (
         f"link is a symbolic link, and --overwrite removes nothing through one. Give --out {run}"
-        in told
+        in message
     )
     assert contents(run) == before
     assert command(*new, "--out", "link", "--resume", "auto", "--steps", "14") == 0
@@ -146,8 +155,8 @@ def test_links_among_checkpoints_are_removed_and_not_what_they_lead_to(run, new,
 
 
 def _modes(folder: Path) -> dict[str, str]:
-    found = {str(p.relative_to(folder)): oct(p.stat().st_mode & 0o777) for p in folder.rglob("*")}
-    return found | {".": oct(folder.stat().st_mode & 0o777)}
+    modes = {str(p.relative_to(folder)): oct(p.stat().st_mode & 0o777) for p in folder.rglob("*")}
+    return modes | {".": oct(folder.stat().st_mode & 0o777)}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no modes")

@@ -1,7 +1,7 @@
-"""What a run that is started again finds and goes on from, passes over or refuses.
+"""The checkpoints that a restarted run resumes from, passes over or refuses.
 
-What it may not be resumed as is in tests/faults/numeric/test_other_run.py; other damage in
-test_inputs.py there.
+Tests of changes that a resumed run refuses are in tests/faults/numeric/test_other_run.py; tests of
+other damage are in tests/faults/inputs/test_inputs.py.
 """
 
 import fcntl
@@ -31,14 +31,14 @@ from tests.training.conftest import AUTO, saved
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("left", ["nothing", "a folder", "a claimed folder", "litter"])
-def test_where_no_run_was_begun_a_new_one_begins(left, new, command, tmp_path, finished):
-    if left != "nothing":
+@pytest.mark.parametrize("remains", ["nothing", "a folder", "a claimed folder", "litter"])
+def test_where_no_run_was_begun_a_new_one_begins(remains, new, command, tmp_path, finished):
+    if remains != "nothing":
         (tmp_path / "r").mkdir()
-    if left in ("a claimed folder", "litter"):  # killed before there was a run.toml
+    if remains in ("a claimed folder", "litter"):  # killed before there was a run.toml
         (tmp_path / "r/.lock").touch()
         (tmp_path / "r/checkpoints").mkdir()
-    if left == "litter":
+    if remains == "litter":
         (tmp_path / "r/.tmp-run.toml-12").write_text("model = ")
         (tmp_path / "r/checkpoints/.tmp-step-000005").mkdir()
     assert command(*new, "--resume", "auto", "--out", "r") == 0
@@ -55,7 +55,7 @@ def test_without_out_a_start_that_was_cut_early_is_made_up_for(new, command, tmp
     assert command(*constant, "--resume", "auto", "--steps", "3") == 0
     assert [path.name for path in cut.path.parent.iterdir()] == [cut.path.name]
     assert len(losses(cut.path)) == 3
-    assert command(*constant, "--steps", "1") == 0  # without --resume: beside it
+    assert command(*constant, "--steps", "1") == 0  # without --resume: a new folder
     assert command(*constant, "--resume", "auto", "--steps", "2") == 0  # the last one
     assert len(losses(tmp_path / "runs/gpt-nano-fp32-2")) == 2
     assert len(losses(cut.path)) == 3
@@ -80,14 +80,14 @@ def test_a_run_that_was_killed_while_it_ended_is_ended(run, finished, command):
         assert (run / name).read_bytes() == (finished / "r" / name).read_bytes()
 
 
-# What becomes of each kind of damage is in tests/faults/inputs.
+# Tests of each kind of damage are in tests/faults/inputs.
 def test_a_damaged_newest_checkpoint_is_passed_over_and_crowds_out_no_good_one(
     run, command, finished, capsys
 ):
     (run / "checkpoints/step-000012/checkpoint.json").write_text("{")
     assert command(*AUTO, "--save-every", "2") == 0
-    told = "resumed from r/checkpoints/step-000008; passed over: r/checkpoints/step-000012"
-    assert told in capsys.readouterr().out
+    message = "resumed from r/checkpoints/step-000008; passed over: r/checkpoints/step-000012"
+    assert message in capsys.readouterr().out
     assert losses(run) == losses(finished / "r")
     assert newest_sound(run / "checkpoints", bool)[2] == []
     assert reader.load(run / "checkpoints/step-000010").step == 10
@@ -136,13 +136,13 @@ def test_a_line_of_metrics_that_was_cut_short_or_an_edited_run_toml_is_made_anew
 
 
 def test_a_folder_that_another_process_trains_in_is_left_alone(run, new, refused, command):
-    other = RunFolder(run)
-    other.claim()
+    claimed = RunFolder(run)
+    claimed.claim()
     before = contents(run)
     for words in (AUTO, [*AUTO, "--steps", "14"], [*new, "--out", "r", "--overwrite"]):
-        told = "fp8stack: Another process trains in r. Wait for it or give another --out.\n"
-        assert refused(*words) == told
-    other.release()
+        message = "fp8stack: Another process trains in r. Wait for it or give another --out.\n"
+        assert refused(*words) == message
+    claimed.release()
     assert contents(run) == before
     assert command(*AUTO, "--steps", "14") == 0
 
@@ -157,7 +157,7 @@ def test_a_file_system_without_locks_can_be_trained_on(run, command, monkeypatch
 
 @contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Within, root's rights are given up: they overrule what is forbidden."""
+    """A context without root's rights, which would ignore file permissions."""
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
@@ -196,7 +196,7 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     shutil.rmtree(run / "checkpoints/step-000012")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
-    # What was overwritten when it started first is the run that goes on now.
+    # The run that replaced the overwritten one is resumed.
     assert command(*new, "--out", "r", "--overwrite") == 0
     printed = capsys.readouterr().out
     assert "torchrun started this again: going on as with --resume auto" in printed
@@ -212,23 +212,23 @@ def test_the_data_may_have_moved_if_its_contents_are_the_same(run, finished, com
 
 
 def test_a_named_checkpoint_is_the_one_that_is_used(run, command, refused, capsys):
-    whole = losses(run)
+    uninterrupted = losses(run)
     assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 0
     assert "resumed from r/checkpoints/step-000008\n" in capsys.readouterr().out
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
     (run / "checkpoints/step-000008/checkpoint.json").unlink()
     refused("pretrain", "--resume", "r/checkpoints/step-000008", code=3)
 
 
 def test_the_same_command_goes_on_with_a_run_that_was_cut(run, new, command, refused, capsys):
-    whole = losses(run)
+    uninterrupted = losses(run)
     shutil.rmtree(run / "checkpoints" / "step-000012")
     same = [*new, "--out", "r"]
-    told = "r holds a run already, and another one: lr is 0.1 here and 0.003"
-    refused(*same, "--lr", "0.1", said=told)
+    message = "r holds a run already, and another one: lr is 0.1 here and 0.003"
+    refused(*same, "--lr", "0.1", said=message)
     assert command(*same) == 0
     assert "resumed from r/checkpoints/step-000008" in capsys.readouterr().out
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
 
 
 def test_without_a_folder_the_run_that_was_cut_last_goes_on(command, tmp_path, capsys):
@@ -236,16 +236,16 @@ def test_without_a_folder_the_run_that_was_cut_last_goes_on(command, tmp_path, c
     assert command(*begin, "--recipe", "fp32") == 0
     assert command(*begin, "--recipe", "bf16") == 0
     cut = tmp_path / "runs/gpt-nano-bf16"
-    whole = losses(cut)
+    uninterrupted = losses(cut)
     shutil.rmtree(cut / "checkpoints/step-000012")
     capsys.readouterr()
     assert command(*begin, "--resume", "--recipe", "current") == 0
-    told = capsys.readouterr().out
-    assert "runs/gpt-nano-bf16 was cut after step 8 of 12, and this is a new run" in told
-    assert "--resume runs/gpt-nano-bf16" in told
+    printed = capsys.readouterr().out
+    assert "runs/gpt-nano-bf16 was cut after step 8 of 12, and this is a new run" in printed
+    assert "--resume runs/gpt-nano-bf16" in printed
     assert command("pretrain", "--resume") == 0
     assert "resumed from runs/gpt-nano-bf16/checkpoints/step-000008" in capsys.readouterr().out
-    assert losses(cut) == whole
+    assert losses(cut) == uninterrupted
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
@@ -268,13 +268,13 @@ def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run):
 
 
 def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(run, command):
-    whole = losses(run)
+    uninterrupted = losses(run)
     resume = ["pretrain", "--resume", "r/checkpoints/step-000008", "--save-every", "100"]
     assert command(*resume, "--steps", "10") == 0
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["step-000008", "step-000010"]
     assert [row[0] for row in losses(run)] == list(range(1, 11))
-    assert losses(run)[:8] == whole[:8]
+    assert losses(run)[:8] == uninterrupted[:8]
 
 
 def test_a_run_shortened_to_where_it_stands_ends_well(run, command):
@@ -282,17 +282,19 @@ def test_a_run_shortened_to_where_it_stands_ends_well(run, command):
 
 
 def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
-    """FP8 does not pay for some layers on one machine: another is to have the same in FP8."""
+    """FP8 does not pay for some layers on one machine: another machine must use the same layers."""
     config = GPTConfig(vocabulary=512, context=64, layers=2, width=384, heads=6)
     machine = Hardware("cuda", (9, 0), name="NVIDIA H200")
-    made = plan_for(config, "auto", machine, "torch", tokens=32768)
-    kept = {layer.name for layer in made.layers if layer.fp8}
-    assert 0 < len(kept) < 8
-    left_out = layers_left_out(made.to_json())
+    first_plan = plan_for(config, "auto", machine, "torch", tokens=32768)
+    fp8_layers = {layer.name for layer in first_plan.layers if layer.fp8}
+    assert 0 < len(fp8_layers) < 8
+    left_out = layers_left_out(first_plan.to_json())
     for hardware in (Hardware("cpu"), Hardware("cuda", (8, 9))):
-        there = plan_for(config, "delayed", hardware, left_out=left_out)
-        assert {layer.name for layer in there.layers if layer.fp8} == kept
-        assert [layer.reason for layer in there.layers] == [layer.reason for layer in made.layers]
+        resumed_plan = plan_for(config, "delayed", hardware, left_out=left_out)
+        assert {layer.name for layer in resumed_plan.layers if layer.fp8} == fp8_layers
+        assert [layer.reason for layer in resumed_plan.layers] == [
+            layer.reason for layer in first_plan.layers
+        ]
 
 
 def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
@@ -307,8 +309,8 @@ def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
     folder.append_telemetry([{"step": 1}, {"step": 7}], {"recipe": "delayed"})
     folder.forget_after(6)
     assert folder.read_metrics() == rows[:-1]
-    kept = folder.telemetry.read_text().splitlines()
-    assert [json.loads(line).get("step") for line in kept] == [None, 1]
+    rows_before = folder.telemetry.read_text().splitlines()
+    assert [json.loads(line).get("step") for line in rows_before] == [None, 1]
 
 
 def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(tmp_path):
