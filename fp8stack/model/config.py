@@ -13,6 +13,12 @@ from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.attention import FP8_ATTENTION
 
+ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
+"""Activations of the MLP. Each has entries in `ops.activations`, the Triton kernel of
+`ops.triton_kernels` and `hf.layouts`."""
+GATED_ACTIVATIONS: frozenset[ActivationName] = frozenset({"swiglu"})
+"""Activations that multiply a gate by a value; `mlp.up` computes both, the gate's rows first."""
+
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Layers = Annotated[int, Field(ge=1, le=2048)]
 """Limited because every layer has a plan; the deepest published transformer has 1,000."""
@@ -34,7 +40,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
     """None is 4 x width."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: PositiveFloat = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu_tanh"
+    activation: ActivationName = "gelu_tanh"
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: PositiveFloat = 10_000.0
     qk_norm: bool = False
@@ -75,10 +81,15 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
         """The MLP's inner width."""
         return self.mlp_width or 4 * self.width
 
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in GATED_ACTIVATIONS
+
     def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
         """`{module path: (in, out)}` of every linear layer, in the order of the forward pass."""
         qkv = (self.heads + 2 * self.query_groups) * self.head_width
-        up = self.hidden * (2 if self.activation == "swiglu" else 1)
+        up = self.hidden * (2 if self.gated else 1)
         shapes = {}
         for i in range(self.layers):
             shapes[f"blocks.{i}.attention.qkv"] = (self.width, qkv)

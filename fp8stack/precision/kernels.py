@@ -60,6 +60,8 @@ KERNELS = {
 }
 
 
+_FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
+
 SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
 """Kernels that apply scales once, to the final sum: torch's `_scaled_mm`. CPUs have it too, and
 Hopper and Ada may accumulate its sums in fewer bits."""
@@ -86,7 +88,7 @@ def kernel_of(quantizers: Quantizers) -> str | None:
         return "rowwise"
     if any(q.eps for q in (x, w, dy)):
         return None
-    if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale != "e8m0":
+    if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale in _FLOAT32:
         return "block"
     mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"
     return "mxfp8" if mx and len({q.scale_rounding for q in (x, w, dy)}) == 1 else None

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.hf.layouts import layout_of
 from fp8stack.hf.tensors import from_hf
-from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.config import ActivationName, GPTConfig, load_config, padded_vocabulary
 from fp8stack.model.gpt import GPT, rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
@@ -221,7 +221,7 @@ def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
     assert ((after - before)[:, 7:].abs().amax(dim=(0, 2)) > 1e-5).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+@pytest.mark.parametrize("activation", get_args(ActivationName))
 def test_the_mlp_computes_its_activation_exactly(activation):
     mlp = build(activation=activation).get_submodule("blocks.0.mlp").double()
     p = dict(mlp.named_parameters())
