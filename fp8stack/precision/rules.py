@@ -41,8 +41,8 @@ def resolve(
         hardware: a machine, this one (`probe()`) or any other.
         backend: "auto", "te", "torch", "emulate" or "reference".
         strict: raise an error for a substitution, which else adds a reason to the plan.
-        without: backends that "auto" does not choose, with the reason: they lack a feature that the
-            run needs.
+        without: backends that run only if `backend` names them, with the reason: they lack a
+            feature that the run needs.
 
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
