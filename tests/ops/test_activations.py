@@ -27,8 +27,9 @@ def test_transformer_engine_has_every_activation_but_the_listed_ones():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_activation_turns_the_outputs_of_the_first_linear_into_the_inner_width(name):
-    sizes = {"vocabulary": 8, "context": 4, "layers": 1, "width": 8, "heads": 2, "mlp_width": 12}
-    config = GPTConfig(**sizes, activation=name)
+    config = GPTConfig(
+        vocabulary=8, context=4, layers=1, width=8, heads=2, mlp_width=12, activation=name
+    )
     shapes = config.linear_shapes()
     hidden = torch.ones(3, shapes["blocks.0.mlp.up"][1])
     assert shapes["blocks.0.mlp.down"][0] == 12
