@@ -133,13 +133,14 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(name
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     """A run of 20 steps with each optimizer, uncompiled."""
-    folder, found = tmp_path_factory.mktemp("trained"), {}
+    folder = tmp_path_factory.mktemp("trained")
+    loops: dict[str, SmallLoop] = {}
     for name in NAMES:
         keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
-        found[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
+        loops[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
         with torch.compiler.set_stance("force_eager"):
-            found[name].advance(20)
-    return found
+            loops[name].advance(20)
+    return loops
 
 
 @pytest.mark.parametrize("name", [*CHAINED, "sgd"])
