@@ -28,6 +28,7 @@ from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe import RecipeFile
 from fp8stack.tokenizer import NAMED
 
+OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 LossScaleBound = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]  # its inverse is normal, too
 
@@ -115,7 +116,7 @@ class RunConfig(BaseModel):
     clip_percentile: Annotated[float, Field(gt=0, lt=100)] = 95.0
     clip_window: Annotated[int, Field(ge=10, le=4096)] = 100
     """adaptive: the number of previous good steps whose norms count."""
-    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """muon uses AdamW except for the blocks' matrices. adamw8bit and adamwfp8 need torchao."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """sgd: the momentum factor; 0 is plain gradient descent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import gfloat
 import ml_dtypes
@@ -11,9 +11,9 @@ import pytest
 import torch
 from gfloat import formats as gfloats
 
-from fp8stack.formats import fp8_format
+from fp8stack.formats import FormatName, fp8_format
 from fp8stack.numerics import FORMATS, Quantizer
-from tests.support.oracles import ML_DTYPES, decoded
+from tests.support.oracles import BITS, MAX, ML_DTYPES, decoded
 
 GFLOAT = {
     "e4m3": gfloats.format_info_ocp_e4m3, "e5m2": gfloats.format_info_ocp_e5m2,
@@ -36,11 +36,20 @@ def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) 
     )
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e8m0"])
-def test_all_256_codes_decode_as_ml_dtypes_and_gfloat_do(name):
-    assert_same_bits(name, range(256), decoded(name))
-    gfloat_values = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(256)]
-    assert_same_bits(name, range(256), np.array(gfloat_values))
+def test_all_256_codes_of_e8m0_decode_as_ml_dtypes_and_gfloat_do():
+    assert_same_bits("e8m0", range(256), decoded("e8m0"))
+    gfloat_values = [gfloat.decode_float(GFLOAT["e8m0"], code).fval for code in range(256)]
+    assert_same_bits("e8m0", range(256), np.array(gfloat_values))
+
+
+@pytest.mark.parametrize("name", get_args(FormatName))
+def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(name):
+    codes = range(2 ** BITS[name])
+    assert_same_bits(name, codes, decoded(name))
+    info = getattr(gfloats, f"format_info_ocp_{name}")
+    gfloat_values = [gfloat.decode_float(info, code).fval for code in codes]
+    assert_same_bits(name, codes, np.array(gfloat_values))
+    assert (FORMATS[name].bits, FORMATS[name].max) == (BITS[name], MAX[name])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -76,7 +76,7 @@ def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
         return why, "choose none, or block for less memory"
     # Scales of gradients would stay as they are at the start. Seen with torch 2.11, and not with
     # 2.13; between them nobody looked.
-    backends = {plan.backend, *(backend for _, backend, _ in plan.others)}
+    backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
     if torch.__version__ < "2.13" and plan.delayed and "emulate" in backends:
         lost = "loses the amaxes of gradients in emulated delayed scaling"
         return f"torch {torch.__version__} {lost}", "pip install 'torch>=2.13'"

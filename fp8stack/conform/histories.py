@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from fp8stack.precision import load_recipe
 STEPS = 50
 # Windows that spikes leave, one that they never leave, and the shortest possible.
 LENGTHS = (1, 4, 16, 1024)
-ALGORITHMS: tuple[AmaxAlgorithm, ...] = ("max", "most_recent")
+ALGORITHMS: tuple[AmaxAlgorithm, ...] = get_args(AmaxAlgorithm)
 FORMATS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 SHAPES = {"layers.0": (64, 32), "layers.1": (32, 48), "layers.2": (128, 16)}
 ROWS = 32

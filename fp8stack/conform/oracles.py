@@ -178,6 +178,7 @@ def quantize(
             into = np.minimum(f32(1) / (out * (f32(1) / g)), f32(FLT_MAX))
             factor = whole.reshape(1, 1) * f32(1 / 2688)
         else:
+            assert kind in ("float32", "power_of_two"), kind
             limit = FLT_MAX if isinstance(quantizer.block, str) else overflow
             into = scale_of(largest, name, kind == "power_of_two", quantizer.eps, limit)
             stored = out = f32(1) / into

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fp8stack.backends.base import DTYPES
+from fp8stack.config import OptimizerName
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.model.trace import Trace, trace
 from fp8stack.precision import Plan
 
-OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 FLOAT = 4  # bytes of a float32

@@ -57,7 +57,7 @@ def layout_of(config: GPTConfig) -> Layout:
     key if there is none."""
     if config.positions == "learned":
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
-        _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")
+        _require(config, "activation", not config.gated, "GPT-2's MLP has no gate")
         grouped = config.query_groups != config.heads
         _require(config, "kv_heads", not grouped, "GPT-2 has as many as heads")
         _require(config, "qk_norm", not config.qk_norm, "GPT-2 has none")
@@ -69,7 +69,7 @@ def layout_of(config: GPTConfig) -> Layout:
         _require(config, "bias", not config.bias, f"{reason}: no bias")
         _require(config, "activation", gated, f"{reason}, whose MLP has a gate")
         return LAYOUTS["qwen3"]
-    return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
+    return LAYOUTS["llama" if config.gated else "arcee"]
 
 
 def _require(config: GPTConfig, key: str, holds: bool, reason: str) -> None:

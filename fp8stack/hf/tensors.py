@@ -58,7 +58,7 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
     keys = config.query_groups * config.head_width
     hidden = config.hidden
     # If the gate equals the value, relu(gate) x value is relu(x)^2.
-    value = hidden if config.activation == "swiglu" else 0
+    value = hidden if config.gated else 0
     gate = [("mlp.gate_proj", 0, hidden)] if layout.gated else []
     return {
         "attention.qkv": [

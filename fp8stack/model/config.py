@@ -13,15 +13,21 @@ from fp8stack.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.attention import FP8_ATTENTION
 
+ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
+"""Activations of the MLP. Each has entries in `ops.activations`, the Triton kernel of
+`ops.triton_kernels` and `hf.layouts`."""
+GATED_ACTIVATIONS: frozenset[ActivationName] = frozenset({"swiglu"})
+"""Activations that multiply a gate by a value; `mlp.up` computes both, the gate's rows first."""
+
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Layers = Annotated[int, Field(ge=1, le=2048)]
-"""Every layer is planned by itself; the deepest transformer published has 1,000."""
+"""Limited because every layer has a plan; the deepest published transformer has 1,000."""
 MOST_PARAMETERS = 10**14
-"""A hundred times the largest dense model; their bytes, and the optimizer's, fit into 64 bits."""
+"""100 times the largest dense model; the bytes of parameters and optimizer fit into 64 bits."""
 
 
 class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """The shape of a GPT: `models/*.toml`. GPT-2's choices are the defaults."""
+    """The shape of a GPT, as in `models/*.toml`. The defaults are GPT-2's."""
 
     vocabulary: Size
     context: Size
@@ -34,7 +40,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
     """None is 4 x width."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: PositiveFloat = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu_tanh"
+    activation: ActivationName = "gelu_tanh"
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: PositiveFloat = 10_000.0
     qk_norm: bool = False
@@ -75,10 +81,15 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
         """The MLP's inner width."""
         return self.mlp_width or 4 * self.width
 
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in GATED_ACTIVATIONS
+
     def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
         """`{module path: (in, out)}` of every linear layer, in the order of the forward pass."""
         qkv = (self.heads + 2 * self.query_groups) * self.head_width
-        up = self.hidden * (2 if self.activation == "swiglu" else 1)
+        up = self.hidden * (2 if self.gated else 1)
         shapes = {}
         for i in range(self.layers):
             shapes[f"blocks.{i}.attention.qkv"] = (self.width, qkv)
@@ -89,8 +100,8 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
         return shapes
 
     def parameter_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, ...]]:
-        """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
-        The vocabulary is the model's own, or as it is padded."""
+        """`{name: shape}` of every parameter of a `GPT`, tied ones once; all are float32. A padded
+        `vocabulary` replaces the configured one."""
         rows = vocabulary or self.vocabulary
         shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, self.width)}
         if self.positions == "learned":
@@ -113,7 +124,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
         return shapes
 
     def parameters(self) -> int:
-        """How many parameters the model has; tied ones count once, padding does not."""
+        """The number of parameters; tied ones count once, padding does not count."""
         return sum(map(math.prod, self.parameter_shapes().values()))
 
     def flops_per_token(self, context: int | None = None) -> int:
@@ -130,7 +141,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPT
         UserError: no such model or file, an unknown key, sizes that do not divide.
     """
     stem, table = presets.read("models", name)
-    table.pop("training", None)  # what it is trained with: config.py
+    table.pop("training", None)  # defaults of a run, read in fp8stack/config.py
     config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
     return config
 
@@ -156,25 +167,25 @@ def plan_for(
     Args:
         config: the shape.
         recipe, hardware, backend, strict, without: as for `resolve`.
-        tokens: of a micro-batch; if known, the plan says in which layers FP8 may not pay.
-        left_out: layers to leave out, with the reason.
-        vocabulary_multiple: what the vocabulary is padded to at least.
+        tokens: the tokens of a micro-batch; if given, the plan notes where FP8 may not pay.
+        left_out: layers that must not run in FP8, with the reason.
+        vocabulary_multiple: the vocabulary is padded to a multiple of at least this.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
     if plan.recipe.fp8_attention:
         _require_fp8_attention(config, plan.recipe.attention, hardware)
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
-    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens)
-    needed = max(made.vocabulary_multiple, vocabulary_multiple)
+    plan = plan.for_layers(shapes, left_out=left_out, tokens=tokens)
+    needed = max(plan.vocabulary_multiple, vocabulary_multiple)
     if needed == multiple:
-        return made
-    # It is FP8 no more.
-    return made.for_layers(config.linear_shapes(padded_vocabulary(config, needed)))
+        return plan
+    # "auto" gave up FP8, so the vocabulary needs less padding.
+    return plan.for_layers(config.linear_shapes(padded_vocabulary(config, needed)))
 
 
 def _require_fp8_attention(config: GPTConfig, attention: str, hardware: Hardware) -> None:
-    """Raise a UserError if a GPT has attention of a shape that the kernels in FP8 do not take."""
+    """Raise a UserError if the FP8 attention kernels do not support a GPT's shape."""
     multiple, widths = FP8_ATTENTION[attention].widths_on(hardware.capability)
     width = config.head_width
     if width % multiple or width > 128:

@@ -39,48 +39,48 @@ def convert(
     scaled_loss: bool = False,
     amax_group: Group = "world",
 ) -> Model:
-    """Convert the linears of `module` as planned: `nn.Linear`, and Conv1D of transformers.
+    """Convert the linears of `module` in place: `nn.Linear`, and Conv1D of transformers.
 
-    Subclasses are converted if they inherit `forward`; of others, name those whose forward is a
+    Subclasses are converted if they inherit `forward`. Name other classes whose forward pass is a
     plain x W^T + b in `also`.
 
-    Nothing else is needed in a training loop: forward, `loss.backward()` and `optimizer.step()` on
-    the module that was converted, delayed scaling included. Outputs keep the dtype that they had.
-    What was converted, what was not and why is in `module.fp8_plan` (`.layers`, `.reasons`,
-    `.summary()`) and in the log of "fp8stack". A forward pass brings it up to date where layers
-    were replaced or resized, and the first that trains warns of layers that it did not call.
-    Convert before torch.compile.
+    The training loop does not change: forward, `loss.backward()` and `optimizer.step()` on
+    `module`, also in delayed scaling. Outputs keep their dtype. `module.fp8_plan` (`.layers`,
+    `.reasons`, `.summary()`) and the log of "fp8stack" list the converted layers, and the others
+    with the reason. A forward pass updates `module.fp8_plan` if layers were replaced or resized,
+    and the first training pass warns about layers that it did not call. Convert before
+    torch.compile.
 
     Delayed scaling begins with scale 1 and needs a few training passes; for a model that is only
     evaluated, use current scaling. A copy (`copy.deepcopy`, pickle) that is made between a training
-    pass and the optimizer's step takes the scales of weights that the original takes after the
-    step. `nn.TransformerEncoderLayer` reads its weights past its linears
-    in eval mode without gradients: there it is not in FP8.
+    pass and the optimizer's step has the weight scales that the original has after the step.
+    `nn.TransformerEncoderLayer` bypasses its linears in eval mode without gradients, so it does not
+    run in FP8 there.
 
     Args:
-        module: any model; its linears become ours in place: the same objects, with the same
-            parameters, hooks and attributes.
-        plan: a recipe, by name or path, for the device that the model's parameters are on; or what
-            `resolve(recipe, hardware)` gave.
-        exclude: a pattern of module paths to leave as they are, such as "*.mlp.*", or several.
-        also: classes, such as transformers' FalconLinear, that compute x W^T + b and no more, with
-            a parameter `weight` [out, in] and a `bias` [out] or none.
-        scaled_loss: whether your loop scales the loss, by `LossScaler` or torch's GradScaler. A
-            plan whose compute dtype is fp16 (`plan.loss_scaling`) needs it; without it, the layers
-            stay as they are. Others do not.
-        amax_group: delayed scaling: the torch.distributed group whose ranks train this model, each
-            on its part of the data; all ranks if left out, None for this one alone. Their amaxes
-            are reduced to the maximum, so that all cast with the same scales. In pipeline
-            parallelism pass the ranks of one stage, such as `mesh.get_group("dp")`.
+        module: any model; its linears stay the same objects, with the same parameters, hooks and
+            attributes.
+        plan: a recipe, by name or path, for the device of the model's parameters; or a plan from
+            `resolve(recipe, hardware)`.
+        exclude: one or several patterns of module paths to leave unchanged, such as "*.mlp.*".
+        also: classes, such as transformers' FalconLinear, that compute just x W^T + b, with a
+            parameter `weight` [out, in] and an optional `bias` [out].
+        scaled_loss: whether your loop scales the loss, with `LossScaler` or torch's GradScaler. A
+            plan whose compute dtype is fp16 (`plan.loss_scaling`) needs it: without it, the layers
+            stay unchanged. Other plans do not.
+        amax_group: for delayed scaling, the torch.distributed group whose ranks train this model on
+            different data: by default all ranks, None for only this rank. Amaxes are reduced to
+            their maximum, so that all ranks cast with the same scales. In pipeline parallelism pass
+            the ranks of one stage, such as `mesh.get_group("dp")`.
 
     Returns:
         `module`.
 
     Raises:
-        UserError: an argument of another type; nothing to convert, or no layer that would be in
-            FP8; a recipe with a dtype for attention or the residual stream; a pattern or class that
-            matches no layer; a module that is or was converted; under `strict`, a layer that the
-            hardware cannot serve.
+        UserError: an argument has the wrong type; there is nothing to convert, or no layer would be
+            in FP8; the recipe has a dtype for attention or the residual stream; a pattern or class
+            matches no layer; the module is converted already; under `strict`, the hardware cannot
+            serve a layer.
     """
     also = (also,) if isinstance(also, type) else also
     exclude = (exclude,) if isinstance(exclude, str) else exclude
@@ -95,11 +95,11 @@ def convert(
             f"{described(plan)}."
         )
     usual = Recipe(name="").beside_linears
-    for key, asked in plan.recipe.beside_linears.items():
-        if asked != usual[key]:
+    for key, setting in plan.recipe.beside_linears.items():
+        if setting != usual[key]:
             raise UserError(
                 f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
-                f"'{asked}'. Set it to '{usual[key]}' in the recipe."
+                f"'{setting}'. Set it to '{usual[key]}' in the recipe."
             )
     linears = _linears(module, also)
     left_out = _left_out(module, linears, patterns, also)
@@ -107,17 +107,19 @@ def convert(
     backend = build_backend(plan)
     if backend.delayed is not None:
         backend.delayed.sharing.group = amax_group
-    parts = {name: linear.part for name, linear in linears.items()}
+    modules = {name: linear.module for name, linear in linears.items()}
     changed = [layer for layer in plan.layers if layer.precision != UNCHANGED]
-    likes = [(parts[layer.name], _like(parts[layer.name], backend, layer)) for layer in changed]
+    # All templates first: an error must leave the model as it was.
+    templates = [_template(modules[layer.name], backend, layer) for layer in changed]
     reminder = StateReminder()
-    for layer, (part, like) in zip(changed, likes, strict=True):
+    for layer, template in zip(changed, templates, strict=True):
         table = layer.quantizers
         if table is not None and (table.delayed or table.stochastic):
-            like.reminder = reminder
-        _become(part, like)
-    if likes:
-        PlanFollower(module, parts)  # its hooks come first: a backend's need the layers of the plan
+            template.reminder = reminder
+        _become(modules[layer.name], template)
+    if templates:
+        # Before `backend.attach`, whose hooks need a plan that matches the model.
+        PlanFollower(module, modules)
         reminder.attach(module)
     backend.attach(module)
     if plan.compute_dtype == "tf32":
@@ -160,39 +162,38 @@ def _require_arguments(module: object, exclude: object, also: object, amax_group
         )
 
 
-class _Found(NamedTuple):
-    """A linear, with all its module paths; the first is its name."""
+class _Linear(NamedTuple):
+    """A linear with all its module paths; the first is its name."""
 
-    part: nn.Module
+    module: nn.Module
     paths: list[str]
 
 
-def _linears(module: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[str, _Found]:
-    found: dict[int, _Found] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, LowPrecisionLinear) or hasattr(part, "fp8_plan"):
+def _linears(module: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[str, _Linear]:
+    linears: dict[int, _Linear] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, LowPrecisionLinear) or hasattr(child, "fp8_plan"):
             raise UserError("This model is converted already. Convert it once, from the original.")
-        if isinstance(part, (nn.Linear, *also)) or _conv1d(part):
+        if isinstance(child, (nn.Linear, *also)) or _conv1d(child):
             if not path:
                 raise UserError("A bare linear cannot be converted in place: wrap it in a module.")
-            found.setdefault(id(part), _Found(part, [])).paths.append(path)
+            linears.setdefault(id(child), _Linear(child, [])).paths.append(path)
     for kind in also:
-        if not any(isinstance(linear.part, kind) for linear in found.values()):
+        if not any(isinstance(linear.module, kind) for linear in linears.values()):
             raise UserError(f"also: no layer of this model is a {kind.__name__}.")
-    return {linear.paths[0]: linear for linear in found.values()}
+    return {linear.paths[0]: linear for linear in linears.values()}
 
 
-def _conv1d(part: nn.Module) -> type[nn.Module] | None:
-    """The class Conv1D of transformers, a linear with weight [in, out], if `part` is one; else
-    None."""
-    home = ("transformers.pytorch_utils", "Conv1D")
-    kinds = type(part).__mro__
-    return next((kind for kind in kinds if (kind.__module__, kind.__name__) == home), None)
+def _conv1d(module: nn.Module) -> type[nn.Module] | None:
+    """transformers' class Conv1D, a linear with weight [in, out], if `module` is one; else None."""
+    name = ("transformers.pytorch_utils", "Conv1D")
+    kinds = type(module).__mro__
+    return next((kind for kind in kinds if (kind.__module__, kind.__name__) == name), None)
 
 
 def _left_out(
     module: nn.Module,
-    linears: dict[str, _Found],
+    linears: dict[str, _Linear],
     patterns: tuple[str, ...],
     also: tuple[type[nn.Module], ...],
 ) -> dict[str, str]:
@@ -204,35 +205,37 @@ def _left_out(
                 f"Layers: {', '.join(linears)}."
             )
     reasons = {}
-    for name, (part, paths) in linears.items():
+    for name, (linear, paths) in linears.items():
         matched = [pattern for pattern in patterns if fnmatch.filter(paths, pattern)]
         owner = module.get_submodule(name.rpartition(".")[0])
-        kind = type(part)
-        plain = isinstance(part, also) or kind.forward is (_conv1d(part) or nn.Linear).forward
-        missing = [key for key in ("weight", "bias") if key not in part._parameters]
-        computed = [key for key in missing if key != "bias" or getattr(part, key, None) is not None]
+        kind = type(linear)
+        plain = isinstance(linear, also) or kind.forward is (_conv1d(linear) or nn.Linear).forward
+        missing = [key for key in ("weight", "bias") if key not in linear._parameters]
+        computed = [
+            key for key in missing if key != "bias" or getattr(linear, key, None) is not None
+        ]
         if matched:
             reasons[name] = f"excluded by the pattern '{matched[0]}'"
         elif isinstance(owner, nn.MultiheadAttention):
             reasons[name] = "nn.MultiheadAttention reads its weight and never calls it"
-        elif "forward" in vars(part):
+        elif "forward" in vars(linear):
             reasons[name] = "it has a forward of its own"
         elif not plain:
             remedy = f"pass also=({kind.__name__},) if that is a plain x W^T + b"
             reasons[name] = f"a {kind.__name__} has a forward of its own: {remedy}"
         elif computed:
             reasons[name] = f"its {computed[0]} is computed and no parameter"
-        elif is_lazy(part.get_parameter("weight")):
+        elif is_lazy(linear.get_parameter("weight")):
             reasons[name] = "it has no size before its first pass"
-        elif why := _held_otherwise(part.get_parameter("weight")):
-            reasons[name] = why
-        elif not all(_shape(part)):
+        elif reason := _unusual_storage(linear.get_parameter("weight")):
+            reasons[name] = reason
+        elif not all(_shape(linear)):
             reasons[name] = "its weight has no elements"
     return reasons
 
 
-def _held_otherwise(weight: nn.Parameter) -> str:
-    """Why a weight is not the numbers that a layer could quantize; "" if it is."""
+def _unusual_storage(weight: nn.Parameter) -> str:
+    """The reason that a weight is no plain tensor that a layer can quantize; "" if it is."""
     if not weight.is_floating_point() or weight.itemsize == 1:
         return f"its weight is quantized already ({str(weight.dtype).removeprefix('torch.')})"
     if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
@@ -243,34 +246,34 @@ def _held_otherwise(weight: nn.Parameter) -> str:
 def _decided(
     module: nn.Module,
     plan: Plan,
-    linears: dict[str, _Found],
+    linears: dict[str, _Linear],
     left_out: dict[str, str],
     scaled_loss: bool,
 ) -> Plan:
-    """`plan` with a decision for each linear; one whose precision is "unchanged" stays as it is.
-    Raises a UserError if the recipe is an FP8 recipe, and no layer would be in FP8."""
-    shapes = {name: _shape(linear.part) for name, linear in linears.items()}
+    """`plan` with a decision for each linear; linears with the precision "unchanged" are not
+    converted. Raises a UserError if an FP8 recipe leaves no layer in FP8."""
+    shapes = {name: _shape(linear.module) for name, linear in linears.items()}
     if plan.is_fp8 and not linears:
         raise UserError("Nothing to convert: no linear layer.")
     if plan.loss_scaling and not scaled_loss:
         unscaled = "fp16 needs a scaled loss: scale it (LossScaler) and pass scaled_loss=True"
         left_out = {name: left_out.get(name, unscaled) for name in linears}
-    # Where nothing is left, there is nothing for "auto" to choose for.
+    # If all layers are left out, "auto" must not fall back to a recipe without FP8.
     settled = plan.is_fp8 and len(left_out) == len(linears)
     fresh = replace(plan, layers=(), asked=plan.recipe.name if settled else plan.asked)
-    heads = find_heads(module, {name: linear.part for name, linear in linears.items()}, shapes)
+    heads = find_heads(module, {name: linear.module for name, linear in linears.items()}, shapes)
     mixtures = find_mixtures(module)
     routers = find_routers(module, shapes, mixtures)
     fresh = fresh.for_layers(shapes, heads, left_out, UNCHANGED, routers=routers)
     if fresh.is_fp8 and not fresh.runs_fp8:
-        names: dict[str, list[str]] = {}  # by the reason why they are not in FP8
+        names: dict[str, list[str]] = {}  # by the reason that they are not in FP8
         for layer in fresh.layers:
             names.setdefault(layer.reason, []).append(layer.name)
-        why = "; ".join(
-            f"{first}{f' and {len(others)} more' if others else ''}: {reason}"
-            for reason, (first, *others) in names.items()
+        reasons = "; ".join(
+            f"{first}{f' and {len(further)} more' if further else ''}: {reason}"
+            for reason, (first, *further) in names.items()
         )
-        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({why}).")
+        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({reasons}).")
     if fresh.is_fp8:
         return _with_work(module, fresh, shapes, mixtures)
     if fresh.compute_dtype in ("bf16", "fp16"):
@@ -285,8 +288,8 @@ def _with_work(
     shapes: Mapping[str, tuple[int, int]],
     mixtures: Collection[Mixture],
 ) -> Plan:
-    """`plan` with the work of its layers and of the matrices outside them: a token goes to a few
-    experts alone."""
+    """`plan` with the work of its layers and of the matrices outside them; experts
+    count only for the share of tokens that they get."""
     beside = matrices_beside(module, shapes, mixtures)
     layers = []
     for layer in plan.layers:
@@ -303,64 +306,64 @@ def _with_work(
     )
 
 
-def _shape(part: nn.Module) -> tuple[int, int]:
-    """(in, out)."""
-    if isinstance(part, nn.Linear):
-        return part.in_features, part.out_features
-    weight = part._parameters.get("weight")
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    """(in features, out features)."""
+    if isinstance(linear, nn.Linear):
+        return linear.in_features, linear.out_features
+    weight = linear._parameters.get("weight")
     if weight is None or weight.ndim != 2:
-        raise UserError(f"also: a {type(part).__name__} has no parameter `weight` [out, in].")
+        raise UserError(f"also: a {type(linear).__name__} has no parameter `weight` [out, in].")
     rows, columns = weight.shape
-    return (rows, columns) if _conv1d(part) else (columns, rows)
+    return (rows, columns) if _conv1d(linear) else (columns, rows)
 
 
-def _like(part: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLinear:
-    """The backend's linear for a layer that is `part`; its own parameters are never used. Raises a
-    UserError if `part` has an attribute that it would need."""
-    bias = getattr(part, "bias", None) is not None
+def _template(linear: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLinear:
+    """The backend's linear whose class and attributes `linear` gets; its parameters are not used.
+    Raises a UserError if `linear` has an attribute of the same name."""
+    bias = getattr(linear, "bias", None) is not None
     with torch.device("meta"):
-        like = backend.linear(layer.name, layer.in_features, layer.out_features, bias)
+        template = backend.linear(layer.name, layer.in_features, layer.out_features, bias)
         usual = vars(nn.Linear(1, 1)).keys()
-    assert isinstance(like, LowPrecisionLinear)
-    like.transposed = _conv1d(part) is not None
-    like.keeps_dtype = True
-    taken = [key for key in vars(like) if key not in usual and key in vars(part)]
-    if taken:
+    assert isinstance(template, LowPrecisionLinear)
+    template.transposed = _conv1d(linear) is not None
+    template.keeps_dtype = True
+    clashing = [key for key in vars(template) if key not in usual and key in vars(linear)]
+    if clashing:
         raise UserError(
-            f"{layer.name} has an attribute '{taken[0]}' of its own, which convert needs to set: "
-            "exclude it (convert(..., exclude=...)) or rename the attribute."
+            f"{layer.name} has an attribute '{clashing[0]}' of its own, which convert needs to "
+            "set: exclude it (convert(..., exclude=...)) or rename the attribute."
         )
-    return like
+    return template
 
 
-def _become(part: nn.Module, like: LowPrecisionLinear) -> None:
-    """Turn a linear into the backend's by changing its class; the object stays the same."""
-    for key, value in vars(like).items():
-        part.__dict__.setdefault(key, value)
-    if not hasattr(part, "bias"):
-        part.register_parameter("bias", None)
-    exact = type(part) in (nn.Linear, _conv1d(part))
-    part.__class__ = type(like) if exact else _subclass(type(like), type(part))
+def _become(linear: nn.Module, template: LowPrecisionLinear) -> None:
+    """Convert `linear` in place: it gets the class and the attributes of `template`."""
+    for key, value in vars(template).items():
+        linear.__dict__.setdefault(key, value)
+    if not hasattr(linear, "bias"):
+        linear.register_parameter("bias", None)
+    exact = type(linear) in (nn.Linear, _conv1d(linear))
+    linear.__class__ = type(template) if exact else _subclass(type(template), type(linear))
 
 
-def _subclass(ours: type[LowPrecisionLinear], theirs: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `theirs` with the forward pass of `ours`, so that isinstance checks still
+def _subclass(kind: type[LowPrecisionLinear], original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `original` with the forward pass of `kind`, so that isinstance checks still
     hold."""
-    if (ours, theirs) in _SUBCLASSES:
-        return _SUBCLASSES[ours, theirs]
+    if (kind, original) in _SUBCLASSES:
+        return _SUBCLASSES[kind, original]
 
     def reduce(self: nn.Module, protocol: object) -> tuple[object, ...]:
-        return _blank, (ours, theirs), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _blank, (kind, original), self.__getstate__()  # type: ignore[no-untyped-call]
 
-    name = f"{ours.__name__}[{theirs.__name__}]"
-    made = type(name, (ours, theirs), {"__reduce_ex__": reduce})
-    return _SUBCLASSES.setdefault((ours, theirs), made)
+    name = f"{kind.__name__}[{original.__name__}]"
+    subclass = type(name, (kind, original), {"__reduce_ex__": reduce})
+    return _SUBCLASSES.setdefault((kind, original), subclass)
 
 
 _SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def _blank(ours: type[LowPrecisionLinear], theirs: type[nn.Module]) -> nn.Module:
-    """An empty instance for pickle."""
-    kind = _subclass(ours, theirs)
-    return kind.__new__(kind)
+def _blank(kind: type[LowPrecisionLinear], original: type[nn.Module]) -> nn.Module:
+    """An instance without attributes, for pickle."""
+    subclass = _subclass(kind, original)
+    return subclass.__new__(subclass)

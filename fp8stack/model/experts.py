@@ -1,4 +1,4 @@
-"""Mixtures of experts in any model: where the experts are, and the linears that choose them."""
+"""Find the experts of a mixture, and the linears that choose them, in any model."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _EXPERT = re.compile(r"expert|moe|mixture", re.IGNORECASE)
 _NUMBERED = re.compile(r"(experts?_?)?\d+")
 _CHOOSES = re.compile(r"(Router|Gate|Gating)$")  # class names of modules that choose experts
 
-# Words in the names of linears that choose experts; in other places a gate is a part of an MLP.
+# Words in the names of linears that choose experts; elsewhere a gate belongs to an MLP.
 _ROUTER_WORDS = {"gate", "gating", "router", "routing", "route", "switch", "wg", "noise"}
 _PROJECTION = {"proj", "up", "down"}
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
@@ -30,8 +30,8 @@ class Mixture(NamedTuple):
     Attributes:
         path: its module path.
         experts: the names of its children that are experts.
-        counts: how many experts there are: one number, or several where some are not computed.
-        per_token: to how many experts a token goes; None if that is not known.
+        counts: the number of experts; several numbers if some experts may not be computed.
+        per_token: the number of experts that a token goes to; None if unknown.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Mixture(NamedTuple):
 
     @property
     def active(self) -> float | None:
-        """The share of the experts that a token goes to; None if that is not known."""
+        """The share of the experts that a token goes to; None if unknown."""
         return None if self.per_token is None else min(1.0, self.per_token / min(self.counts))
 
     def holds(self, path: str) -> bool:
@@ -67,7 +67,7 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
             if _is_stack(owner, parameter) and (hinted or _EXPERT.search(name))
         }
         inside = any(mixture.holds(f"{path}.") for mixture in mixtures)
-        # A module whose experts are its own parameters is the experts of the module that holds it.
+        # A module whose parameters are experts belongs to its parent's mixture.
         if counts and not inside and (path == "" or not _is_experts_of_parent(model, path)):
             numbers = frozenset[int]().union(*counts.values())
             places = [owner, *owner.children(), *configs]
@@ -83,7 +83,7 @@ def _is_experts_of_parent(model: nn.Module, path: str) -> bool:
 
 
 def _is_stack(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a parameter may be the matrices of several experts, one behind the other."""
+    """Whether a parameter may be the stacked matrices of several experts."""
     return (
         not isinstance(owner, _ConvNd)
         and not is_lazy(parameter)
@@ -93,13 +93,13 @@ def _is_stack(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def _experts_in(name: str, child: nn.Module) -> set[int]:
-    """The possible numbers of experts in a child of that name; empty if it holds none."""
+    """The possible numbers of experts in a child `name`; empty if it holds none."""
     if "shared" in name:
         return set()
     items = {key: item for key, item in child.named_children() if _NUMBERED.fullmatch(key)}
     kinds = {type(item) for item in items.values()}
     if len(kinds) == 1:
-        # The class of a decoder layer may have "Moe" in its name: that says nothing of a list.
+        # "Moe" in the class name of a decoder layer does not make a list of layers experts.
         experts = "expert" in f"{name} {type(child).__name__} {kinds.pop().__name__}".lower()
         return {len(items)} if experts else set()
     counts: set[int] = set()
@@ -127,14 +127,15 @@ def find_routers(
     linears: Mapping[str, tuple[int, int]],
     mixtures: Collection[Mixture],
 ) -> set[str]:
-    """Find the linears that choose experts or weigh a shared one: by their names, by as many
-    outputs as there are experts beside them, or by float32 weights in a mixture of a model in half
-    precision.
+    """Find the linears that choose experts or weigh a shared one.
+
+    A router is recognized by its name, by an output per expert of its mixture, or by float32
+    weights in a mixture of a model in half precision.
 
     Args:
         model: any model.
         linears: its linears, (in, out) by module path.
-        mixtures: what `find_mixtures` found in it.
+        mixtures: its mixtures, from `find_mixtures`.
     """
     routers = {path for path in linears if _named_router(path)}
     declared = _declared_float32(model, linears)
@@ -159,7 +160,7 @@ def _below(path: str, linears: Mapping[str, object]) -> Iterator[str]:
 
 
 def _named_router(path: str) -> bool:
-    """Whether a layer is a router by its path alone."""
+    """Whether the path of a layer is enough to know that it is a router."""
     keys = path.split(".")
     if "router" in keys or path.endswith("gate.wg"):
         return True
@@ -174,7 +175,7 @@ def _has_router_word(name: str) -> bool:
 def _chosen(
     model: nn.Module, linears: Mapping[str, tuple[int, int]], mixture: Mixture, inside: set[str]
 ) -> list[str]:
-    """Find the routers among the linears beside the experts."""
+    """Find the routers among a mixture's linears outside its experts, `inside`."""
     start = len(mixture.path) + 1 if mixture.path else 0
     direct = [path for path in inside if "." not in path[start:]]
     named = [
@@ -195,7 +196,7 @@ def _chosen(
 
 
 def _declared_float32(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> set[str]:
-    """The linears with float32 weights, in a model where most weights of linears are not."""
+    """The linears with float32 weights, if most weights of the model's linears are not float32."""
     weights = {path: model.get_submodule(path)._parameters.get("weight") for path in linears}
     float32 = {path for path, w in weights.items() if w is not None and w.dtype == torch.float32}
     sizes = {path: math.prod(shape) for path, shape in linears.items()}
@@ -207,7 +208,7 @@ class Beside(NamedTuple):
 
     Attributes:
         work: multiplications per token in a forward pass.
-        sentence: what they are, for the plan; "" if they are few.
+        sentence: a description for the plan; "" if they are few.
     """
 
     work: float
@@ -217,14 +218,14 @@ class Beside(NamedTuple):
 def matrices_beside(
     model: nn.Module, linears: Mapping[str, tuple[int, int]], mixtures: Collection[Mixture]
 ) -> Beside:
-    """Find the matrices that are in no linear: experts in one 3-D parameter, and parameters of two
-    dimensions that modules call a weight, such as those of `nn.LSTM` or of routers without a
-    linear. Embeddings and convolutions do not count.
+    """Find the matrices outside linears: experts in one 3-D parameter, and 2-D parameters with
+    "weight" in their name, such as in `nn.LSTM` or in routers without a linear. Embeddings and
+    convolutions do not count.
 
     Args:
         model: any model.
         linears: its linears, (in, out) by module path.
-        mixtures: what `find_mixtures` found in it.
+        mixtures: its mixtures, from `find_mixtures`.
     """
     sizes = {}
     work = 0.0
@@ -253,7 +254,8 @@ def matrices_beside(
 def _multiplies(
     path: str, owner: nn.Module, parameter: nn.Parameter, mixture: Mixture | None
 ) -> bool:
-    """Whether a parameter outside linears is one matrix or several, by its shape and name."""
+    """Whether a parameter outside linears is used as one or several matrices, judged by its shape
+    and name."""
     name = path.rpartition(".")[2]
     if "bias" in name or "embed" in name or "pos" in name.split("_"):
         return False

@@ -28,7 +28,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
         self.config, self.backend, self.path = config, backend, path
-        self.in_fp8 = backend.plan.recipe.fp8_attention  # may be switched, as that of a linear
+        self.in_fp8 = backend.plan.recipe.fp8_attention  # the guard may switch it off
         shapes = config.linear_shapes()
         qkv, output = f"{path}.qkv", f"{path}.output"
         self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
@@ -50,14 +50,14 @@ class Attention(nn.Module):
         Args:
             rotation: RoPE's cosines and sines at the tokens' positions.
             mask: see `Backend.attention`.
-            cached: the keys and values of earlier tokens, and the layer that this is.
+            cached: the keys and values of earlier tokens, and the index of this layer.
         """
         config = self.config
         groups = config.query_groups
         heads_BTHE = rearrange(qkv_BTF, "b t (h e) -> b t h e", e=config.head_width)
-        # Split first: so the gradients are joined in the layout of `qkv_BTF`, without a copy.
-        parts = torch.split(heads_BTHE, [config.heads, groups, groups], dim=2)
-        q_BHTE, k_BGTE, v_BGTE = (part.transpose(1, 2) for part in parts)
+        # Split before the transpose: the gradients then have the layout of `qkv_BTF`, uncopied.
+        heads = torch.split(heads_BTHE, [config.heads, groups, groups], dim=2)
+        q_BHTE, k_BGTE, v_BGTE = (x_BTHE.transpose(1, 2) for x_BTHE in heads)
         if config.qk_norm:
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
@@ -103,8 +103,8 @@ class Compilable(nn.Module):
 
 
 class Block(Compilable):
-    """Pre-norm attention and MLP on a residual stream in the dtype that the recipe has for it:
-    what is added is rounded to that, and so is the sum."""
+    """Pre-norm attention and MLP on a residual stream in the recipe's dtype: the addends and the
+    sum are rounded to it."""
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Block(Compilable):
         mask: Mask | None = None,
         cached: tuple[KVCache, int] | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D] in the same dtype; for the rest see `Attention.forward`."""
+        """[B, T, D] -> [B, T, D] in the same dtype; for other arguments see `Attention.forward`."""
         qkv_BTF = self.backend.norm_linear(x_BTD.float(), self.attention_norm, self.attention.qkv)
         mixed = self.attention(qkv_BTF, rotation, mask, cached)
         x_BTD = x_BTD + self.dropout(mixed).to(x_BTD.dtype)
@@ -149,13 +149,13 @@ class Loss(Compilable):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer, built of a backend's layers.
+    """A decoder-only transformer, built from a backend's layers.
 
     Args:
         config: its shape.
         backend: builds the layers; None: float32 torch.
-        seed: of the initial weights, which depend on it and on `config` alone: every recipe and
-            every device starts from the same. None leaves them uninitialized.
+        seed: the seed of the initial weights, which depend only on it and on `config`: they are the
+            same for every recipe and device. None leaves them uninitialized.
 
     Attributes:
         recompute: activation checkpointing. Blocks save for the backward pass: everything ("none"),
@@ -200,19 +200,19 @@ class GPT(nn.Module):
         """Logits, or the loss if there are targets.
 
         Args:
-            tokens_BT: int64 [B, T], each below the vocabulary, T at most the context.
-            targets_BT: int64 [B, T], the next tokens; -100 is left out of the mean.
-            documents_BT: int64 [B, T], the document that each token is of: attention stays within
-                it. Positions go on through all of a row.
-            cache: what `new_cache` gave: the tokens follow those that it holds, and are added.
+            tokens_BT: int64 [B, T], below the vocabulary; T is at most the context.
+            targets_BT: int64 [B, T], the next tokens; -100 is ignored.
+            documents_BT: int64 [B, T], the document of each token: attention stays within a
+                document. Positions count through the whole row.
+            cache: a cache from `new_cache`; `tokens_BT` follow its tokens and are added to it.
                 Not in training, and not together with documents.
 
         Returns:
             float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
 
         Raises:
-            ValueError: the tokens, with those of the cache, are more than the context, or than the
-                cache can hold; a cache in training or with documents.
+            ValueError: the tokens, including the cache's, exceed the context or the cache's size;
+                a cache in training or with documents.
         """
         start = 0 if cache is None else cache.length
         T, context = tokens_BT.shape[1], self.config.context
@@ -234,7 +234,7 @@ class GPT(nn.Module):
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
             return loss
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD.float())).float()
-        return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
+        return logits_BTV[..., : self.config.vocabulary]  # without the padding
 
     def _mask(
         self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device
@@ -271,15 +271,17 @@ class GPT(nn.Module):
                 x_BTD = block(x_BTD, rotation, mask, (cache, layer))
             cache.length += x_BTD.shape[1]
             return x_BTD
-        # Whoever wraps a block's forward pass need know of a mask only where there are documents.
-        given = (rotation,) if mask is None else (rotation, mask)
+        # Wrappers of a block's forward pass need to handle a mask only with documents.
+        arguments = (rotation,) if mask is None else (rotation, mask)
         for block in self.blocks:
             if self.recompute == "none" or not torch.is_grad_enabled():
-                x_BTD = block(x_BTD, *given)
+                x_BTD = block(x_BTD, *arguments)
             elif self.recompute == "block":
-                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, *arguments, use_reentrant=False)
             else:
-                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False, context_fn=contexts)
+                x_BTD = checkpoint(
+                    block, x_BTD, *arguments, use_reentrant=False, context_fn=contexts
+                )
         return x_BTD
 
     def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
@@ -290,16 +292,16 @@ class GPT(nn.Module):
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
     def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
-        """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, the loss, and casts of weights. `backend` and `mode`
-        are torch.compile's. Raises a UserError if `recompute` is "selective"."""
+        """Compile the model in place, without graph breaks: the loss, the casts of weights, and
+        each block separately, so that equal blocks share a compilation. `backend` and `mode` are
+        torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
-            # Outputs of a compiled block's operators may lie in memory that it reuses.
+            # A compiled block may reuse the memory of the outputs that "selective" saves.
             require_compilable(self.backend.plan, self.recompute)
         allow_many_compilations()
-        for part in self.modules():
-            if isinstance(part, Compilable):
-                part.compile_forward(backend, mode)
+        for module in self.modules():
+            if isinstance(module, Compilable):
+                module.compile_forward(backend, mode)
         self.backend.compile_casts(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -311,8 +313,8 @@ class GPT(nn.Module):
 
 
 def allow_many_compilations() -> None:
-    """Raise torch.compile's limit of 8 compilations per function: blocks of several kinds, in
-    training and evaluation, or several models in one process need more."""
+    """Raise torch.compile's limit of 8 compilations per function: several kinds of blocks, training
+    and evaluation, or several models in one process need more."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
@@ -329,7 +331,7 @@ def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor
 
 def rotate(x_BHTE: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor) -> Tensor:
     """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
-    x_BTHE = x_BHTE.float().transpose(1, 2)  # as it lies in memory
+    x_BTHE = x_BHTE.float().transpose(1, 2)  # the layout in memory
     swapped_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
     return (x_BTHE * cosine_T1E + swapped_BTHE * sine_T1E).transpose(1, 2)
 
@@ -337,7 +339,8 @@ def rotate(x_BHTE: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor) -> Tensor:
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> None:
     """GPT-2's initialisation: normal, residual projections scaled by 1 / sqrt(2 x layers), biases
-    zero, norms one. Drawn on the CPU, unpadded, so that every recipe starts from the same."""
+    zero, norms one. Drawn on the CPU, without padding, so that every recipe starts from the same
+    weights."""
     config = model.config
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -349,9 +352,10 @@ def initialize(model: GPT, seed: int) -> None:
             residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
             std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
             rows = config.vocabulary if name in PADDED else len(parameter)
-            drawn = torch.empty(rows, *parameter.shape[1:]).normal_(0.0, std, generator=generator)
+            weights = torch.empty(rows, *parameter.shape[1:])
+            weights.normal_(0.0, std, generator=generator)
             parameter.zero_()
-            parameter[:rows] = drawn
+            parameter[:rows] = weights
 
 
 PADDED = ("embedding.weight", "lm_head.weight")

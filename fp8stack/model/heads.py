@@ -10,13 +10,14 @@ _HEADS = {"lm_head", "head", "classifier", "classification_head", "score", "qa_o
 def find_heads(
     model: nn.Module, linears: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """Find the layers that compute logits: those of `get_output_embeddings`, by their name, tied
-    to an embedding, or outside the blocks with as many outputs as the largest.
+    """Find the layers that compute logits: `get_output_embeddings` returns them, their name says
+    so, they are tied to an embedding, or they are outside the blocks and have an output for each
+    row of the largest embedding.
 
     Args:
         model: any model.
         linears: its linears by module path.
-        shapes: their sizes (in, out).
+        shapes: their (in features, out features).
     """
     methods = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     answers = [head for ask in methods if callable(ask) and (head := ask()) is not None]
@@ -28,7 +29,7 @@ def find_heads(
     named: dict[tuple[str, ...], list[str]] = {}
     for name, layer in linears.items():
         inputs, outputs = shapes[name]
-        # DeBERTa-v2 answers with the transform before the product with its embedding.
+        # DeBERTa-v2 returns the transform before the product with its embedding.
         transform = inputs == outputs and vocabulary not in (None, outputs)
         if id(layer) in of_answers and not transform:
             heads.add(name)
@@ -43,8 +44,8 @@ def find_heads(
         if place is not None:
             named.setdefault(tuple(path[: place + 1]), []).append(name)
     for place_of_head, names in named.items():
-        # The last of several gives the logits, unless it ends in the width that the first began
-        # with: a transform of hidden states, as in ModernBert, before a head of another name.
+        # The last of several layers gives the logits, unless its outputs have the width of the
+        # first one's inputs: a transform of hidden states before another head, as in ModernBert.
         transform = shapes[names[-1]][1] == shapes[names[0]][0]
         is_leaf = names[-1] == ".".join(place_of_head)
         if is_leaf or not transform or vocabulary is None:

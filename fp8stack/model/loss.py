@@ -2,8 +2,8 @@
 
 N rows (tokens), D width, V vocabulary. The head may have more outputs than V, for padding.
 
-Torch's own `linear_cross_entropy` came with 2.13 and takes a weight, so no hook of the head would
-run and no FP8 head would serve.
+torch.nn.functional.linear_cross_entropy (torch 2.13) takes a weight and no module, so it would skip
+the head's hooks and its FP8 GEMM.
 """
 
 from collections.abc import Callable
@@ -21,41 +21,41 @@ from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.backends.linear import CastLinear, LowPrecisionLinear
 
 CHUNK_BYTES = 128 * 2**20
-"""Of float32 logits. More rows make better GEMMs and fewer sums of weight gradients."""
+"""The bytes of a chunk's float32 logits. More rows give faster GEMMs and fewer additions of weight
+gradients."""
 
 
 def head_loss(
     head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int, rows: int | None = None
 ) -> Tensor:
-    """`cross_entropy(head(x)[..., :vocabulary].float(), targets)`, the mean over the targets.
+    """The mean of `cross_entropy(head(x)[..., :vocabulary].float(), targets)`.
 
-    Logits that fit into one chunk, and compiled code, in which inductor fuses the float32 values
-    into their neighbours, take just that expression. Else, in eager mode:
+    If the logits fit into one chunk, or in compiled code, where inductor fuses the float32 values
+    into neighbouring operations, this is just that expression. Else, in eager mode:
 
-    - A head whose logits are in half precision runs once, over all rows, and the cross-entropy
-      takes a chunk of them at a time. In bf16 its gradient is found in the forward pass: no
-      softmax is computed twice, and the logits are not kept. In fp16 and for an FP8 head it is
-      found in the backward pass, from logits that are kept. fp16 would underflow until the loss
-      scale arrives; and FP8 is to cast, and record the amax of, just the gradient that compiled
-      code has, which depends on all that the loss is multiplied by.
-    - A plain float32 head runs chunk by chunk, and so does its backward pass, within the forward
-      pass: no logits are kept and nothing is computed twice.
-    - An FP8 head whose logits are float32, or whose rounded operands are (the emulator's), runs
-      chunk by chunk and again in the backward pass: one GEMM more, for the reason above. Bytes,
-      scales and amaxes are those of one GEMM over all rows, since chunks are whole blocks. Only
-      in current scaling, each chunk of `x` and of the gradient has a scale of its own. As with
-      activation checkpointing, in delayed scaling no second forward pass may come before the
-      first one's backward.
+    - A head with logits in half precision runs once, over all rows, and the cross-entropy takes a
+      chunk of the logits at a time. In bf16 the forward pass computes their gradient: no softmax is
+      computed twice and the logits are not saved. In fp16 and for an FP8 head the backward pass
+      computes it from saved logits: fp16 would underflow without the loss scale, and FP8 must cast
+      the same gradient as compiled code, which includes all factors of the loss.
+    - A plain float32 head runs chunk by chunk, forward and backward, within the forward pass: no
+      logits are saved and nothing is computed twice.
+    - An FP8 head with float32 logits, or with rounded operands in float32 (the emulator's), runs
+      chunk by chunk, and again in the backward pass: one more GEMM, for the reason above. Bytes,
+      scales and amaxes are the same as for one GEMM over all rows, since chunks are whole blocks.
+      Only in current scaling, each chunk of `x` and of the gradient has its own scale. As with
+      activation checkpointing, in delayed scaling a second forward pass must not precede the
+      backward pass of the first.
 
     Args:
         head: [..., D] -> [..., V or more], in any dtype.
         x: [..., D], any dtype.
-        targets: int64, the shape of `x` without D; -100 is left out of the mean.
+        targets: int64, the shape of `x` without D; -100 is ignored.
         vocabulary: V.
-        rows: of a chunk; None: `chunk_rows(vocabulary)`.
+        rows: the rows of a chunk, by default `chunk_rows(vocabulary)`.
 
     Returns:
-        float32, 0-dim; NaN if every target is left out.
+        float32, 0-dim; NaN if every target is ignored.
     """
     targets_N = targets.flatten()
     rows = rows or chunk_rows(vocabulary)
@@ -74,18 +74,18 @@ def head_loss(
             module, vocabulary, rows, targets_N, inputs, *parameters
         )
         return loss
-    parts = zip(torch.split(inputs, rows), torch.split(targets_N, rows), strict=True)
-    losses = [checkpoint(_loss, module, vocabulary, *part, use_reentrant=False) for part in parts]
+    chunks = zip(torch.split(inputs, rows), torch.split(targets_N, rows), strict=True)
+    losses = [checkpoint(_loss, module, vocabulary, *c, use_reentrant=False) for c in chunks]
     return torch.stack(losses).sum() / _count(targets_N)
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """How many rows a chunk has: a multiple of 128, the longest of FP8's blocks."""
+    """The rows of a chunk: a multiple of 128, the longest block of FP8 recipes."""
     return max(CHUNK_BYTES // (4 * vocabulary) // 128, 1) * 128
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
-    """Whether `head` makes float32 tensors of the logits' size, so that chunks save memory."""
+    """Whether `head` allocates float32 tensors of the logits' size, so that chunks save memory."""
     if isinstance(head, LowPrecisionLinear):
         in_float32 = head.keeps_dtype or head.compute_dtype == torch.float32
         return in_float32 or isinstance(head, EmulatedLinear)
@@ -118,7 +118,7 @@ class _GradientInForward(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         needs_dx, *needs = ctx.needs_input_grad[4:]
-        # Leaves of their own: a hook on a parameter's gradient is to see the whole of it, once.
+        # Detached leaves: a hook on a parameter must see its complete gradient, once.
         leaves = [p.detach().requires_grad_(n) for p, n in zip(parameters, needs, strict=True)]
         names = [name for name, _ in module.named_parameters()]
         head = partial(functional_call, module, dict(zip(names, leaves, strict=True)))
@@ -126,20 +126,20 @@ class _GradientInForward(torch.autograd.Function):
         dx = torch.empty_like(inputs) if needs_dx else None
         total = torch.zeros((), device=inputs.device)
         for start in range(0, len(inputs), rows):
-            part = slice(start, start + rows)
-            x = inputs[part].detach().requires_grad_(needs_dx)
+            chunk = slice(start, start + rows)
+            x = inputs[chunk].detach().requires_grad_(needs_dx)
             with torch.enable_grad():
-                loss = _loss(head, vocabulary, x, targets[part])
+                loss = _loss(head, vocabulary, x, targets[chunk])
                 torch.autograd.backward(loss / count)  # adds to the leaves' gradients
             total += loss.detach()
             if dx is not None:
                 assert x.grad is not None
-                dx[part] = x.grad
+                dx[chunk] = x.grad
         ctx.save_for_backward(dx, *(leaf.grad for leaf in leaves))
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        return None, None, None, None, *(None if d is None else d * upstream for d in kept)
+        gradients = (None if d is None else d * upstream for d in ctx.saved_tensors)
+        return None, None, None, None, *gradients

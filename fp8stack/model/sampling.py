@@ -14,16 +14,16 @@ from fp8stack.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is sampled.
+    """Settings for sampling the next token.
 
     Attributes:
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: draw from the k likeliest tokens; None from all.
-        top_p: after `top_k`, draw from the fewest likeliest tokens with at least this total
-            probability (nucleus sampling, arXiv 1904.09751); None from all.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: draw from the k most likely tokens; None: from all.
+        top_p: after `top_k`, draw from the smallest set of most likely tokens with at least this
+            total probability (nucleus sampling, arXiv 1904.09751); None: from all.
 
     Raises:
-        UserError: a number outside its range.
+        UserError: a number is out of range.
     """
 
     temperature: float = 0.8
@@ -41,16 +41,16 @@ class Sampling:
 
 def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """The logits [V] divided by a temperature above 0, with minus infinity for tokens that are
-    excluded. Ties with the last token of `top_k` stay."""
+    excluded. Tokens that tie with the last of `top_k` are not excluded."""
     logits_V = logits_V / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
         least = logits_V.topk(sampling.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
     if sampling.top_p is not None and sampling.top_p < 1:
         ascending_V, order_V = logits_V.sort()
-        rest = ascending_V.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        rest[-1] = False  # the likeliest always stays
-        logits_V = logits_V.index_fill(0, order_V[rest], -torch.inf)
+        excluded_V = ascending_V.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        excluded_V[-1] = False  # never the most likely token
+        logits_V = logits_V.index_fill(0, order_V[excluded_V], -torch.inf)
     return logits_V
 
 
@@ -78,12 +78,12 @@ def generate(
     vocabulary: int | None = None,
     when_full: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
-    """Yield up to `count` tokens that continue `prompt`, one by one.
+    """Yield up to `count` tokens that continue `prompt`.
 
-    Sampling depends on `seed` alone and leaves torch's RNG state alone. A compiled model runs
-    uncompiled, and its train or eval mode is restored. A prompt longer than the context is cut to
-    its end. When the context is full, `when_full` is called, and the model goes on from its last
-    half.
+    Sampling depends only on `seed` and does not change torch's RNG state. A compiled model runs
+    uncompiled, and its train or eval mode is restored. Only the end of a prompt longer than the
+    context is used. When the context is full, `when_full` is called, and the model continues from
+    the context's last half.
 
     Args:
         stop: tokens that end the text; they are not yielded.
@@ -118,9 +118,9 @@ def generate(
 
 @contextmanager
 def _inference(model: GPT) -> Iterator[None]:
-    """Within, run without gradients, dropout and compilation, which each length would repeat."""
+    """Disable gradients, dropout and compilation, which each new length would trigger again."""
     was_training = model.training
-    # If the compiler, which takes a second to import, is not loaded, nothing is compiled.
+    # Importing the compiler takes a second; if it is not imported, nothing is compiled.
     compiler = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     if was_training:

@@ -1,6 +1,6 @@
-"""Which precision runs where: recipes (asked), hardware (there), plan (what runs), rules (why).
+"""Precision decisions: `resolve` turns a `Recipe` and a `Hardware` into a `Plan`.
 
-It knows no module and no tensor; the backends build from its plan.
+This package handles no modules and no tensors; the backends build layers from the plan.
 """
 
 from fp8stack.precision.hardware import Hardware, assumed, probe

@@ -1,7 +1,7 @@
-"""The kinds of attention that multiply in FP8: what each needs, casts and keeps. Data.
+"""FP8 attention as data: the requirements, casts and saved tensors of each kind.
 
-They are cuDNN's, by way of Transformer Engine. Source: TE 2.20, `get_attention_backend` and its
-kernels, which have delayed scaling below 10.0, and nothing on 12.0.
+The kernels are cuDNN's, called through Transformer Engine. Source: TE 2.20, `get_attention_backend`
+and its kernels, which have only delayed scaling below 10.0, and nothing on 12.0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from fp8stack.precision.kernels import BLACKWELL, HOPPER_OR_BLACKWELL, Gpus
 
 SEQUENCE_MULTIPLE = 128
-"""What a sequence is divisible by, of which no token is masked but the later ones."""
+"""The sequence length must be divisible by this: the only mask is the causal one, no padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +20,17 @@ class Fp8Attention:
     """A kind of attention in FP8.
 
     Attributes:
-        gpus: those that have it.
-        head_multiple: what divides the width of a head on 10.x, which is 128 at most.
-        head_widths: the widths in words.
-        cudnn: the first that has it, then those with known errors; and the same in words.
-        slots: the operands whose scales come from the amaxes of earlier passes; those of gradients
+        gpus: the GPUs that support it.
+        head_multiple: the width of a head must be divisible by this on 10.x; it is 128 at most.
+        head_widths: the supported widths in words.
+        cudnn: the first version that supports it, then the versions with known errors.
+        cudnn_in_words: the same for messages.
+        slots: the operands whose scales come from the amaxes of earlier passes; names of gradients
             begin with d. S is the softmax, dP its gradient.
-        gradient_format: of gradients.
-        copies: of queries, keys, values and the output's gradient that are cast; the backward pass
-            keeps them.
-        keeps_fp8_output: whether the output that it keeps is in FP8.
+        gradient_format: the FP8 format of gradients.
+        copies: the number of FP8 copies of queries, keys, values and the output's gradient; they
+            are saved for the backward pass.
+        keeps_fp8_output: whether the saved output is in FP8.
     """
 
     gpus: Gpus = BLACKWELL
@@ -43,7 +44,7 @@ class Fp8Attention:
     keeps_fp8_output: bool = False
 
     def widths_on(self, capability: tuple[int, int] | None) -> tuple[int, str]:
-        """What divides the width of a head on a GPU, and the widths in words."""
+        """The divisor of the width of a head on a GPU, and the supported widths in words."""
         if capability == (9, 0):  # for gradients
             return 128, "128 elements on compute capability 9.0"
         return self.head_multiple, self.head_widths
@@ -68,6 +69,6 @@ FP8_ATTENTION = {
     "current": Fp8Attention(
         cudnn=(91400,),
         cudnn_in_words="9.14 or later",
-        slots=("S", "dP"),  # what the kernel casts before all of it is known
+        slots=("S", "dP"),  # the kernel casts them before it has all of their amax
     ),
 }

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, from their data sheets. Data alone."""
+"""Peak rates of GPUs from their data sheets, as data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from fp8stack.errors import unknown
 class Gpu:
     """A GPU's peak rates in 10^12 operations per second, without structured sparsity.
 
-    `fp32_tflops` is the rate outside of tensor cores. Those of tensor cores are with float32
-    accumulation: `tf32_tflops` (None before Ampere), `half_tflops` of bf16 (of fp16 on Volta and
+    `fp32_tflops` is the rate without tensor cores. The rates of tensor cores assume float32
+    accumulation: `tf32_tflops` (None before Ampere), `half_tflops` for bf16 (for fp16 on Volta and
     Turing), `fp8_tflops` and `fp4_tflops` (None without such units). `memory_tb_per_s` is the
-    memory's bandwidth in 10^12 bytes per second, `memory_gb` its size in 10^9 bytes, of two sizes
-    the smaller. `source` names the data sheet; where that gives rates with sparsity, these are half
-    of them.
+    memory's bandwidth in 10^12 bytes per second, `memory_gb` its size in 10^9 bytes (the smaller
+    of two sizes). `source` names the data sheet; rates that it gives with sparsity are halved here.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Gpu:
 
     def peak(self, units: str) -> tuple[float | None, str]:
         """The peak rate of GEMMs on operands of a dtype ("fp32", "tf32", "bf16", "fp16") or a width
-        ("fp8", "fp4"), None without units for them, and the name of that rate."""
+        ("fp8", "fp4"), and the name of that rate. The rate is None without such units."""
         name = units if units in ("fp32", "tf32", "fp8", "fp4") else "half"
         return getattr(self, f"{name}_tflops"), name
 
@@ -43,7 +42,8 @@ _HGX_B200 = "NVIDIA Blackwell data sheet, HGX B200"
 _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture white paper"
 
-# The longer of two names that begin alike comes first; of a capability, the usual GPU.
+# `find_gpu` and `gpu_of_capability` take the first match: a longer name goes before its prefix, and
+# the usual GPU of a compute capability before the others.
 GPUS = (
     Gpu("B200", (10, 0), 75, 1125, 2250, 4500, 7.7, 180, _HGX_B200, 9000),
     Gpu("H200", (9, 0), 67, 494, 989, 1979, 4.8, 141, "NVIDIA H200 data sheet, SXM"),
@@ -69,21 +69,21 @@ GPUS = (
     Gpu("T4", (7, 5), 8.1, None, 65, None, 0.3, 16, "NVIDIA T4 data sheet"),
 )
 
-# What behind a name makes it that of another card.
+# Suffixes that mean a different card: an RTX 4080 Super is not an RTX 4080.
 _OTHER_CARD = r"(?! *(ti|super|d|laptop|max-q)\b)"
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU that a device's full name, such as "NVIDIA H100 80GB HBM3", speaks of, if known."""
-    found = (gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b{_OTHER_CARD}", name, re.I))
-    return next(found, None)
+    """The entry for a device's full name, such as "NVIDIA H100 80GB HBM3"; None without one."""
+    matches = (gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b{_OTHER_CARD}", name, re.I))
+    return next(matches, None)
 
 
 def gpu_named(name: str) -> Gpu:
     """The GPU called `name`.
 
     Raises:
-        UserError: none is.
+        UserError: no entry matches `name`.
     """
     gpu = find_gpu(name)
     if gpu is None:
@@ -92,5 +92,5 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_capability(capability: tuple[int, int]) -> Gpu | None:
-    """The GPU that stands for a compute capability, if one is known."""
+    """The GPU that stands for a compute capability; None without an entry."""
     return next((gpu for gpu in GPUS if gpu.capability == capability), None)

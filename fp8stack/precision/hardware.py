@@ -1,6 +1,6 @@
-"""What the machine is. Decisions about precision are made from a `Hardware`, never by asking again.
+"""The machine as a `Hardware` value, from which all decisions about precision are made.
 
-torch is imported only where it may find a GPU: it takes seconds.
+torch is imported only where it may find a GPU: the import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,21 @@ from fp8stack.precision.gpus import gpu_named, gpu_of_capability
 class Hardware:
     """A machine as a plain value, so that a plan for any GPU can be made and tested on a CPU.
 
-    `capability` is CUDA's compute capability, None on a CPU. `cuda_version` is the one torch was
-    built for. `cpu_bf16` says whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or
-    Arm's BF16 instructions). `has_te` says whether Transformer Engine can be used, `te_problem` why
-    one that is installed cannot, and the remedy; `gpu_problem` why the GPU that is there cannot, so
-    that this is the CPU, and the remedy; `numba_problem` why numba cannot compile the casts of
-    emulated FP8 on a CPU, and the remedy; `compiler_problem` why torch.compile makes no code for
-    the GPU, and the remedy.
+    Attributes:
+        device: "cpu" or "cuda".
+        capability: CUDA's compute capability; None on a CPU.
+        has_te: whether Transformer Engine can be used.
+        cuda_version: the CUDA version that torch was built for.
+        name: the name of the GPU or CPU.
+        cpu_bf16: whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or Arm's BF16
+            instructions).
+        memory_gib: the memory of the GPU, or the system's.
+        torch_version: the installed version of torch.
+        te_version: the installed version of Transformer Engine.
+        te_problem: why the installed Transformer Engine cannot be used, and the remedy.
+        gpu_problem: why the GPU cannot be used, so that this is the CPU, and the remedy.
+        numba_problem: why numba cannot compile the casts of emulated FP8 on a CPU, and the remedy.
+        compiler_problem: why torch.compile cannot generate code for the GPU, and the remedy.
     """
 
     device: str = "cpu"
@@ -67,13 +75,13 @@ class Hardware:
 
 
 def probe(device: str = "auto") -> Hardware:
-    """What this machine is: its first CUDA GPU if there is one, else its CPU.
+    """Detect this machine: its first CUDA GPU if it has a usable one, else its CPU.
 
     Args:
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        UserError: an unknown device, or CUDA asked for where torch finds none.
+        UserError: an unknown device, or "cuda" where torch finds no usable GPU.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"No device '{quoted(str(device))}'. Known: auto, cpu, cuda.")
@@ -125,70 +133,75 @@ def _probe_cpu() -> Hardware:
 
 
 def find_compiler_problem() -> str:
-    """What torch.compile lacks to make code for a GPU here, and the remedy; "" if nothing."""
+    """The reason that torch.compile cannot generate code for this GPU, with the remedy; or ""."""
     return find_triton_problem() or missing_headers()
 
 
 def missing_headers() -> str:
-    """That Python's headers are missing, by which compilers build extensions; "" if not."""
+    """The message that Python's headers, which compiled extensions need, are missing; or ""."""
     headers = Path(sysconfig.get_path("include"))
-    # Elsewhere (macOS) the path that Python gives may not exist.
+    # On macOS this path may not exist although the headers are installed.
     if sys.platform != "linux" or (headers / "Python.h").exists():
         return ""
     return f"{headers} has no Python.h: install python3-dev on Debian and Ubuntu"
 
 
 TURING = (7, 5)
-"""The least compute capability of CUDA 13, and of torch 2.11 and later for CUDA 12.8."""
+"""The lowest compute capability of CUDA 13, and of torch 2.11 and later for CUDA 12.8."""
 
 
 def has_kernels(
     capability: tuple[int, int], built_for: Sequence[str], cuda: tuple[int, int] | None
 ) -> bool:
-    """Whether a torch runs on GPUs of a compute capability. `torch.cuda.get_arch_list()` gives what
-    it is `built_for`, such as "sm_90" and "compute_120": code for one generation runs on later ones
-    of the same major number, PTX on all later ones. Where that is empty, the `cuda` decides that
-    torch was built for."""
+    """Whether a build of torch runs on GPUs of a compute capability.
+
+    Args:
+        capability: the GPU's compute capability.
+        built_for: `torch.cuda.get_arch_list()`, such as "sm_90" and "compute_120". Binary code runs
+            on later GPUs of the same major number, PTX ("compute") on all later GPUs.
+        cuda: the CUDA version of the build, which decides where `built_for` is empty.
+    """
     if not built_for:
         return capability >= TURING or cuda is None or cuda < (13, 0)
-    for found in re.finditer(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for)):
-        had = (int(found[2]), int(found[3]))
-        if had <= capability and (found[1] == "compute" or had[0] == capability[0]):
+    for match in re.finditer(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for)):
+        target = (int(match[2]), int(match[3]))
+        if target <= capability and (match[1] == "compute" or target[0] == capability[0]):
             return True
     return False
 
 
 def assumed(capability: str, has_te: bool = True) -> Hardware:
-    """A machine that is not here, with current software: torch for CUDA 12.9 or later, TE 2.20.
+    """A hypothetical machine with current software: torch for CUDA 12.9 or later, TE 2.20.
 
-    Its GPU is a usual one of that compute capability, by whose data sheet plans go where one is
-    known. GPUs before Turing get torch for CUDA 12.6, the last that is built for them.
+    Its GPU is the usual one of that compute capability; plans use its data sheet if `GPUS` has one.
+    GPUs before Turing get torch for CUDA 12.6, the last version that is built for them.
 
     Args:
-        capability: "9.0" for a GPU of that compute capability, "none" for a CPU.
+        capability: a compute capability such as "9.0", or "none" for a CPU.
+        has_te: whether it has Transformer Engine.
 
     Raises:
-        UserError: not a compute capability.
+        UserError: `capability` is no compute capability, or no GPU has it.
     """
     if capability == "none":
         return Hardware("cpu", name="assumed CPU", torch_version=_torch_build()["__version__"])
-    parts = capability.split(".")
-    if len(parts) != 2 or not all(part.isdecimal() and len(part) <= 2 for part in parts):
+    numbers = capability.split(".")
+    if len(numbers) != 2 or not all(text.isdecimal() and len(text) <= 2 for text in numbers):
         raise UserError(
             f"'{quoted(capability)}' is no compute capability. "
             "Give one such as 8.0 or 9.0, or none."
         )
-    asked = (int(parts[0]), int(parts[1]))
-    if asked not in CAPABILITIES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        raise UserError(f"No GPU has compute capability {capability}. Known: {known}.")
-    gpu = gpu_of_capability(asked)
+    version = (int(numbers[0]), int(numbers[1]))
+    if version not in CAPABILITIES:
+        existing = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        raise UserError(f"No GPU has compute capability {capability}. Known: {existing}.")
+    gpu = gpu_of_capability(version)
     return Hardware(
         "cuda",
-        asked,
+        version,
         name=f"assumed {gpu.name if gpu else 'GPU'}",
         has_te=has_te,
-        cuda_version=(12, 9) if asked >= TURING else (12, 6),
+        cuda_version=(12, 9) if version >= TURING else (12, 6),
         torch_version=_torch_build()["__version__"],
         te_version="2.20" if has_te else None,
     )
@@ -197,23 +210,25 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
 def machine_for(
     capability: str | None, te: bool | None, device: str = "auto", gpu: str | None = None
 ) -> Hardware:
-    """The machine that a command's `--capability`, `--te/--no-te` and `--gpu` mean: `probe(device)`
-    where there is none of them, else one that is `assumed`, with Transformer Engine if nothing is
-    said.
+    """The machine for a command's `--capability`, `--te/--no-te` and `--gpu`.
+
+    Without these options it is `probe(device)`, else an `assumed` one, which has Transformer Engine
+    unless `te` is False.
 
     Raises:
-        UserError: what `probe` and `assumed` raise; `te` was given for this machine; no such GPU,
-            or it has another compute capability.
+        UserError: from `probe` and `assumed`; `te` was given for this machine; no such GPU, or it
+            has another compute capability.
     """
     if gpu is not None:
-        found = gpu_named(gpu)
-        own = "{}.{}".format(*found.capability)
-        if capability not in (None, own):
+        entry = gpu_named(gpu)
+        gpu_capability = "{}.{}".format(*entry.capability)
+        if capability not in (None, gpu_capability):
             raise UserError(
-                f"--gpu {found.name} has compute capability {own}, not {capability}. Leave "
-                "--capability out."
+                f"--gpu {entry.name} has compute capability {gpu_capability}, not {capability}. "
+                "Leave --capability out."
             )
-        return replace(assumed(own, has_te=te is not False), name=f"assumed {found.name}")
+        machine = assumed(gpu_capability, has_te=te is not False)
+        return replace(machine, name=f"assumed {entry.name}")
     if te is not None and capability is None:
         raise UserError(
             f"--{'' if te else 'no-'}te is about a GPU that is not here; this machine is asked "
@@ -228,16 +243,16 @@ def _has_cuda() -> bool:
     if build["hip"] is not None:  # ROCm calls itself cuda
         return False
     if "torch" not in sys.modules and not (build["cuda"] and _has_driver()):
-        return False  # as torch would say
+        return False  # the answer of torch.cuda.is_available(), without importing torch
     import torch
 
     return torch.cuda.is_available()
 
 
 def _torch_build() -> dict[str, Any]:
-    """What is in `torch.version`: `__version__`, and the `cuda` and `hip` that torch is built for.
+    """The variables of `torch.version`: `__version__`, and the `cuda` and `hip` of the build.
 
-    Read from its file, unless torch is imported already.
+    They are read from its file, unless torch is imported already.
     """
     spec = None if "torch" in sys.modules else find_spec("torch")
     if spec is not None and spec.origin is not None:
@@ -250,7 +265,7 @@ def _torch_build() -> dict[str, Any]:
 
 
 def _has_driver() -> bool:
-    """Whether CUDA's driver, which torch needs, can be loaded; assumed where its name varies."""
+    """Whether CUDA's driver, which torch needs, can be loaded; True where its name varies."""
     if sys.platform != "linux":
         return True
     try:
@@ -261,7 +276,7 @@ def _has_driver() -> bool:
 
 
 def _te_version() -> str | None:
-    """The version of Transformer Engine that is installed, not imported; None if there is none."""
+    """The installed version of Transformer Engine, without importing it; None without one."""
     try:
         return metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
@@ -269,10 +284,9 @@ def _te_version() -> str | None:
 
 
 def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
-    """The version of Transformer Engine here, and why it cannot be used; "" if it can.
+    """The installed version of Transformer Engine, and why it cannot be used; "" if it can.
 
-    It is imported in a process of its own: an extension that was built for another torch can kill
-    the one that imports it.
+    A subprocess imports it: an extension that was built for another torch can kill its process.
     """
     version = _te_version()
     if version is None:
@@ -283,24 +297,24 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
             f"Transformer Engine {version} is older than {least}: pip install --upgrade "
             f"--no-build-isolation 'transformer-engine[pytorch]>={least}'"
         )
-    probing = [sys.executable, "-P", "-c", _IMPORT_TE]
+    command = [sys.executable, "-P", "-c", _IMPORT_TE]
     try:
-        done = subprocess.run(
-            probing, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        why = f"took more than {timeout_s:g} s"
+        failure = f"took more than {timeout_s:g} s"
     else:
-        if done.returncode == 0:
+        if process.returncode == 0:
             return version, ""
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = f"died: exit code {done.returncode}"
-        if lines and done.returncode > 0:  # a signal says more than the last warning before it
+        lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+        failure = f"died: exit code {process.returncode}"
+        if lines and process.returncode > 0:  # a signal says more than the last warning before it
             last = lines[-1] if len(lines[-1]) <= 120 else f"{lines[-1][:117]}..."
-            why = f"failed ({quoted(last)})"
-    public = version.partition("+")[0]  # a build of one's own is not on PyPI
+            failure = f"failed ({quoted(last)})"
+    public = version.partition("+")[0]  # PyPI has no local versions
     return version, (
-        f"importing Transformer Engine {version} {why}: pip install --force-reinstall "
+        f"importing Transformer Engine {version} {failure}: pip install --force-reinstall "
         f"--no-cache-dir --no-build-isolation 'transformer-engine[pytorch]=={public}'"
     )
 
@@ -317,35 +331,35 @@ _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Li
 
 
 CPU_BF16 = "FP8STACK_CPU_BF16"
-"""The environment variable that says, yes or no, whether the CPU has bf16 instructions, where its
-flags are not known (macOS) or do not count."""
+"""Environment variable, "yes" or "no": overrides whether the CPU has bf16 instructions, for systems
+that do not list its flags (macOS) and for tests."""
 
 
 def version_pair(version: str | None) -> tuple[int, int] | None:
     """The first two numbers of a version; None if it does not begin with two."""
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first CPU, by name in lower case; empty elsewhere."""
+    """The fields of the first CPU in /proc/cpuinfo, by name in lower case; empty without Linux."""
     path = Path("/proc/cpuinfo")
-    told: dict[str, str] = {}
+    fields: dict[str, str] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
-            told.setdefault(name.strip().lower(), value.strip())
-    return told
+            fields.setdefault(name.strip().lower(), value.strip())
+    return fields
 
 
 def _cpu_multiplies_bf16() -> bool:
-    said = os.environ.get(CPU_BF16, "")
-    if said in ("yes", "no"):
-        return said == "yes"
-    if said:
-        raise UserError(f"{CPU_BF16} is '{quoted(said)}'. Set it to yes or no, or leave it out.")
-    told = _cpuinfo()
-    flags = told.get("flags") or told.get("features") or ""
+    setting = os.environ.get(CPU_BF16, "")
+    if setting in ("yes", "no"):
+        return setting == "yes"
+    if setting:
+        raise UserError(f"{CPU_BF16} is '{quoted(setting)}'. Set it to yes or no, or leave it out.")
+    fields = _cpuinfo()
+    flags = fields.get("flags") or fields.get("features") or ""
     return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
@@ -357,12 +371,12 @@ def _system_memory_gib() -> float:
 
 
 def available_memory(device: str, root: Path = Path("/")) -> int | None:
-    """The bytes that this process can still have: of its GPU, or of the system's memory and swap
-    within the limits of its control groups. None where the system does not say.
+    """The bytes that this process can still allocate: on its GPU, or of the system's memory and
+    swap within the limits of its control groups. None where the system does not report them.
 
     Args:
         device: "cpu" or "cuda".
-        root: where `proc` and `sys` are.
+        root: the folder that holds `proc` and `sys`.
     """
     if device == "cuda":
         import torch
@@ -370,26 +384,29 @@ def available_memory(device: str, root: Path = Path("/")) -> int | None:
         return torch.cuda.mem_get_info()[0]
     try:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
-        told = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines())}
-        left, swap = told["MemAvailable:"], told.get("SwapFree:", 0)
+        sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines())}
+        available, swap = sizes["MemAvailable:"], sizes.get("SwapFree:", 0)
     except (OSError, KeyError, ValueError, IndexError):
         return None
-    return min([left, *_left_in_groups(root)]) + swap
+    return min([available, *_available_in_groups(root)]) + swap
 
 
-def require_free(size: int, wanted_by: str) -> None:
-    """Raise a UserError, for `wanted_by`, if the system has fewer than `size` bytes of memory
-    left."""
-    left = available_memory("cpu")
-    if left is not None and size > left:
+def require_free(size: int, consumer: str) -> None:
+    """Require that the system has `size` bytes of memory available.
+
+    Raises:
+        UserError: it has less; the message names the `consumer` that needs them.
+    """
+    available = available_memory("cpu")
+    if available is not None and size > available:
         raise UserError(
-            f"{wanted_by} needs {size / 2**30:,.1f} GiB of memory, and {left / 2**30:,.1f} GiB are "
-            "left. Use a machine with more."
+            f"{consumer} needs {size / 2**30:,.1f} GiB of memory, and {available / 2**30:,.1f} GiB "
+            "are left. Use a machine with more."
         )
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group with a limit leaves this process, in bytes; pages of files that the
+def _available_in_groups(root: Path) -> Iterator[int]:
+    """The bytes that each control group with a limit leaves this process; pages of files that the
     kernel can drop do not count as used."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

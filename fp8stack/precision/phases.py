@@ -1,8 +1,8 @@
-"""Phases: which recipe is asked for at which steps of a run. Pure; no torch here.
+"""Phases: the recipe that each step of a run requests. Pure; no torch here.
 
-A run without phases has one recipe throughout. `warmup`, `stable` and `decay` end where the
-schedule of the learning rate has it, the first after a quarter of the run at the latest; other
-phases where they say. `evaluation` is the recipe in which validation losses are computed.
+A run without phases has one recipe throughout. `warmup`, `stable` and `decay` end with these parts
+of the learning rate's schedule, `warmup` after a quarter of the run at the latest; other phases end
+at their `until`. `evaluation` is the recipe in which validation losses are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8stack.precision.rules import resolve
 PresetName = Literal["conservative", "default", "aggressive"]
 EVALUATION = "evaluation"
 LONGEST_WARMUP = 0.25
-"""The share of a run that the phase `warmup` takes at most, so that short runs have others too."""
+"""The largest share of a run for the phase `warmup`, so that short runs have other phases too."""
 
 SHARED_PHASE = "shared"
 """The name of the first phase of runs that `fp8stack compare` compares."""
@@ -31,22 +31,22 @@ SHARED_PHASE = "shared"
 _Value = bool | int | float | str | list[int] | list[str]
 _Table = dict[str, _Value | dict[str, _Value | dict[str, _Value]]]
 Override = _Value | _Table | list[_Table]
-"""What a key of a model or a recipe may be set to; a recipe's tables are keys too."""
+"""Values that a key of a model or a recipe accepts; a recipe's tables are keys too."""
 
 
 class PhaseConfig(BaseModel):
-    """One phase as it is written in a run file: a table `[[phases]]`."""
+    """A table `[[phases]]` of a run file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1)]
     recipe: str | None = None
-    """By name or path; the run's own if left out."""
+    """A recipe's name or path; None is the run's recipe."""
     until: int | float | None = None
-    """Its last step, or as a fraction the share of all steps that is then done; left out, the
-    schedule's for warmup, stable and decay, and the run's end for the last phase."""
+    """The last step, or, as a fraction, the share of all steps done at its end. None follows the
+    schedule for warmup, stable and decay, and is the run's end for the last phase."""
     recipe_overrides: dict[str, Override] = {}
-    """Keys of the recipe that this phase sets otherwise."""
+    """Keys of the recipe that this phase changes."""
 
     @field_validator("until")
     @classmethod
@@ -60,8 +60,8 @@ class PhaseConfig(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The steps `first` to `last`, from 1, both included, and the recipe that they ask for, with
-    what the phase sets otherwise in it."""
+    """The steps `first` to `last` (counted from 1, inclusive) and their recipe, with `overrides`
+    of its keys."""
 
     name: str
     recipe: str
@@ -71,7 +71,7 @@ class Phase:
 
     @property
     def asked(self) -> str:
-        """The recipe with its overrides in a word, the same for phases that ask for the same."""
+        """The recipe with its overrides as text, equal for phases that request the same."""
         changed = (f"{key} = {json.dumps(value)}" for key, value in sorted(self.overrides.items()))
         return " with ".join(filter(None, (self.recipe, ", ".join(changed))))
 
@@ -91,14 +91,16 @@ def preset(name: str) -> tuple[PhaseConfig, ...]:
     return tuple(PhaseConfig(name=phase, recipe=recipe) for phase, recipe in recipes.items())
 
 
-def overridden(phases: Sequence[PhaseConfig], by: Sequence[PhaseConfig]) -> tuple[PhaseConfig, ...]:
-    """`phases` with what `by` sets otherwise in phases of the same name.
+def overridden(
+    phases: Sequence[PhaseConfig], overrides: Sequence[PhaseConfig]
+) -> tuple[PhaseConfig, ...]:
+    """`phases`, changed by the keys that are set in `overrides` for phases of the same name.
 
     Raises:
-        UserError: `by` has a phase that `phases` has not.
+        UserError: `overrides` has a phase that `phases` lacks.
     """
     named = {phase.name: phase for phase in phases}
-    for phase in by:
+    for phase in overrides:
         if phase.name not in named:
             raise UserError(
                 f"phases: the preset has no phase '{phase.name}' ({', '.join(named)}). Use one of "
@@ -118,13 +120,19 @@ def phases_of(
     warmup_steps: int,
     decay_fraction: float,
 ) -> tuple[Phase, ...]:
-    """The phases of training in order; together they are all steps. Empty ones are left out. None
-    configured is one phase in the run's `recipe`. The learning rate rises in `warmup_steps`, and
-    falls in a `decay_fraction` of the steps at the end.
+    """The training phases in order; together they cover all steps.
+
+    Empty phases are left out. Without configured phases there is a single one in `recipe`.
+
+    Args:
+        phases: the configured phases.
+        recipe: the run's recipe, for phases without one.
+        steps: the number of training steps.
+        warmup_steps: the steps in which the learning rate rises.
+        decay_fraction: the share of the steps, at the end, in which it falls.
 
     Raises:
-        UserError: a phase that does not say where it ends, or ends before it begins; two of one
-            name.
+        UserError: a phase has no end or ends before it begins; two have the same name.
     """
     _require_distinct(phases)
     trained = [phase for phase in phases if phase.name != EVALUATION]
@@ -132,7 +140,7 @@ def phases_of(
         return (Phase(name="all", recipe=recipe, first=1, last=steps),)
     warm = min(warmup_steps, round(LONGEST_WARMUP * steps))
     ends = {"warmup": warm, "stable": round(steps * (1 - decay_fraction)), "decay": steps}
-    made: list[Phase] = []
+    training_phases: list[Phase] = []
     first = 1
     for phase in trained:
         if phase.until is not None:
@@ -150,20 +158,20 @@ def phases_of(
                 f"{first - 1}. Put 'until' in rising order, within the run's {steps} steps."
             )
         if first <= last:
-            made.append(_spanning(phase, recipe, first, last))
+            training_phases.append(_spanning(phase, recipe, first, last))
         first = last + 1
     if first <= steps:
         raise UserError(
             f"the last phase, '{trained[-1].name}', ends at step {first - 1} of {steps}. Leave out "
             "its 'until'."
         )
-    return tuple(made)
+    return tuple(training_phases)
 
 
 def evaluation_in(phases: Sequence[PhaseConfig], recipe: str, steps: int) -> Phase | None:
-    """The phase of validation losses, all `steps`; None is that of training."""
-    found = next((phase for phase in phases if phase.name == EVALUATION), None)
-    return None if found is None else _spanning(found, recipe, 1, steps)
+    """The phase of validation losses, for all `steps`; None if they use the training phases."""
+    evaluation = next((phase for phase in phases if phase.name == EVALUATION), None)
+    return None if evaluation is None else _spanning(evaluation, recipe, 1, steps)
 
 
 def precision_for_phase(
@@ -172,23 +180,23 @@ def precision_for_phase(
     phases: str | Sequence[PhaseConfig] = "default",
     hardware: Hardware | None = None,
 ) -> Plan:
-    """What a phase runs in, for a training loop of your own; its `precision` is that in a word.
+    """The plan for a phase, for your own training loop; `Plan.precision` names its precision.
 
     Args:
-        phase: its name: warmup, stable, decay, evaluation, or one of `phases`.
-        recipe: that of the run, for phases that name none.
-        phases: a preset's name (see `preset`), or phases of your own.
-        hardware: a machine; this one if left out.
+        phase: the phase's name: warmup, stable, decay, evaluation, or one of `phases`.
+        recipe: the run's recipe, for phases without one.
+        phases: a preset's name (see `preset`), or your own phases.
+        hardware: a machine; by default this one.
 
     Raises:
         UserError: no such preset, phase or recipe.
     """
-    known = {one.name: one for one in (preset(phases) if isinstance(phases, str) else phases)}
-    if phase not in known:
-        raise unknown("phase", phase, list(known))
-    asked = _spanning(known[phase], recipe, 1, 1)
-    chosen = load_recipe(asked.recipe, asked.overrides) if asked.overrides else asked.recipe
-    return resolve(chosen, hardware or probe())
+    configs = preset(phases) if isinstance(phases, str) else phases
+    by_name = {config.name: config for config in configs}
+    if phase not in by_name:
+        raise unknown("phase", phase, list(by_name))
+    name, overrides = by_name[phase].recipe or recipe, by_name[phase].recipe_overrides
+    return resolve(load_recipe(name, overrides) if overrides else name, hardware or probe())
 
 
 def _spanning(phase: PhaseConfig, recipe: str, first: int, last: int) -> Phase:
@@ -211,15 +219,19 @@ def _require_distinct(phases: Sequence[PhaseConfig]) -> None:
 
 
 def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
-    """The share of its steps that each run of `fp8stack compare` takes in the baseline's recipe
-    first; `phases` as in its `compare.json`."""
+    """The share of steps, at the start, that all runs of `fp8stack compare` take in the baseline's
+    recipe.
+
+    Args:
+        phases: the value of this key in `compare.json`.
+    """
     first = phases[0] if phases else {}
     until = first.get("until")
     return until if first.get("name") == SHARED_PHASE and isinstance(until, float) else 0.0
 
 
 def shared_note(phases: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on the shared steps, to stand beside gaps; "" if there are none."""
+    """A sentence about the shared steps to print with gaps; "" without shared steps."""
     share = shared_steps(phases)
     if not share:
         return ""

@@ -1,4 +1,4 @@
-"""What runs, layer by layer, and why: a `Plan`, made by `resolve`. Pure; no torch here."""
+"""`Plan`: the backend and precision of each layer, with reasons. Pure; no torch here."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ BackendName = Literal["te", "torch", "emulate", "reference"]
 
 
 class OfBackend(str):
-    """A reason of a plan that says why a backend runs FP8, or how: moot without layers in FP8."""
+    """A reason about the backend that runs FP8, dropped from a plan without FP8 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """How one linear layer runs: `precision` is the recipe's name or a compute dtype, `reason` says
-    why it is not quantized, `doubt` why one that is may gain nothing by it. `fp8` says whether it
-    is, `quantizers` by what, `backend` who multiplies it, if not the plan's, and `why` not.
-    `active` is the share of tokens that the layer multiplies, less than 1 for an expert's."""
+    """The decision for one linear layer.
+
+    Attributes:
+        name: its module path.
+        in_features: the number of input features.
+        out_features: the number of output features.
+        fp8: whether it is quantized.
+        precision: the recipe's name, or a compute dtype.
+        reason: why it is not quantized.
+        doubt: why quantizing it may not pay.
+        quantizers: the quantizers of its operands.
+        backend: the backend that runs it, if not the plan's.
+        why: why that backend and not the plan's.
+        active: the share of tokens that the layer multiplies, less than 1 for an expert's.
+    """
 
     name: str
     in_features: int
@@ -53,7 +64,7 @@ class LayerPlan:
 
     @property
     def sentence(self) -> str:
-        """How the layer runs and why, where that is not as the plan has it."""
+        """The layer's precision and the reason that it differs from the plan's."""
         return f"{self.name}: {self.precision}, {self.reason or self.why}"
 
     def to_json(self) -> dict[str, Any]:
@@ -65,15 +76,25 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs, decided before the model is built.
+    """The precision and backend of a model, decided before it is built.
 
-    `asked` is the recipe's name as given ("auto" included), `recipe` the one that runs. `native`
-    says whether the recipe as asked runs on the hardware's own units. `gpu` is the name of the GPU,
-    whose rates say where FP8 pays. `others` are tables of quantizers that some layers have and
-    `backend` does not serve, each with who does and why. `layers` is filled by `for_layers`.
-    `beside_work` counts multiplications per token with weights outside linears, such as experts in
-    one tensor; `counted` says whether experts count by the tokens that they get (GEMM FLOPs), or,
-    where that is not known, as if each got all tokens (GEMM weights).
+    Attributes:
+        asked: the requested recipe's name, "auto" included.
+        recipe: the recipe that runs.
+        backend: the backend that runs it.
+        native: whether the requested recipe runs in the hardware's units for it.
+        device: "cpu" or "cuda".
+        compute_dtype: the precision of everything that is not quantized.
+        reasons: a sentence for each decision that differs from the request.
+        strict: whether substitutions are errors.
+        gpu: the name of the GPU, whose rates decide where FP8 pays.
+        delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
+            them and the reason.
+        layers: the decisions for linear layers, see `for_layers`.
+        beside_work: multiplications per token with weights outside linears, such as experts in one
+            tensor.
+        counted: "GEMM FLOPs" if experts count by the tokens that they get; "GEMM weights" if that
+            is not known and each counts as if it got all tokens.
     """
 
     asked: str
@@ -85,14 +106,14 @@ class Plan:
     reasons: tuple[str, ...] = ()
     strict: bool = False
     gpu: str = ""
-    others: tuple[tuple[Quantizers, BackendName, str], ...] = ()
+    delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
     beside_work: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
 
     @property
     def kernel(self) -> str | None:
-        """The name in `KERNELS` of what multiplies the recipe's quantizers on some hardware."""
+        """The name in `KERNELS` of the GEMM for the recipe's quantizers; None without one."""
         return None if self.recipe.quantizers is None else kernel_of(self.recipe.quantizers)
 
     @property
@@ -102,29 +123,29 @@ class Plan:
 
     @property
     def tables(self) -> tuple[Quantizers, ...]:
-        """The different tables of quantizers that layers have; before `for_layers`, may have."""
+        """The distinct `Quantizers` of the layers; before `for_layers`, the recipe's."""
         if not self.layers:
             return self.recipe.tables
         return tuple(dict.fromkeys(la.quantizers for la in self.layers if la.quantizers))
 
     @property
     def delayed(self) -> bool:
-        """Whether any scales of a layer or of attention come from the amaxes of earlier passes."""
+        """Whether a layer or attention derives scales from the amaxes of earlier passes."""
         return any(table.delayed for table in self.tables) or bool(self.recipe.attention_slots)
 
     @property
     def attention(self) -> ComputeDtype:
-        """The dtype of the queries, keys and values that attention is given."""
+        """The dtype of the queries, keys and values that are passed to attention."""
         return "fp32" if self.recipe.attention == "fp32" else self.compute_dtype
 
     @property
     def attention_precision(self) -> str:
-        """What queries, keys and values are multiplied in."""
+        """The precision in which attention multiplies queries, keys and values."""
         return self.recipe.attention if self.recipe.fp8_attention else self.attention
 
     @property
     def loss_scaling(self) -> bool:
-        """Whether gradients need a scaled loss: in fp16 alone, never in bf16 or FP8."""
+        """Whether gradients need loss scaling: only in fp16."""
         return self.compute_dtype == "fp16"
 
     @property
@@ -134,21 +155,21 @@ class Plan:
 
     @property
     def precision(self) -> str:
-        """The active precision in a word, for the log line."""
+        """The active precision as one word, for the log line."""
         if not self.runs_fp8:
             return self.compute_dtype if self.is_fp8 else self.recipe.name
         return f"{self.recipe.name}-emulated" if self.backend == "emulate" else self.recipe.name
 
     @property
     def units(self) -> str:
-        """What its GEMMs take, as `Gpu.peak` has it: "fp8" or "fp4" where layers run natively in
-        FP8 or FP4, else the compute dtype."""
+        """The operands of the GEMMs as an argument of `Gpu.peak`: "fp8" or "fp4" where layers run
+        natively in FP8 or FP4, else the compute dtype."""
         table = self.recipe.quantizers if self.runs_fp8 and self.native else None
         return f"fp{table.bits}" if table else self.compute_dtype
 
     @property
     def vocabulary_multiple(self) -> int:
-        """What the vocabulary is padded to a multiple of, so that the head's GEMM is aligned."""
+        """The vocabulary is padded to a multiple of this, which aligns the head's GEMM."""
         if self.recipe.quantizers is not None:
             return feature_multiple(self.recipe.quantizers, self.backend)
         return 8 if self.compute_dtype in ("bf16", "fp16") else 1
@@ -163,24 +184,25 @@ class Plan:
         routers: Collection[str] = (),
         tokens: int | None = None,
     ) -> Plan:
-        """This plan with a decision for every linear layer, `{module path: (in, out)}`.
+        """This plan with a decision for every linear layer.
 
-        If "auto" chose an FP8 recipe and no layer is to run in it, the plan is the one without FP8.
+        If "auto" chose an FP8 recipe and no layer runs in it, the plan is the one without FP8.
 
         Args:
-            shapes: the layers of a model, in the order of its forward pass.
-            heads: which of them give logits; they run in FP8 only if the recipe says so.
-            left_out: those that stay out of it for a reason of the caller's.
-            otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
+            shapes: (in features, out features) of each layer by module path, in the order of the
+                forward pass.
+            heads: the layers that give logits; they run in FP8 only if the recipe enables it.
+            left_out: layers that must not run in FP8, with the caller's reason.
+            otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
-                recipe says so, and else as `otherwise` says, in recipes without FP8 too.
+                recipe enables it, else in `otherwise`, in recipes without FP8 too.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose
-                the recipe, they are not in FP8. GPUs whose data sheet is not known are not judged.
+                the layers in which native FP8 does not seem to pay on this GPU; if "auto" chose the
+                recipe, these layers are not in FP8. This needs the GPU's data sheet in `GPUS`.
 
         Raises:
-            UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
-                cannot serve.
+            UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
+                layer.
         """
         recipe = self.recipe
         blocks = block_indices(shapes)
@@ -190,10 +212,10 @@ class Plan:
         layers = []
         for name, shape in shapes.items():
             reason, doubted = (left_out or {}).get(name) or "", ""
-            quantizers, called = None, recipe.name
+            quantizers, recipe_name = None, recipe.name
             if recipe.quantizers is not None and not reason:
                 place = blocks.get(name), name in heads, name in routers
-                quantizers, called, reason = recipe.for_layer(name, *place, router_rules)
+                quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
             elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
                 reason = "a router, which stays in the model's own precision"
             if quantizers is not None:
@@ -205,132 +227,135 @@ class Plan:
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, why = self._served_by(quantizers)
+            backend, backend_reason = self._served_by(quantizers)
             layers.append(
                 LayerPlan(
                     name=name,
                     in_features=shape[0],
                     out_features=shape[1],
                     fp8=quantizers is not None,
-                    precision=called if quantizers is not None else without,
+                    precision=recipe_name if quantizers is not None else without,
                     reason=reason,
                     doubt=doubted,
                     quantizers=quantizers,
                     backend=backend,
-                    why=why,
+                    why=backend_reason,
                 )
             )
-        made = replace(self, layers=tuple(layers))
-        if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
-            return made._without_fp8(left_out or {}).for_layers(
+        plan = replace(self, layers=tuple(layers))
+        if self.asked == "auto" and self.is_fp8 and layers and not plan.runs_fp8:
+            return plan._without_fp8(left_out or {}).for_layers(
                 shapes, heads, left_out, otherwise, routers=routers
             )
-        said = [one for one in self.reasons if made.runs_fp8 or not isinstance(one, OfBackend)]
-        told = [layer.sentence for layer in layers if layer.reason or layer.why]
-        new = [sentence for sentence in told if sentence not in said]
-        return replace(made, reasons=(*said, *new))
+        reasons = [
+            reason for reason in self.reasons if plan.runs_fp8 or not isinstance(reason, OfBackend)
+        ]
+        sentences = [layer.sentence for layer in layers if layer.reason or layer.why]
+        new = [sentence for sentence in sentences if sentence not in reasons]
+        return replace(plan, reasons=(*reasons, *new))
 
     def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
-        """Who multiplies a layer of these quantizers, if not the plan's backend, and why."""
-        return next(
-            ((who, why) for table, who, why in self.others if table == quantizers), (None, "")
-        )
+        """The backend for these quantizers and the reason, if it is not the plan's backend."""
+        for delegated, backend, reason in self.delegated:
+            if delegated == quantizers:
+                return backend, reason
+        return None, ""
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
-        """What "auto" would have chosen if it had known that no layer is to run in FP8."""
+        """The plan that "auto" gives if no layer can run in FP8."""
         dtype = self.compute_dtype
-        why = f"auto stands for {self.recipe.name} here, and no layer would run in it: {dtype}"
+        reason = f"auto stands for {self.recipe.name} here, and no layer would run in it: {dtype}"
         layers = (replace(la, precision=dtype) for la in self.layers if la.name not in left_out)
         return replace(
             self,
             recipe=plain(dtype, self.recipe),
             backend="reference",
             native=True,
-            reasons=(*self.reasons, why, *_grouped(layers)),
+            reasons=(*self.reasons, reason, *_grouped(layers)),
             layers=(),
         )
 
     def unserved(self, name: str, shape: tuple[int, int], quantizers: Quantizers) -> str:
-        """Why the hardware cannot run a layer of this shape in FP8; "" if it can.
+        """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        other, problem = self._served_by(quantizers)
-        if other == "emulate" and self.strict:
+        delegate, problem = self._served_by(quantizers)
+        if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
-        backend = other or self.backend
+        backend = delegate or self.backend
         if backend == "emulate":
             return ""  # it pads
         multiple = feature_multiple(quantizers, backend)
-        for what, size in zip(("in", "out"), shape, strict=True):
+        for side, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
-                why = f"{size} {what} features, not divisible by {multiple}"
+                problem = f"{size} {side} features, not divisible by {multiple}"
                 if self.strict:
-                    raise UserError(f"--strict: {name} cannot run in FP8: {why}.")
-                return why
+                    raise UserError(f"--strict: {name} cannot run in FP8: {problem}.")
+                return problem
         return ""
 
     def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
-        """Why native FP8 does not seem to pay for a GEMM of this shape; "" if it does."""
+        """The reason that native FP8 does not seem to pay for a GEMM of this shape, or ""."""
         kernel = kernel_of(quantizers)
         backend = self._served_by(quantizers)[0] or self.backend
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
-            return ""  # emulated: it is for the numerics, not for speed
+            return ""  # emulation is for the numerics, not for speed
         return doubt(shape, quantizers, find_gpu(self.gpu))
 
     def runs(self, layer: LayerPlan) -> BackendName:
-        """Who multiplies a layer."""
+        """The backend that runs a layer."""
         return layer.backend or self.backend
 
     def holds(self, layer: LayerPlan) -> ComputeDtype:
-        """What the emulator holds the operands of a quantized layer in: the compute dtype if their
-        values are exact in it, on a GPU; else float32."""
+        """The dtype of a quantized layer's operands in the emulator: on a GPU the compute dtype if
+        it represents their values exactly; else float32."""
         assert layer.quantizers is not None
         exact = layer.quantizers.exact_in_bf16
         return self.compute_dtype if exact and self.device != "cpu" else "fp32"
 
     @property
     def notes(self) -> list[str]:
-        """Where FP8 runs as asked and may gain nothing; what is the same in many blocks once."""
+        """Layers that run in FP8 although it may not pay; same layers of many blocks as one."""
         count = sum(bool(layer.doubt) for layer in self.layers)
         by_doubt: dict[str, list[str]] = {}
-        for what, ones in _alike(self.layers, "doubt"):
-            by_doubt.setdefault(ones[0].doubt, []).append(what)
-        kinds = "; ".join(f"{', '.join(found)}, {why}" for why, found in by_doubt.items())
+        for name, group in _groups(self.layers, "doubt"):
+            by_doubt.setdefault(group[0].doubt, []).append(name)
+        kinds = "; ".join(f"{', '.join(names)}, {doubt}" for doubt, names in by_doubt.items())
         return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:
-        """The decision for the layer called `name`."""
+        """The decision for the layer `name`."""
         return next(layer for layer in self.layers if layer.name == name)
 
     def summary(self) -> list[str]:
-        """The plan in a few lines, as it is printed at start."""
+        """The plan in a few lines, as printed at the start of a run."""
         bits = self.recipe.quantizers.bits if self.recipe.quantizers else 8
-        how = {
+        method = {
             "reference": "plain torch",
             "emulate": f"emulated by {self.compute_dtype} GEMMs on the exact operands",
             "torch": f"FP{bits} GEMMs by torch's scaled_mm",
             "te": f"FP{bits} GEMMs by Transformer Engine",
         }[self.backend]
         if self.is_fp8 and not self.runs_fp8:
-            how = "with no layer in FP8"
-        asked = f"{self.asked} -> " if self.asked != self.recipe.name else ""
-        lines = [f"plan: {asked}{self.recipe.name}, {how}, on {self.device}"]
-        of_layers = {layer.sentence for layer in self.layers if layer.reason}
-        lines += [f"  because {reason}" for reason in self.reasons if reason not in of_layers]
-        why = _grouped(self.layers)
+            method = "with no layer in FP8"
+        request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
+        lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
+        layer_reasons = {layer.sentence for layer in self.layers if layer.reason}
+        lines += [f"  because {reason}" for reason in self.reasons if reason not in layer_reasons]
+        sentences = _grouped(self.layers)
         if self.is_fp8 and self.layers:
-            lines.append("; ".join([self._headline(), *why]))
+            lines.append("; ".join([self._headline(), *sentences]))
         else:
-            lines += [f"  {sentence}" for sentence in why]
+            lines += [f"  {sentence}" for sentence in sentences]
         lines += [f"note: {note}" for note in self.notes]
         return [*lines, *self._beside_layers()]
 
     @property
     def fp8_share(self) -> float:
-        """The share of the multiplications in GEMMs with weights that is in FP8: forward, and for
-        the gradients of inputs and weights. Attention has no weights and does not count."""
+        """The share of multiplications in FP8, of all GEMMs with weights: forward, and for the
+        gradients of inputs and weights. Attention has no weights and does not count."""
         total = sum(layer.work for layer in self.layers) + self.beside_work
         return sum(layer.fp8_work for layer in self.layers) / total if total else 0.0
 
@@ -345,14 +370,14 @@ class Plan:
         return f"FP8: {percent} % of {self.counted} ({linears})"
 
     def _beside_layers(self) -> Iterator[str]:
-        """What the recipe has in another precision than usual, beside linear layers."""
+        """Sentences about attention and the residual stream, if their precision is not usual."""
         if self.attention_precision != self.compute_dtype:
             yield f"attention: {self.attention_precision}, the recipe says so"
         if self.recipe.residual != "fp32":
             yield f"residual stream: {self.recipe.residual}, the recipe says so"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON data: it is stored with every run and checkpoint."""
+        """The plan as JSON data, which is stored with every run and checkpoint."""
         return {
             "asked": self.asked,
             "recipe": self.recipe.to_json(),
@@ -368,36 +393,38 @@ class Plan:
         }
 
 
-def _alike(layers: Iterable[LayerPlan], word: str) -> Iterator[tuple[str, list[LayerPlan]]]:
-    """The layers that have a `word`, "reason" or "doubt", those that are the same in many blocks
-    together, and how these are called."""
-    same: dict[tuple[str, str, str], list[LayerPlan]] = {}
+def _groups(
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt"]
+) -> Iterator[tuple[str, list[LayerPlan]]]:
+    """Group the layers whose `attribute` is set; layers that differ only in their block's number
+    are in one group. Yields the group's name for messages and its layers."""
+    groups: dict[tuple[str, str, str], list[LayerPlan]] = {}
     for layer in layers:
-        if why := getattr(layer, word):
+        if sentence := getattr(layer, attribute):
             pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
-            same.setdefault((pattern, layer.precision, why), []).append(layer)
-    for (pattern, *_), group in same.items():
+            groups.setdefault((pattern, layer.precision, sentence), []).append(layer)
+    for (pattern, *_), group in groups.items():
         yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
 
 
 def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """Why layers are not in FP8; what is the same in many blocks is said once."""
-    return [replace(group[0], name=what).sentence for what, group in _alike(layers, "reason")]
+    """The reasons of layers that are not in FP8, one sentence per group of same layers."""
+    return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, Block]:
-    """The place of each layer in its list of blocks, for the layers that are in one.
+    """The `Block` of each layer that is in a list of blocks, by the layer's name.
 
-    A list is what two or more blocks have before their number: `blocks` in `blocks.3.mlp.up`,
-    `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`. An encoder and a decoder are two.
+    A list is the path before the number of two or more blocks: `blocks` in `blocks.3.mlp.up`,
+    `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`. An encoder and a decoder have two.
     """
-    found = {name: match for name in names if (match := re.match(r"(.*?)(?:^|\.)(\d+)\.", name))}
+    matches = {name: match for name in names if (match := re.match(r"(.*?)(?:^|\.)(\d+)\.", name))}
     lists: dict[str, set[int]] = {}
-    for match in found.values():
+    for match in matches.values():
         lists.setdefault(match[1], set()).add(int(match[2]))
-    counts = {before: max(numbers) + 1 for before, numbers in lists.items()}
+    counts = {path: max(numbers) + 1 for path, numbers in lists.items()}
     return {
         name: Block(int(match[2]), counts[match[1]])
-        for name, match in found.items()
+        for name, match in matches.items()
         if len(lists[match[1]]) > 1 or len(lists) == 1
     }

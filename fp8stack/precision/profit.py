@@ -1,6 +1,6 @@
-"""Whether FP8 pays in a layer on a GPU: by a measurement there, else by its data sheet's rates.
+"""Estimates of whether FP8 pays in a layer, from the rates in a GPU's data sheet.
 
-Estimates, no measurement of ours stands behind them. Pure; no torch here.
+They are not checked by measurements. Pure; no torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a GPU is assumed to do per second: operations in GEMMs and in attention, and bytes."""
+    """Assumed rates of a GPU: operations per second in GEMMs and in attention, bytes per second."""
 
     half: float
     fp8: float
@@ -27,12 +27,12 @@ class Rates:
 
 
 def achievable(gpu: Gpu) -> Rates:
-    """The rates that `gpu` is assumed to reach; without FP8 or FP4 units those GEMMs run at the
-    rate of more bits.
+    """The rates that `gpu` is assumed to reach.
 
-    Of each peak it is the share that we estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s
-    (FP8), attention at 400, 4.1 TB/s; FP4 is to reach FP8's share, and attention in FP8 of FP8's
-    peak the share that attention has of bf16's.
+    Each is the fraction of the peak rate that we estimate for an H200: GEMMs at 700 (bf16) and 1300
+    TFLOP/s (FP8), attention at 400 TFLOP/s, memory at 4.1 TB/s. FP4 GEMMs take FP8's fraction, and
+    FP8 attention the fraction of bf16 attention. A GPU without FP8 or FP4 units runs these GEMMs at
+    the rate of the next wider format.
     """
     half = gpu.half_tflops * 1e12 * (700 / 989)
     attention = 1e12 * (400 / 989)
@@ -48,13 +48,12 @@ def achievable(gpu: Gpu) -> Rates:
 
 
 def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
-    """The bytes that the casts of an operand move per element: x and dy come in bf16, w in float32.
+    """The bytes that the casts of an operand move per element: x and dy are bf16, w is float32.
 
-    Both copies are written in one pass where the bytes of one are those of the other, turned, or
-    where a tile has all that the scales of either's blocks follow from; else each reads the operand
-    for itself. A scale that follows from the amax of the whole tensor has it read once more before.
-    Scales are counted where a block is a row of elements: those of larger blocks are few. A copy of
-    w that is not quantized is cast to bf16.
+    A single pass writes both copies if one is the transpose of the other, or if a tile contains
+    whole blocks of both; else each copy reads the operand. A scale that depends on the amax of the
+    whole tensor costs one more read. Scales are counted for blocks of one row; larger blocks have
+    few. A copy of w that is not quantized is cast to bf16.
     """
     along, across = quantizers.along(operand), quantizers.across(operand)
     copies = [q for q in (along, across) if isinstance(q, Quantizer)]
@@ -73,10 +72,10 @@ LEAST_GEMM_S = 11.4e-6
 
 
 def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
-    """The K N / (K + N) from which three FP8 GEMMs save more than the casts of x and dy take.
+    """The K N / (K + N) above which three FP8 GEMMs save more time than the casts of x and dy take.
 
-    They save 6 M K N (1 / bf16 rate - 1 / FP8 rate), the casts move c M (K + N) bytes. In NVFP4,
-    FP4's rate stands for FP8's.
+    The GEMMs save 6 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes. NVFP4
+    uses the FP4 rate.
     """
     rates = achievable(gpu)
     saved = 6 * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
@@ -85,16 +84,16 @@ def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
 
 
 def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None) -> str:
-    """Why FP8 does not seem to pay for a GEMM of this shape on `gpu`; "" if it does, or the GPU's
-    rates are not known."""
+    """The reason that FP8 does not seem to pay for a GEMM of this shape on `gpu`; "" if it does, or
+    the GPU's rates are not known."""
     rows, inputs, outputs = shape
-    what = f"{rows} x {inputs} -> {outputs}"
+    gemm = f"{rows} x {inputs} -> {outputs}"
     if gpu is None or gpu.fp8_tflops is None:
         return ""
     ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers)
     if ratio < least:
-        return f"{what} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
+        return f"{gemm} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
     least = LEAST_GEMM_S * achievable(gpu).half / 2
     if (work := rows * inputs * outputs) < least:
-        return f"{what} on {gpu.name}: M K N = {work:.2g}, below {least:.2g}"
+        return f"{gemm} on {gpu.name}: M K N = {work:.2g}, below {least:.2g}"
     return ""

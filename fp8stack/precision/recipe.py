@@ -1,7 +1,7 @@
-"""Recipes: what is asked of the numbers, as data. Nothing here knows what a machine can do.
+"""Recipes: the requested numerics as data, independent of hardware.
 
-A recipe is a table of quantizers: one for each operand of a linear's GEMMs, and others for layers
-that it names. `recipes/*.toml` are recipes; a user's own file is one too (docs/recipes.md has its
+A recipe has a quantizer for each operand of a linear's GEMMs, and may name layers that have other
+quantizers. Recipes are read from `recipes/*.toml` or a user's file (docs/recipes.md lists the
 keys). "auto" is a rule, not a recipe.
 """
 
@@ -35,7 +35,7 @@ ResidualDtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class Block:
-    """A layer's block: its index, and how many blocks there are."""
+    """A layer's block: its index, and the number of blocks."""
 
     index: int
     count: int
@@ -46,12 +46,12 @@ def _blocks(count: int) -> str:
 
 
 class LayerRule(BaseModel):
-    """What some layers run in instead of the recipe's own quantizers.
+    """Quantizers for some layers, in place of the recipe's.
 
     Attributes:
         match: "head", "router", "first N blocks", "last N blocks", or a pattern of module paths.
-        recipe: the name of what they run in.
-        quantizers: None leaves them in the compute dtype.
+        recipe: the name of these quantizers for messages.
+        quantizers: None leaves the layers in the compute dtype.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,17 +61,17 @@ class LayerRule(BaseModel):
     quantizers: Quantizers | None
 
     def matches(self, layer: str, block: Block | None, head: bool, router: bool = False) -> bool:
-        """Whether this is the rule of a layer; the arguments are those of `Recipe.for_layer`."""
+        """Whether the rule applies to a layer; for the arguments see `Recipe.for_layer`."""
         if self.match == "head":
             return head
         if self.match == "router":
             return router
-        if found := _IN_BLOCKS.fullmatch(self.match):
-            count = int(found[2])
+        if match := _IN_BLOCKS.fullmatch(self.match):
+            count = int(match[2])
             if block is None:
                 return False
             return (
-                block.index < count if found[1] == "first" else block.index >= block.count - count
+                block.index < count if match[1] == "first" else block.index >= block.count - count
             )
         return fnmatch.fnmatchcase(layer, self.match)
 
@@ -80,24 +80,24 @@ _IN_BLOCKS = re.compile(r"(first|last) ([1-9]\d{0,5}) blocks?")
 
 
 class Recipe(BaseModel):
-    """A recipe as it was read, with nothing left to look up.
+    """A recipe with all references resolved.
 
     Attributes:
-        name: its file's.
-        description: in a line.
-        attention: what queries, keys and values are multiplied in: the compute dtype, float32, or
-            FP8 with scales per block (mxfp8) or tensor (delayed, current), which Transformer Engine
-            has on some GPUs.
-        residual: what the residual stream and its gradient are held in; the norms that read it
-            compute in float32.
-        compute_dtype: of a recipe without quantizers, what every GEMM computes in.
+        name: the name of its file.
+        description: one line.
+        attention: the precision in which attention multiplies queries, keys and values: the compute
+            dtype, float32, or FP8 with scales per block (mxfp8) or per tensor (delayed, current),
+            which Transformer Engine supports on some GPUs.
+        residual: the dtype of the residual stream and its gradient; the norms that read it compute
+            in float32.
+        compute_dtype: the precision of all GEMMs in a recipe without quantizers; else None.
         head: whether the layer that gives the logits is quantized.
         router: whether the layers that choose the experts of a mixture are quantized.
         exclude: patterns of the layers that stay in the compute dtype.
-        exclude_first_blocks: how many blocks do at the start of the model.
-        exclude_last_blocks: how many at its end.
-        quantizers: of every layer that no rule names; None for a recipe without.
-        layers: rules, of which the first that matches a layer holds.
+        exclude_first_blocks: the number of blocks at the start that stay in the compute dtype.
+        exclude_last_blocks: the number of blocks at the end that stay in the compute dtype.
+        quantizers: quantizers for layers without a rule; None in a recipe without FP8.
+        layers: rules for layers; the first that matches a layer applies.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -122,14 +122,14 @@ class Recipe(BaseModel):
 
     @property
     def beside_linears(self) -> dict[str, str]:
-        """What it says of other parts of a model than its linear layers, by key."""
+        """The settings for attention and the residual stream, by key."""
         return {"attention": self.attention, "residual": self.residual}
 
     @property
     def tables(self) -> tuple[Quantizers, ...]:
-        """The different tables of quantizers that its layers may have, its own first."""
-        found = (self.quantizers, *(rule.quantizers for rule in self.layers))
-        return tuple(dict.fromkeys(table for table in found if table is not None))
+        """The distinct `Quantizers` that layers may have, beginning with the recipe's."""
+        tables = (self.quantizers, *(rule.quantizers for rule in self.layers))
+        return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     @property
     def delayed(self) -> bool:
@@ -143,20 +143,20 @@ class Recipe(BaseModel):
 
     @property
     def attention_slots(self) -> dict[str, Quantizer]:
-        """The quantizers of attention whose scales come from the amaxes of earlier passes, by
-        operand, see `Fp8Attention.slots`.
+        """Attention's quantizers with scales from the amaxes of earlier passes, by operand (see
+        `Fp8Attention.slots`).
 
-        Their history, algorithm and margin are those of the recipe's delayed linears; if it has
-        none, the newest amax counts, which is Transformer Engine's default.
+        They take the history length, amax algorithm and margin of the recipe's delayed linears;
+        without delayed linears only the newest amax counts, which is Transformer Engine's default.
         """
         if not self.fp8_attention:
             return {}
         kind = FP8_ATTENTION[self.attention]
-        each = (quantizer for table in self.tables for quantizer in table.each.values())
+        of_linears = (quantizer for table in self.tables for quantizer in table.each.values())
         newest = Quantizer(amax="delayed", history_length=1, amax_algorithm="most_recent")
-        like = next((quantizer for quantizer in each if quantizer.delayed), newest)
+        base = next((quantizer for quantizer in of_linears if quantizer.delayed), newest)
         return {
-            operand: replace(like, format=kind.gradient_format if operand[0] == "d" else "e4m3")
+            operand: replace(base, format=kind.gradient_format if operand[0] == "d" else "e4m3")
             for operand in kind.slots
         }
 
@@ -168,10 +168,10 @@ class Recipe(BaseModel):
         router: bool = False,
         router_rules: Collection[LayerRule] = (),
     ) -> tuple[Quantizers | None, str, str]:
-        """What this recipe asks for in one layer.
+        """The quantizers that this recipe requests for a layer.
 
         Args:
-            layer: its module path, such as `blocks.0.mlp.up`.
+            layer: the layer's module path, such as `blocks.0.mlp.up`.
             block: its place among the blocks, if it is in one.
             head: whether it gives the logits.
             router: whether it chooses the experts of a mixture.
@@ -179,38 +179,38 @@ class Recipe(BaseModel):
                 `rules_of_routers`.
 
         Returns:
-            Its quantizers and what they are called, and a reason if it has none.
+            The quantizers, their name for messages, and the reason if they are None.
         """
         assert self.quantizers is not None
         rules = router_rules if router and not self.router else self.layers
         rule = next((rule for rule in rules if rule.matches(layer, block, head, router)), None)
         if rule is None and head and not self.head:
-            why = "the recipe says head = false"
+            reason = "the recipe says head = false"
         elif rule is None and router and not self.router:
-            why = "a router: the recipe says router = false"
-        elif not (why := self._excluded(layer, block)) and rule is not None:
+            reason = "a router: the recipe says router = false"
+        elif not (reason := self._excluded(layer, block)) and rule is not None:
             if rule.quantizers is not None:
                 return rule.quantizers, rule.recipe, ""
-            why = f"the recipe does not quantize '{rule.match}'"
-        return None if why else self.quantizers, self.name, why
+            reason = f"the recipe does not quantize '{rule.match}'"
+        return None if reason else self.quantizers, self.name, reason
 
     def rules_of_routers(
         self, layers: Iterable[str], routers: Collection[str]
     ) -> tuple[LayerRule, ...]:
-        """The rules that are about routers alone: `match = "router"`, and patterns that match no
+        """The rules that apply only to routers: `match = "router"`, and patterns that match no
         other layer. A pattern such as "*.mlp.*" is not meant for the router in the MLP.
 
         Args:
             layers: the module paths of all layers.
             routers: the paths of the layers that choose experts.
         """
-        others = [name for name in layers if name not in routers]
+        not_routers = [name for name in layers if name not in routers]
         return tuple(
             rule
             for rule in self.layers
             if rule.match != "head"
             and not _IN_BLOCKS.fullmatch(rule.match)
-            and not fnmatch.filter(others, rule.match)
+            and not fnmatch.filter(not_routers, rule.match)
         )
 
     def _excluded(self, layer: str, block: Block | None) -> str:
@@ -231,29 +231,31 @@ class Recipe(BaseModel):
         heads: Iterable[str],
         routers: Collection[str] = (),
     ) -> None:
-        """See that every exclusion and every rule speaks of some layer of a model, and of no more
-        blocks than it has.
+        """Check that every exclusion and every rule matches a layer of a model.
 
         Raises:
-            UserError: one does not.
+            UserError: a pattern or rule matches no layer, or names more blocks than there are.
         """
         names, heads = list(layers), set(heads)
-        matches = [rule.match for rule in self.layers]
-        asked = {f"'{m}'": int(found[2]) for m in matches if (found := _IN_BLOCKS.fullmatch(m))}
+        block_counts = {
+            f"'{rule.match}'": int(match[2])
+            for rule in self.layers
+            if (match := _IN_BLOCKS.fullmatch(rule.match))
+        }
         for key in ("exclude_first_blocks", "exclude_last_blocks"):
             if count := getattr(self, key):
-                asked[f"{key} = {count}"] = count
+                block_counts[f"{key} = {count}"] = count
         most = max((block.count for block in blocks.values()), default=0)
-        for what, count in asked.items():
+        for setting, count in block_counts.items():
             if not blocks:
                 raise UserError(
-                    f"recipe '{self.name}': {what} needs a model with numbered blocks, such as "
+                    f"recipe '{self.name}': {setting} needs a model with numbered blocks, such as "
                     "'blocks.0.mlp.up'. Use exclude instead."
                 )
             if count > most:
                 raise UserError(
-                    f"recipe '{self.name}': {what}, and the model has {_blocks(most)}. Give {most} "
-                    "at most."
+                    f"recipe '{self.name}': {setting}, and the model has {_blocks(most)}. Give "
+                    f"{most} at most."
                 )
         for pattern in self.exclude:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -272,18 +274,18 @@ class Recipe(BaseModel):
                 )
 
     def to_json(self, *, words: bool = True) -> dict[str, Any]:
-        """The recipe as JSON data, which `recipe_from_json` reads; without `words`, what its
-        numbers depend on alone."""
-        told = self.model_dump(mode="json", exclude=None if words else {"name", "description"})
+        """The recipe as JSON data, which `recipe_from_json` reads. Without `words` it has only the
+        keys that affect numbers."""
+        data = self.model_dump(mode="json", exclude=None if words else {"name", "description"})
         if not words:
-            for rule in told["layers"]:
+            for rule in data["layers"]:
                 del rule["recipe"]
-        return told
+        return data
 
 
 class _Fields(BaseModel):
-    """The keys of a quantizer that are short forms of a recipe as well: there, each sets that field
-    of all quantizers that have it."""
+    """The keys of a quantizer that are short forms of a recipe too: in a recipe, a key sets the
+    field of all quantizers that have it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -297,7 +299,7 @@ class _Fields(BaseModel):
 
 
 class QuantizerFields(_Fields):
-    """The keys of a quantizer that a table of a recipe's file may set."""
+    """The keys of a quantizer in a recipe's file."""
 
     format: FormatName | None = None
     block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
@@ -327,8 +329,8 @@ class _GradOutput(QuantizerFields):
 
 
 class _Tables(_Fields):
-    """What a recipe's file and its entries for layers have in common: tables of quantizers, and
-    short forms."""
+    """The keys that a recipe's file shares with its `[[layers]]`: tables of quantizers, and short
+    forms."""
 
     quantizer: QuantizerFields | None = None
     input: _Input | Literal["none"] | None = None
@@ -341,14 +343,14 @@ class _Tables(_Fields):
 
 
 class _Entry(_Tables):
-    """One entry of `[[layers]]`."""
+    """An entry of `[[layers]]`."""
 
     match: Annotated[str, Field(min_length=1)]
     recipe: str | None = None
 
 
 class RecipeFile(_Tables):
-    """A recipe as it is written."""
+    """The keys of a recipe's file."""
 
     name: str
     description: str = ""
@@ -391,20 +393,21 @@ def _load(name: str, overrides: Mapping[str, object] | None, above: tuple[str, .
     stem, table = presets.read("recipes", name)
     if name in above:
         raise UserError(f"recipe '{stem}': it is like itself, by way of {', '.join(above)}.")
-    made = _expanded({"name": stem, **table}, f"recipe '{stem}'", (*above, name))
-    # Overrides are a recipe of their own, like the one that is named: what they set comes last.
+    where, above = f"recipe '{stem}'", (*above, name)
+    recipe = _expanded({"name": stem, **table}, where, above)
+    # Overrides act as a file that is `like` the recipe, so they apply after all of its keys.
     if overrides:
         if "like" in overrides:
             raise UserError(f"recipe '{stem}': like cannot be overridden. Name that recipe.")
-        made = _changed(made, {"name": made.name, **overrides}, f"recipe '{stem}'", (*above, name))
-    return made
+        recipe = _changed(recipe, {"name": recipe.name, **overrides}, where, above)
+    return recipe
 
 
 def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
-    """The recipe that `Recipe.to_json` gave, or an older version of this program.
+    """The recipe in the JSON data from `Recipe.to_json`, also of older versions.
 
     Raises:
-        UserError: `where` holds no recipe.
+        UserError: `data` is no recipe; the message names `where` it was read.
     """
     named = {"name": "", **data}
     if "quantizers" in data:
@@ -419,26 +422,27 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
 
 
 def plain(compute_dtype: ComputeDtype, instead_of: Recipe) -> Recipe:
-    """The recipe without quantizers that computes in `compute_dtype`, which ships as a preset, with
-    what another recipe says beside linear layers."""
+    """The shipped recipe that computes in `compute_dtype`, with the settings of `instead_of` for
+    attention and the residual stream."""
     return load_recipe(compute_dtype, instead_of.beside_linears)
 
 
 _NO_RECIPE = Recipe(name="")
 _CHANGED = ", changed"
-# What a recipe's file sets as it is.
+# The keys of a file that are copied unchanged.
 _PLAIN_KEYS = Recipe.model_fields.keys() - {"name", "quantizers", "layers"}
 
 
 def _expanded(table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
-    """A recipe's file with everything that it refers to."""
+    """The recipe of a file's `table`, with the recipes that it refers to."""
     base = table.get("like")
     start = _shipped(base, where, above) if isinstance(base, str) else _NO_RECIPE
     return _changed(start, table, where, above)
 
 
 def _shipped(name: str, where: str, above: tuple[str, ...]) -> Recipe:
-    """Another recipe that a file refers to: one that ships, or the file could not be moved."""
+    """A shipped recipe that a file refers to. References to other files are errors, so that a file
+    can be moved."""
     if name.endswith(".toml") or "/" in name or "\\" in name:
         raise UserError(
             f"{where}: '{quoted(name)}' is a file. Name a recipe that ships, and change its keys."
@@ -447,43 +451,44 @@ def _shipped(name: str, where: str, above: tuple[str, ...]) -> Recipe:
 
 
 def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
-    """The recipe `start` with what `table`, in the form of a file, sets otherwise."""
+    """The recipe `start` with the keys of `table`, which has the form of a file, applied."""
     file: RecipeFile = presets.parse(RecipeFile, dict(table), where)
     quantizers = _with_tables(start.quantizers, file, where, above)
-    told = {key: getattr(file, key) for key in _PLAIN_KEYS if getattr(file, key) not in (None, "")}
-    made = start.model_copy(update={**told, "name": file.name, "quantizers": quantizers})
+    values = {key: getattr(file, key) for key in _PLAIN_KEYS}
+    values = {key: value for key, value in values.items() if value not in (None, "")}
+    recipe = start.model_copy(update={**values, "name": file.name, "quantizers": quantizers})
     if file.layers:
         rules = tuple(
-            _rule(entry, made, f"{where}: layers entry {place}", above)
+            _rule(entry, recipe, f"{where}: layers entry {place}", above)
             for place, entry in enumerate(file.layers, 1)
         )
-        made = made.model_copy(update={"layers": rules})
+        recipe = recipe.model_copy(update={"layers": rules})
     elif quantizers != start.quantizers and any(_CHANGED in rule.recipe for rule in start.layers):
         raise UserError(
             f"{where}: its layers have quantizers of their own. Write the recipe's layers again."
         )
-    _require_sound(made, where)
-    return made
+    _require_sound(recipe, where)
+    return recipe
 
 
 def _rule(entry: _Entry, recipe: Recipe, where: str, above: tuple[str, ...]) -> LayerRule:
-    """An entry of `[[layers]]` with its quantizers."""
-    other = recipe if entry.recipe is None else _shipped(entry.recipe, where, above)
-    if other.quantizers is None and other.compute_dtype not in ("bf16", None):
+    """The rule of an entry of `[[layers]]` in a file whose other keys give `recipe`."""
+    base = recipe if entry.recipe is None else _shipped(entry.recipe, where, above)
+    if base.quantizers is None and base.compute_dtype not in ("bf16", None):
         raise UserError(
-            f"{where}: layers are not in {other.name} by themselves. Use recipe = 'bf16', which "
+            f"{where}: layers are not in {base.name} by themselves. Use recipe = 'bf16', which "
             "leaves them in the compute dtype."
         )
-    quantizers = _with_tables(other.quantizers, entry, where, above)
-    changed = entry.recipe is None or quantizers != other.quantizers
+    quantizers = _with_tables(base.quantizers, entry, where, above)
+    changed = entry.recipe is None or quantizers != base.quantizers
     if entry.recipe is None and quantizers == recipe.quantizers:
         raise UserError(f"{where}: '{entry.match}' changes nothing. Give a recipe or a quantizer.")
-    name = other.name + _CHANGED if changed else other.name
+    name = base.name + _CHANGED if changed else base.name
     return LayerRule(match=entry.match, recipe=name, quantizers=quantizers)
 
 
 def _require_sound(recipe: Recipe, where: str) -> None:
-    """Refuse a recipe that says two things at once, or nothing."""
+    """Raise a UserError if keys of a recipe contradict each other or a required key is missing."""
     matches = [rule.match for rule in recipe.layers]
     for place, match in enumerate(matches, 1):
         if match in matches[: place - 1] or match in recipe.exclude:
@@ -505,7 +510,7 @@ def _require_sound(recipe: Recipe, where: str) -> None:
             f"{where}: compute_dtype is for recipes without quantizers. Leave it out: the plan "
             "chooses what the layers that are not quantized compute in."
         )
-    # The switch for TF32 is torch's, for all matrices of a model.
+    # torch has a single switch for TF32, which applies to all matrix products.
     if recipe.compute_dtype == "tf32" and recipe.attention == "fp32":
         raise UserError(
             f"{where}: attention = 'fp32' is not possible in tf32, which rounds all products. "
@@ -522,72 +527,72 @@ _PLACES = {
 
 
 def _with_tables(
-    start: Quantizers | None, told: _Tables, where: str, above: tuple[str, ...]
+    start: Quantizers | None, keys: _Tables, where: str, above: tuple[str, ...]
 ) -> Quantizers | None:
-    """The quantizers `start` with what the tables and short forms of `told` set otherwise."""
-    short = {key: getattr(told, key) for key in _SHORT if getattr(told, key) is not None}
-    operands = {name: getattr(told, name) for name in OPERANDS if getattr(told, name) is not None}
-    if told.quantizer is None and not operands and told.backward is None and not short:
+    """The quantizers `start` with the tables and short forms of `keys` applied."""
+    short = {key: getattr(keys, key) for key in _SHORT if getattr(keys, key) is not None}
+    operands = {name: getattr(keys, name) for name in OPERANDS if getattr(keys, name) is not None}
+    if keys.quantizer is None and not operands and keys.backward is None and not short:
         return start
-    found: dict[str, Any] = {field: None for of in _PLACES.values() for field in of.values()}
+    copies: dict[str, Any] = {field: None for of in _PLACES.values() for field in of.values()}
     if start is not None:
-        found = {field: getattr(start, field) for field in found}
-    elif told.quantizer is not None:
-        found = dict.fromkeys(found, Quantizer())
-    if told.backward is not None and any(
+        copies = {field: getattr(start, field) for field in copies}
+    elif keys.quantizer is not None:
+        copies = dict.fromkeys(copies, Quantizer())
+    if keys.backward is not None and any(
         name == "grad_output" or (table != "none" and table.model_fields_set & _SECOND)
         for name, table in operands.items()
     ):
         raise UserError(
-            f"{where}: backward = '{told.backward}' stands for keys of the backward operands, "
+            f"{where}: backward = '{keys.backward}' stands for keys of the backward operands, "
             "which are given too. Leave one of the two out."
         )
-    if told.quantizer is not None:
-        for field, quantizer in found.items():
+    if keys.quantizer is not None:
+        for field, quantizer in copies.items():
             if isinstance(quantizer, Quantizer):
-                found[field] = _replaced(quantizer, told.quantizer.set, f"{where}: quantizer")
+                copies[field] = _replaced(quantizer, keys.quantizer.set, f"{where}: quantizer")
     for name, table in operands.items():
-        _set_operand(found, name, table, f"{where}: {name}")
-    if told.backward in ("dequantized", "high_precision"):
-        copies = "forward" if told.backward == "dequantized" else None
-        if any(isinstance(q, Quantizer) and q.delayed for q in found.values()):
-            raise UserError(f"{where}: backward = '{told.backward}' is not for delayed scaling.")
-        found |= {"grad_output": None, "grad_output_wgrad": None}
-        found |= {"input_wgrad": copies, "weight_dgrad": copies}
-    elif told.backward not in (None, "same"):
-        found |= _backward_of(told.backward, where, above)
+        _set_operand(copies, name, table, f"{where}: {name}")
+    if keys.backward in ("dequantized", "high_precision"):
+        backward = "forward" if keys.backward == "dequantized" else None
+        if any(isinstance(q, Quantizer) and q.delayed for q in copies.values()):
+            raise UserError(f"{where}: backward = '{keys.backward}' is not for delayed scaling.")
+        copies |= {"grad_output": None, "grad_output_wgrad": None}
+        copies |= {"input_wgrad": backward, "weight_dgrad": backward}
+    elif keys.backward not in (None, "same"):
+        copies |= _backward_of(keys.backward, where, above)
     for key, value in short.items():
-        _set_short(found, key, value, where)
+        _set_short(copies, key, value, where)
     try:
-        return Quantizers(**found)
+        return Quantizers(**copies)
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
 
 
 def _backward_of(name: str, where: str, above: tuple[str, ...]) -> dict[str, Any]:
-    """Another recipe's quantizers of the backward pass's operands, by field."""
+    """The quantizers of the recipe `name` for the backward pass, by field of `Quantizers`."""
     try:
-        other = _shipped(name, where, above).quantizers
+        quantizers = _shipped(name, where, above).quantizers
     except UserError as error:
         raise UserError(f"{where}: backward = '{quoted(name)}': {error}") from error
-    if other is None:
+    if quantizers is None:
         raise UserError(
             f"{where}: backward = '{name}' has no quantizers. Use backward = 'high_precision'."
         )
     fields = ("grad_output", "grad_output_wgrad", "input_wgrad", "weight_dgrad")
-    return {field: getattr(other, field) for field in fields}
+    return {field: getattr(quantizers, field) for field in fields}
 
 
-def _set_operand(found: dict[str, Any], name: str, table: Any, where: str) -> None:
-    """Change both copies of an operand by its table, then each by the table within for its GEMM."""
+def _set_operand(copies: dict[str, Any], name: str, table: Any, where: str) -> None:
+    """Apply an operand's table to both of its copies, then the nested table of each GEMM."""
     for gemm, field in _PLACES[name].items():
-        own = None if table == "none" else getattr(table, gemm)
-        for told, place in ((table, where), (own, f"{where}.{gemm}")):
-            if isinstance(told, str):
-                found[field] = None if told == "none" else told
-            elif told is not None and told.set:
-                given = found[field] if isinstance(found[field], Quantizer) else Quantizer()
-                found[field] = _replaced(given, told.set, place)
+        nested = None if table == "none" else getattr(table, gemm)
+        for fields, place in ((table, where), (nested, f"{where}.{gemm}")):
+            if isinstance(fields, str):
+                copies[field] = None if fields == "none" else fields
+            elif fields is not None and fields.set:
+                start = copies[field] if isinstance(copies[field], Quantizer) else Quantizer()
+                copies[field] = _replaced(start, fields.set, place)
 
 
 _SECOND = {"wgrad", "dgrad"}
@@ -613,24 +618,24 @@ _SHORT: dict[str, tuple[str, str, _Place]] = {
     "power_of_two": ("scale", *_FLOAT),
     "eps": ("eps", *_FLOAT),
     "scale_rounding": ("scale_rounding", "has scale = 'e8m0'", lambda _, q: q.scale == "e8m0"),
-    # Gradients alone, as published: NVIDIA's recipe for NVFP4, and OCP MXFP4 training.
+    # Only gradients, as in NVIDIA's recipe for NVFP4 and OCP MXFP4 training.
     "rounding": ("rounding", "is there", lambda field, _: field.startswith("grad_output")),
     "hadamard": ("hadamard", "has a copy for wgrad", lambda field, _: field.endswith("_wgrad")),
 }
-"""The short forms: the field that each sets, what no quantizer has where there is none to set it
-in, and whether it speaks of the quantizer at a place."""
+"""The short forms: the field of `Quantizer`, the condition on quantizers in words, for the error
+that none satisfies it, and the condition on (field of `Quantizers`, quantizer)."""
 
 
-def _set_short(found: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Set one field of all quantizers that have it."""
-    name, lacks, speaks_of = _SHORT[key]
+def _set_short(copies: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set the field of a short form in all quantizers that satisfy its condition."""
+    name, condition, applies = _SHORT[key]
     if key == "power_of_two":
         value = "power_of_two" if value else "float32"
-    having = [f for f, q in found.items() if isinstance(q, Quantizer) and speaks_of(f, q)]
-    if not having:
-        raise UserError(f"{where}: {key} changes nothing: no quantizer {lacks}.")
-    for field in having:
-        found[field] = _replaced(found[field], {name: value}, f"{where}: {key}")
+    fields = [f for f, q in copies.items() if isinstance(q, Quantizer) and applies(f, q)]
+    if not fields:
+        raise UserError(f"{where}: {key} changes nothing: no quantizer {condition}.")
+    for field in fields:
+        copies[field] = _replaced(copies[field], {name: value}, f"{where}: {key}")
 
 
 def _replaced(quantizer: Quantizer, fields: Mapping[str, Any], where: str) -> Quantizer:

@@ -1,7 +1,7 @@
-"""From what is asked to what runs: `resolve(recipe, hardware) -> Plan`. Pure; no torch here.
+"""`resolve(recipe, hardware) -> Plan`. Pure; no torch here.
 
-A recipe that the hardware cannot serve is replaced, never silently: every substitution, every
-recipe that is not native and every layer that is not in FP8 adds a sentence to the plan.
+A recipe that the hardware cannot run is replaced, never silently: every substitution, every recipe
+that is not native and every layer that is not in FP8 adds a sentence to the plan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fp8stack.precision.kernels import BLACKWELL, KERNELS, SCALED_AFTERWARDS, ke
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 
-# Who runs FP8 where several can and none was named, first choice first. Source: none measured yet;
-# Transformer Engine is the longest in use. Put the figures of `python -m bench gpu` here.
+# The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
+# has been in use longest. Put the figures of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
 TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 ROWS_ON_CPU = (2, 12)  # 2.11 asserts that there is one scale
@@ -34,15 +34,15 @@ def resolve(
     *,
     without: Mapping[str, str] | None = None,
 ) -> Plan:
-    """What runs when `recipe` is asked for on `hardware`.
+    """Decide the precision and backend in which `recipe` runs on `hardware`.
 
     Args:
         recipe: a recipe, its name or path, or "auto".
         hardware: a machine, this one (`probe()`) or any other.
-        backend: "auto", or who is to run it: te, torch, emulate, reference.
-        strict: refuse to run another recipe or backend than asked, instead of saying so.
-        without: backends that run only where they are named, since they cannot do something else
-            that is asked, with the reason.
+        backend: "auto", "te", "torch", "emulate" or "reference".
+        strict: raise an error for a substitution, which else adds a reason to the plan.
+        without: backends that run only if `backend` names them, with the reason: they lack a
+            feature that the run needs.
 
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
@@ -55,7 +55,7 @@ def resolve(
         raise UserError(f"A backend is given by its name, not by {described(backend)}.")
     if backend != "auto" and backend not in get_args(BackendName):
         raise unknown("backend", backend, ["auto", *get_args(BackendName)])
-    asked = recipe if isinstance(recipe, str) else recipe.name
+    requested = recipe if isinstance(recipe, str) else recipe.name
     notes: tuple[str, ...] = ()
     if recipe == "auto":
         recipe = auto_recipe(hardware)
@@ -65,15 +65,15 @@ def resolve(
             )
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if chosen.quantizers is None:
-        plan, substitution = _resolve_plain(asked, chosen, hardware, backend)
+        plan, substitution = _resolve_plain(requested, chosen, hardware, backend)
     else:
-        unwanted = {name: why for name, why in (without or {}).items() if name != backend}
-        plan, substitution = _resolve_fp8(asked, chosen, hardware, backend, unwanted)
+        avoided = {name: reason for name, reason in (without or {}).items() if name != backend}
+        plan, substitution = _resolve_fp8(requested, chosen, hardware, backend, avoided)
     if hardware.gpu_problem:
         substitution = f"{hardware.gpu_problem}; until then the CPU runs"
         notes = (substitution, *notes)
     if strict and substitution:
-        raise UserError(f"--strict: '{asked}' does not run as asked: {substitution}.")
+        raise UserError(f"--strict: '{requested}' does not run as asked: {substitution}.")
     kind = FP8_ATTENTION.get(chosen.attention)
     if kind and not (plan.backend == "te" and kind.gpus.have(hardware.capability)):
         raise UnservedAttention(
@@ -82,28 +82,28 @@ def resolve(
             f" This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give "
             "another --recipe, or attention = 'compute' (--set recipe.attention=compute).",
         )
-    # Whatever runs instead, attention and the residual stream stay what was asked for.
-    runs = plan.recipe.model_copy(update=chosen.beside_linears)
+    # A substitute recipe keeps the requested attention and residual stream.
+    final_recipe = plan.recipe.model_copy(update=chosen.beside_linears)
     gpu = hardware.name if hardware.device == "cuda" else ""
-    return replace(plan, recipe=runs, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
+    return replace(plan, recipe=final_recipe, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
 
 
 def shipped() -> list[str]:
-    """The recipes that ship, by name: those that some hardware multiplies as they are, as `KERNELS`
-    has them, then other ones with quantizers, the most bits first, then those without."""
+    """The names of the shipped recipes: recipes with a kernel in the order of `KERNELS`, then other
+    recipes with quantizers by falling bits, then recipes without quantizers."""
 
-    def place(name: str) -> tuple[int, int, str]:
+    def order(name: str) -> tuple[int, int, str]:
         recipe = load_recipe(name)
         if recipe.quantizers is None:
             return len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
         kernel = kernel_of(recipe.quantizers)
         return [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
 
-    return sorted(presets.names("recipes"), key=place)
+    return sorted(presets.names("recipes"), key=order)
 
 
 def auto_recipe(hardware: Hardware) -> str:
-    """The name of the recipe that "auto" stands for on `hardware`."""
+    """The recipe that "auto" selects on `hardware`."""
     if hardware.capability is None or hardware.capability < (8, 9):
         return best_plain_dtype(hardware)
     return (
@@ -114,7 +114,7 @@ def auto_recipe(hardware: Hardware) -> str:
 
 
 def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
-    """The fastest precision without FP8 that `hardware` has in hardware and trains well in."""
+    """The fastest precision without FP8 that `hardware` supports and that trains well."""
     if hardware.capability is None:
         return "bf16" if hardware.cpu_bf16 else "fp32"
     if hardware.capability >= (8, 0):
@@ -123,39 +123,39 @@ def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
 
 
 def _resolve_plain(
-    asked: str, recipe: Recipe, hardware: Hardware, backend: str
+    requested: str, recipe: Recipe, hardware: Hardware, backend: str
 ) -> tuple[Plan, str]:
-    """The plan for a recipe without FP8, and what was substituted or ""."""
-    wanted = recipe.compute_dtype
-    assert wanted is not None
+    """The plan for a recipe without FP8, and a sentence about the substitution or ""."""
+    dtype = recipe.compute_dtype
+    assert dtype is not None
     capability = hardware.capability
-    runs: ComputeDtype = wanted
+    runs: ComputeDtype = dtype
     notes: list[str] = []
     substitutions: list[str] = []
     if capability is None:
-        if wanted == "tf32":
+        if dtype == "tf32":
             runs = "fp32"
-        elif wanted == "bf16" and not hardware.cpu_bf16:
+        elif dtype == "bf16" and not hardware.cpu_bf16:
             notes.append("this CPU has no bf16 instructions: bf16 runs, slower than fp32")
-        elif wanted == "fp16":
+        elif dtype == "fp16":
             notes.append("float16 on a CPU is for study: it runs slower than fp32")
-    elif wanted == "bf16":
+    elif dtype == "bf16":
         runs = best_plain_dtype(hardware)
-    elif wanted == "tf32" and capability < (8, 0):
+    elif dtype == "tf32" and capability < (8, 0):
         runs = "fp32"
-    if runs != wanted:
+    if runs != dtype:
         scaled = " with loss scaling" if runs == "fp16" else ""
         substitutions.append(
-            f"{wanted} needs {_NEEDS[wanted]}, this is {_kind(hardware)}: {runs}{scaled}"
+            f"{dtype} needs {_NEEDS[dtype]}, this is {_kind(hardware)}: {runs}{scaled}"
         )
         recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
         substitutions.append(f"{recipe.name} has no FP8 GEMM: the reference backend runs it")
     plan = Plan(
-        asked=asked,
+        asked=requested,
         recipe=recipe,
         backend="reference",
-        native=not notes and runs == wanted,
+        native=not notes and runs == dtype,
         device=hardware.device,
         compute_dtype=runs,
         reasons=tuple(substitutions + notes),
@@ -167,105 +167,109 @@ _NEEDS = {"bf16": "compute capability 8.0", "tf32": "a GPU of compute capability
 
 
 def _resolve_fp8(
-    asked: str, recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
+    requested: str, recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
 ) -> tuple[Plan, str]:
-    """The plan for an FP8 recipe: native, emulated, or without FP8; and what was substituted or
-    ""."""
+    """The plan for an FP8 recipe (native, emulated, or without FP8), and a sentence about the
+    substitution or ""."""
     capability = hardware.capability
     quantizers = recipe.quantizers
     assert quantizers is not None
 
-    def planned(backend: BackendName, why: str = "", *, instead: bool = True) -> tuple[Plan, str]:
-        """`backend` runs it, `why` says; `instead` of what was asked for."""
+    def planned(
+        backend: BackendName, reason: str = "", *, substitutes: bool = True
+    ) -> tuple[Plan, str]:
+        """The plan with `backend`, and `reason` if the backend substitutes the requested one."""
         native = backend != "emulate" and capability is not None
-        reasons = [OfBackend(why)] if why else []
+        reasons = [OfBackend(reason)] if reason else []
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
             slow = f"its casts are slower than they could be: {hardware.numba_problem}"
             reasons.append(OfBackend(slow))
         half = native or (capability is not None and capability >= (8, 0))
         plan = Plan(
-            asked=asked,
+            asked=requested,
             recipe=recipe,
             backend=backend,
             native=native,
             device=hardware.device,
             compute_dtype="bf16" if half else "fp32",
             reasons=tuple(reasons),
-            others=_others(recipe, backend, hardware),
+            delegated=_delegated(recipe, backend, hardware),
         )
-        return plan, why if instead else ""
+        return plan, reason if substitutes else ""
 
     if backend == "emulate":
-        return planned("emulate", "emulated, as --backend emulate asks", instead=False)
+        return planned("emulate", "emulated, as --backend emulate asks", substitutes=False)
     if not quantizers.each:
         return planned("emulate", f"{recipe.name} quantizes no operand: emulated")
     if backend == "reference":
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
-        return _without_fp8(asked, reason, hardware)
-    unable: dict[str, str] = {n: _unable(n, quantizers, hardware) for n in PREFERENCE}
+        return _without_fp8(requested, reason, hardware)
+    unable: dict[str, str] = {name: _unable(name, quantizers, hardware) for name in PREFERENCE}
     if capability is None:
         lacking = f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
         problem = unable.get(backend, lacking)
         if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
-            return planned("torch", reason, instead=False)
+            return planned("torch", reason, substitutes=False)
         return planned("emulate", f"{problem}: emulated, same bytes and scales")
-    unable = {name: why or without.get(name, "") for name, why in unable.items()}
+    unable = {name: problem or without.get(name, "") for name, problem in unable.items()}
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
-        # Emulation on other hardware is near bf16's speed: worth it where nothing else is exact.
+        # On these GPUs emulation is nearly as fast as bf16: worth it where nothing else is exact.
         special = capability >= (8, 9) and _too_special(quantizers)
         if special or (kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)):
             return planned("emulate", f"{problem}: emulated by bf16 GEMMs on the exact operands")
-        return _without_fp8(asked, problem, hardware)
+        return _without_fp8(requested, problem, hardware)
     chosen = next((name for name in able if name == backend), able[0])
     if backend not in ("auto", chosen):
         return planned(chosen, f"{unable[backend]}; {chosen} runs instead")
-    # One that auto would have preferred, and that is there, but does not work or may not be used.
+    # Give the reason if "auto" would prefer an installed TE that does not work or is avoided.
     mended = replace(hardware, has_te=True, te_problem="")
     better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable(
         "te", quantizers, mended
     )
-    why = ""
+    reason = ""
     if backend == "auto" and better:
         if hardware.has_te:
-            why = f"{without['te']}: {chosen} runs"
+            reason = f"{without['te']}: {chosen} runs"
         elif hardware.te_problem and "te" not in without:
-            why = f"{hardware.te_problem}; until then {chosen} runs"
-    return planned(chosen, why, instead=False)
+            reason = f"{hardware.te_problem}; until then {chosen} runs"
+    return planned(chosen, reason, substitutes=False)
 
 
-def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, str]:
+def _without_fp8(requested: str, reason: str, hardware: Hardware) -> tuple[Plan, str]:
     dtype = best_plain_dtype(hardware)
     scaled = " with loss scaling" if dtype == "fp16" else ""
-    plan, _ = _resolve_plain(asked, load_recipe(dtype), hardware, "auto")
+    plan, _ = _resolve_plain(requested, load_recipe(dtype), hardware, "auto")
     sentence = f"{reason}: {dtype}{scaled}"
     return replace(plan, native=False, reasons=(sentence, *plan.reasons)), sentence
 
 
 _OR_BF16 = ("delayed", "current", "block")
-"""What runs in bf16 on GPUs that lack it; other kinds of quantizers are for study, and emulated."""
+"""Kernels whose recipes run in bf16 on GPUs without them. Other quantizers are for study: they are
+emulated."""
 
 
-def _others(
+def _delegated(
     recipe: Recipe, backend: BackendName, hardware: Hardware
 ) -> tuple[tuple[Quantizers, BackendName, str], ...]:
-    """The tables of a recipe's layers that `backend`, which runs the recipe's own, does not serve:
-    who does, and why."""
-    found: list[tuple[Quantizers, BackendName, str]] = []
+    """The quantizers of layers that `backend`, which runs the recipe's quantizers, cannot run, each
+    with the backend that runs them and the reason."""
+    delegated: list[tuple[Quantizers, BackendName, str]] = []
     if backend in ("te", "torch"):
         for table in recipe.tables[1:]:
-            why = _unable("torch", table, hardware)
-            if not why and backend == "te":
-                found.append((table, "torch", "Transformer Engine runs one recipe in a model"))
-            elif why:
-                found.append((table, "emulate", f"{why}: emulated"))
-    return tuple(found)
+            problem = _unable("torch", table, hardware)
+            if not problem and backend == "te":
+                reason = "Transformer Engine runs one recipe in a model"
+                delegated.append((table, "torch", reason))
+            elif problem:
+                delegated.append((table, "emulate", f"{problem}: emulated"))
+    return tuple(delegated)
 
 
 def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:
-    """Why the GPU, or CUDA on it, has no GEMM for these operands; "" if it has one."""
+    """The reason that the GPU or its CUDA version has no GEMM for these operands; "" if it has."""
     assert hardware.capability is not None
     name = kernel_of(quantizers)
     if name is None:
@@ -279,7 +283,7 @@ def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:
 
 
 def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
-    """Why `backend`, te or torch, cannot run these operands on this machine; "" if it can."""
+    """The reason that `backend`, te or torch, cannot run these operands here; "" if it can."""
     if hardware.capability is None:
         return _unable_on_cpu(backend, quantizers, hardware)
     if lacking := _lacking_hardware(quantizers, hardware):
@@ -292,8 +296,8 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         if kernel == "rowwise":
             return "Transformer Engine has no scale per row"
         if kernel == "nvfp4" and not BLACKWELL.have(hardware.capability):
-            # TE's check takes 12.x too, where its casts at random gave gradients of 0 and its
-            # Hadamard transforms fail (TransformerEngine issue 3062, pull request 3281).
+            # TE accepts 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard
+            # transforms fail (TransformerEngine issue 3062, pull request 3281).
             return "Transformer Engine's NVFP4 works on 10.x alone"
         if not hardware.has_te:
             return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
@@ -302,8 +306,8 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         if kernel == "block" and BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
         if kernel in ("delayed", "current"):
-            # The operands may differ in nothing but a gradient of E5M2.
-            settings = {replace(each, format="e4m3") for each in quantizers.each.values()}
+            # The operands may differ only in that gradients are E5M2.
+            settings = {replace(q, format="e4m3") for q in quantizers.each.values()}
             w = quantizers.weight
             if len(settings) > 1 or w is None or w.format != x.format:
                 return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
@@ -311,7 +315,7 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
     if old := _old_torch(hardware):
         return old
     if kernel == "block" and BLACKWELL.have(hardware.capability):
-        # There it runs as MXFP8 with the block recipe's scales, which only TE does.
+        # Only TE can run it on 10.x: as MXFP8 with the block recipe's scales.
         return "the torch backend has no block scaling on 10.x"
     return ""
 
@@ -331,7 +335,7 @@ def _unable_on_cpu(backend: BackendName, quantizers: Quantizers, hardware: Hardw
 
 
 def _old_torch(hardware: Hardware) -> str:
-    """That torch is older than its backend needs; "" if it is not."""
+    """The message that torch is older than its backend requires; "" if it is not."""
     if not _older(version_pair(hardware.torch_version), TORCH_MINIMUM):
         return ""
     needed = ".".join(map(str, TORCH_MINIMUM))
@@ -342,7 +346,7 @@ def _old_torch(hardware: Hardware) -> str:
 
 
 def _too_special(quantizers: Quantizers) -> str:
-    """Why no FP8 unit multiplies these operands; "" if some do."""
+    """The reason that no FP8 unit multiplies these operands; "" if some do."""
     for pair in quantizers.gemms.values():
         if [q.format for q in pair if isinstance(q, Quantizer)] == ["e5m2", "e5m2"]:
             return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
@@ -356,5 +360,5 @@ def _kind(hardware: Hardware) -> str:
 
 
 def _older(version: tuple[int, int] | None, least: tuple[int, int]) -> bool:
-    """Whether a version is older than `least`; one that is not known counts as current."""
+    """Whether a version is older than `least`; an unknown version counts as current."""
     return version is not None and version < least

@@ -16,6 +16,7 @@ from fp8stack.backends.observe import fp8_linears, observing, scale_of
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import GPT
+from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.precision import load_recipe, resolve
 from tests.support.backend_models import (
     CPU,
@@ -234,7 +235,7 @@ def near(x: Tensor, reference: Tensor, tolerance: float) -> bool:
     return bool((x.float() - reference.float()).norm() <= tolerance * reference.float().norm())
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu"])
+@pytest.mark.parametrize("activation", TRANSFORMER_ENGINES)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_fused_modules_show_the_operands_of_an_unfused_model(
     te: object, recipe: str, activation: str

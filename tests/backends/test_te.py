@@ -25,6 +25,7 @@ from fp8stack.conform.checks import Context
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import MLP
+from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.precision import load_recipe, resolve
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
@@ -693,7 +694,7 @@ NOT_THE_MLP = {"LayerNormLinear": 1, "Linear": 3}
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu"])
+@pytest.mark.parametrize("activation", TRANSFORMER_ENGINES)
 def test_norms_and_activations_are_fused(te, norm, activation):
     bias = norm == "layernorm"
     assert block_calls(te, norm=norm, activation=activation, bias=bias) == WHOLE

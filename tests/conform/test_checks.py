@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fp8stack.conform.checks import (
     sqnr_db,
 )
 from fp8stack.conform.inputs import EVERY, amaxes, bf16_values, families, fp32_values, spiky_steps
+from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.precision import Hardware, resolve
 from tests.conform.conform_faults import OF_WEIGHTS
 from tests.support.study_recipes import NO_HADAMARD
@@ -92,6 +94,16 @@ def test_every_quantizer_is_of_a_family():
     found = families()
     assert {name: q for family in found.values() for name, q in family.items()} == EVERY
     assert list(found) == ["per tensor", "rowwise", "blocks", "mxfp8", "mxfp4", "mxfp6", "nvfp4"]
+
+
+def test_every_format_scale_and_rounding_is_among_the_checked_quantizers():
+    checked = EVERY.values()
+    assert {q.format for q in checked} == set(get_args(FormatName))
+    assert {q.scale for q in checked} == set(get_args(ScaleFormat))
+    for name in get_args(FormatName):
+        assert any(q.format == name and q.scale == "e8m0" for q in checked)
+    rules = {q.scale_rounding for q in checked if q.scale == "e8m0"}
+    assert rules == set(get_args(ScaleRounding))
 
 
 # In the long form

@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import typer
@@ -16,7 +16,7 @@ import typer
 import fp8stack
 from fp8stack.backends import fp8_state
 from fp8stack.cli import app as cli
-from fp8stack.config import GuardConfig, RunConfig
+from fp8stack.config import GuardConfig, OptimizerName, RunConfig
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
@@ -91,6 +91,27 @@ def test_recipe_and_model_keys_are_documented():
     keys = keys | GPTConfig.model_fields.keys()
     for key in keys - {"name", "description"}:
         assert f"`{key}`" in text, key
+
+
+def _choices(annotation: object) -> set[str]:
+    """The strings that a key may be set to, at any depth of its annotation."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return {value for value in arguments if isinstance(value, str)}
+    return set().union(*map(_choices, arguments))
+
+
+@pytest.mark.parametrize("keys", [RunConfig, GPTConfig, recipes.QuantizerFields])
+def test_every_choice_of_a_key_is_documented(keys):
+    text = _text("docs/configuration.md")
+    for key, field in keys.model_fields.items():
+        for choice in _choices(field.annotation):
+            assert re.search(rf'`"?{choice}"?`', text), f"{key} = {choice}"
+
+
+def test_the_help_names_every_optimizer():
+    (help,) = {option.help for option in COMMANDS["pretrain"].params if option.name == "optimizer"}
+    assert set(re.findall(r"\w+", help.partition(".")[0])) - {"or"} == set(get_args(OptimizerName))
 
 
 def test_the_loops_of_the_python_page_train_in_delayed_scaling():

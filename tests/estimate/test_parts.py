@@ -1,11 +1,11 @@
-"""What a run takes, estimated, against the tensors that are really allocated on a CPU."""
+"""The estimated memory of a run against the tensors that are really allocated on a CPU."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 import fp8stack
 from bench.cost.activations import Live, kept_bytes
 from fp8stack.backends import build_backend
-from fp8stack.config import RunConfig
+from fp8stack.config import OptimizerName, RunConfig
 from fp8stack.estimate.answer import PhaseEstimate
 from fp8stack.estimate.parts import Setting, estimate, optimizer_bytes
 from fp8stack.estimate.savings import largest_batch, savings
@@ -29,7 +29,7 @@ from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
-Told = Callable[..., dict[str, Any]]
+Estimated = Callable[..., dict[str, Any]]
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "nano": {
@@ -58,7 +58,11 @@ RUNS = [
 ]  # fmt: skip
 
 
-def made(
+LOW_BIT = {"adamw8bit": "AdamW8bit", "adamwfp8": "AdamWFp8"}
+"""torchao's optimizers, by our names."""
+
+
+def build(
     shape: str, recipe: str, backend: str = "auto", save_fp8: bool = False, **keys: Any
 ) -> tuple[GPT, Setting]:
     """A tiny model, and the setting of a micro-batch of three sequences of 24 tokens."""
@@ -79,7 +83,7 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
 
 
 def saved_bytes(model: GPT, setting: Setting) -> int:
-    """What lives after a forward pass and did not before, but for the loss; and the tokens."""
+    """The bytes of tensors that a forward pass leaves, except the loss; and of the tokens."""
     shape = setting.sequences, setting.context + 1
     tokens = torch.randint(model.config.vocabulary, shape)
     return kept_bytes(model, tokens) + tokens.nbytes
@@ -103,7 +107,7 @@ CASES = [
 
 @pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
 def test_what_is_saved_for_backward_is_estimated_to_the_byte(shape, recipe, backend, save_fp8):
-    model, setting = made(shape, recipe, backend, save_fp8)
+    model, setting = build(shape, recipe, backend, save_fp8)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
 
@@ -120,25 +124,27 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
     plan = plan_for(config, load_recipe(recipe, changes), CPU, "auto")
     setting = Setting(config=config, plan=plan, sequences=3, context=24)
     assert estimate(setting).saved == saved_bytes(GPT(config, build_backend(plan)), setting)
-    operations = {(one.path, one.name): one for one in operations_of(config, plan)}
-    found = operations["blocks.1.mlp", "activation"]
-    assert (found.operands, found.output) == ((plan.compute_dtype,), plan.compute_dtype)
-    casts = [one for one in casts_of(config, plan) if one.to_fp8]
+    operations = {
+        (operation.path, operation.name): operation for operation in operations_of(config, plan)
+    }
+    activation = operations["blocks.1.mlp", "activation"]
+    assert (activation.operands, activation.output) == ((plan.compute_dtype,), plan.compute_dtype)
+    casts = [operation for operation in casts_of(config, plan) if operation.to_fp8]
     assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
 def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, recipe):
-    model, setting = made(shape, recipe, checkpointing="block", sequences=5)
+    model, setting = build(shape, recipe, checkpointing="block", sequences=5)
     assert estimate(setting).saved == saved_bytes(model, setting)
     if recipe == "bf16":  # whose attention may be in float32, which keeps float32 copies
         for recipe in ("bf16", "fp16"):
-            model, setting = made(shape, recipe, recipe_overrides={"attention": "fp32"})
+            model, setting = build(shape, recipe, recipe_overrides={"attention": "fp32"})
             assert estimate(setting).saved == saved_bytes(model, setting)
     changed = {"residual": "bf16"}
     for checkpointing in ("none", "block"):
-        model, setting = made(
+        model, setting = build(
             shape, recipe, checkpointing=checkpointing, recipe_overrides=changed, sequences=5
         )
         assert estimate(setting).saved == saved_bytes(model, setting)
@@ -156,7 +162,7 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
     shape, recipe, backend, residual
 ):
     changed = {"residual": residual}
-    model, setting = made(
+    model, setting = build(
         shape, recipe, backend, checkpointing="selective", recipe_overrides=changed
     )
     assert estimate(setting).saved == saved_bytes(model, setting)
@@ -172,14 +178,14 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
 )  # fmt: skip
 def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):
     overrides = {"head": True} if head else {}
-    for sequences in (8, 29):  # two chunks, and many of which a trace takes some
+    for sequences in (8, 29):  # two chunks, and more than a trace runs
         keys: dict[str, Any] = {"recipe_overrides": dict(overrides), "sequences": sequences}
-        model, setting = made("nano", recipe, backend, **keys)
-        whole = estimate(setting)
+        model, setting = build("nano", recipe, backend, **keys)
+        unchunked = estimate(setting)
         with monkeypatch.context() as patched:
             patched.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
             assert estimate(setting).saved == saved_bytes(model, setting)
-            assert estimate(setting).saved != whole.saved
+            assert estimate(setting).saved != unchunked.saved
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypa
 def test_the_peak_of_a_step_is_estimated_within_a_tenth(
     shape, recipe, checkpointing, micro_batches
 ):
-    model, setting = made(
+    model, setting = build(
         shape, recipe, checkpointing=checkpointing, micro_batches=micro_batches, context=64
     )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -217,7 +223,7 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkey
     sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setitem(SHAPES, "wide", sizes)
     monkeypatch.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
-    model, setting = made("wide", recipe, sequences=6, context=64)
+    model, setting = build("wide", recipe, sequences=6, context=64)
     with Live() as live:
         loss_of(model, setting).backward()
     expected = estimate(setting)
@@ -226,11 +232,11 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkey
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", sorted(set(get_args(OptimizerName)) - {*LOW_BIT}))
 def test_weights_gradients_and_state_are_estimated_to_the_byte(shape, recipe, optimizer):
-    model, setting = made(shape, recipe, optimizer=optimizer)
-    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert model.config.parameter_shapes(len(model.embedding.weight)) == found
+    model, setting = build(shape, recipe, optimizer=optimizer)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert model.config.parameter_shapes(len(model.embedding.weight)) == shapes
     stepping = build_optimizer(model, RunConfig(optimizer=optimizer))
     loss_of(model, setting).backward()
     expected = estimate(setting)
@@ -247,21 +253,24 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
     torchao = pytest.importorskip("torchao.optim")
     shapes = {"blocks.0.mlp.up.weight": (128, 64), "blocks.0.mlp.down.weight": (64, 30)}
     name: Any
-    for name, kind in (("adamw8bit", torchao.AdamW8bit), ("adamwfp8", torchao.AdamWFp8)):
+    for name, kind in ((name, getattr(torchao, kind)) for name, kind in LOW_BIT.items()):
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
         total = 4 * len(parameters)  # the step counts
         for moment in (kind(parameters)._new_buffer(p, s) for p in parameters for s in (1, 0)):
-            parts = [getattr(moment, key) for key in getattr(moment, "tensor_attrs", [])]
-            total += sum(part.nbytes for part in parts or [moment])
+            tensors = [getattr(moment, key) for key in getattr(moment, "tensor_attrs", [])]
+            total += sum(tensor.nbytes for tensor in tensors or [moment])
         assert optimizer_bytes(shapes, name) == total
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
-    model, setting = made("llama", recipe, "torch")
+    model, setting = build("llama", recipe, "torch")
     loss_of(model, setting)
-    kept: list[Any] = [one for part in model.modules() if (one := getattr(part, "_kept", None))]
-    tensors = [x for one in kept for copy in one.copies for x in (copy.data, copy.inv_scale)]
+    weights: list[Any] = [
+        weight for module in model.modules() if (weight := getattr(module, "_kept", None))
+    ]
+    copies = [copy for weight in weights for copy in weight.copies]
+    tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]
     storages = {id_of(x): x.untyped_storage().nbytes() for x in tensors}
     assert estimate(setting).fp8_weights == sum(storages.values())
 
@@ -270,7 +279,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     gradients = {"amax": "current", "block": "tensor", "rounding": "stochastic"}
     changes: dict[str, Any] = {"quantizer": {"history_length": 8}, "grad_output": gradients}
     changes["weight"] = {"dgrad": {"history_length": 20}}
-    model, setting = made("gpt2", "delayed", "emulate", recipe_overrides=changes)
+    model, setting = build("gpt2", "delayed", "emulate", recipe_overrides=changes)
     delayed: Any = model.delayed_scaling
     assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
@@ -283,7 +292,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
 
 def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layers():
     def bytes_of(recipe: str, **changes: Any) -> float:
-        plan = made("gpt2", recipe, recipe_overrides=changes)[1].plan
+        plan = build("gpt2", recipe, recipe_overrides=changes)[1].plan
         return PhaseEstimate(name="", steps=1, plan=plan, estimates={}).element_bytes
 
     assert [bytes_of(name) for name in ("fp32", "delayed", "mxfp6_e2m3", "nvfp4")] == [4, 1, 1, 0.5]
@@ -293,15 +302,15 @@ def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layer
 
 
 def test_fsdp_shares_out_what_ddp_keeps_whole():
-    _, setting = made("llama", "fp32")
+    _, setting = build("llama", "fp32")
     alone = estimate(setting)
     ddp = estimate(replace(setting, ranks=4))
     fsdp = estimate(replace(setting, ranks=4, parallel="fsdp"))
     assert (ddp.parameters, ddp.optimizer) == (alone.parameters, alone.optimizer)
     assert ddp.peak > alone.peak  # its buckets keep the gradients
     assert alone.parameters / 4 <= fsdp.parameters < alone.parameters / 3.9
-    whole = setting.config.parameter_shapes()
-    block = sum(4 * torch.Size(s).numel() for n, s in whole.items() if n.startswith("blocks.0."))
+    shapes = setting.config.parameter_shapes()
+    block = sum(4 * torch.Size(s).numel() for n, s in shapes.items() if n.startswith("blocks.0."))
     root = alone.parameters - 2 * block  # of two blocks
     assert fsdp.gathered == root + 3 * block
 
@@ -326,77 +335,77 @@ def test_the_largest_batch_is_that_of_trying_all():
 
 
 @pytest.fixture
-def told(command, capsys) -> Told:
-    """`fp8stack estimate --json` with some arguments."""
+def estimated(command, capsys) -> Estimated:
+    """The JSON of `fp8stack estimate` with some arguments."""
 
-    def ask(*arguments: str) -> dict[str, Any]:
+    def run(*arguments: str) -> dict[str, Any]:
         assert command("estimate", "--json", *arguments) == 0
         return json.loads(capsys.readouterr().out)
 
-    return ask
+    return run
 
 
-def test_one_sequence_more_than_the_largest_batch_does_not_fit(told):
-    found = told("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
+def test_one_sequence_more_than_the_largest_batch_does_not_fit(estimated):
+    table = estimated("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
     config = load_config("gpt-nano")
     plan = plan_for(config, "bf16", CPU)
     for kind in ("none", "block"):
-        own = Setting(
+        setting = Setting(
             config=config, plan=plan, sequences=1, context=config.context, checkpointing=kind
         )
-        largest = found["largest_batch"][kind]
-        peaks = [estimate(replace(own, sequences=largest + more)).peak for more in (0, 1)]
-        assert peaks[0] <= found["memory"] < peaks[1]
+        largest = table["largest_batch"][kind]
+        peaks = [estimate(replace(setting, sequences=largest + more)).peak for more in (0, 1)]
+        assert peaks[0] <= table["memory"] < peaks[1]
 
 
-def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(told):
-    asked = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
-    found = told(*asked, "bf16")
-    assert found["memory"] == 80 * 10**9  # by the data sheet
-    assert found["largest_batch"]["block"] > found["largest_batch"]["none"] > 8
-    for kind in told(*asked, "fp32")["phases"][0]["estimates"].values():
+def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(estimated):
+    arguments = ["--model", "gpt2-124m", "--capability", "8.0", "--batch", "8", "--recipe"]
+    table = estimated(*arguments, "bf16")
+    assert table["memory"] == 80 * 10**9  # by the data sheet
+    assert table["largest_batch"]["block"] > table["largest_batch"]["none"] > 8
+    for kind in estimated(*arguments, "fp32")["phases"][0]["estimates"].values():
         assert kind["parts"]["weight_copies"] == 0
         assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
 
 
-def test_a_billion_parameters_do_not_fit_into_12_gib(told, command, capsys):
+def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys):
     sizes: dict[str, Any] = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27}
     sizes |= {"context": 256, "mlp_width": 4779, "tied": "true"}
     arguments = ["--recipe", "fp32", "--capability", "8.0", "--batch", "1", "--memory", "12"]
     arguments += [f"--set=model_overrides.{key}={value}" for key, value in sizes.items()]
-    found = told(*arguments)
-    count = found["asked"]["parameters"]
+    table = estimated(*arguments)
+    count = table["asked"]["parameters"]
     assert count == pytest.approx(1e9, rel=0.12)
-    parts = found["phases"][0]["estimates"]["none"]
-    least = sum(parts["parts"][name] for name in ("parameters", "gradients", "optimizer"))
+    uncheckpointed = table["phases"][0]["estimates"]["none"]
+    least = sum(uncheckpointed["parts"][name] for name in ("parameters", "gradients", "optimizer"))
     assert 16 * count <= least < 16.001 * count
-    assert set(found["largest_batch"].values()) == {0}
+    assert set(table["largest_batch"].values()) == {0}
     assert command("estimate", *arguments) == 0
-    said = capsys.readouterr().out
-    floor = f"{parts['floor'] / 1e9:.1f} GB"
+    printed = capsys.readouterr().out
+    floor = f"{uncheckpointed['floor'] / 1e9:.1f} GB"
     for piece in ("No batch fits into 12.00 GiB", floor, "--parallel fsdp", "adamw8bit"):
-        assert piece in said
+        assert piece in printed
 
 
-def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(told, command, capsys):
+def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
-    found = told(*arguments)
-    peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in found["phases"]}
-    steps = [p["steps"] for p in found["phases"]]
+    table = estimated(*arguments)
+    peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in table["phases"]}
+    steps = [p["steps"] for p in table["phases"]]
     assert sum(steps) == 1200
-    assert found["peak"] == max(peaks.values()) == peaks[found["worst_phase"]]
+    assert table["peak"] == max(peaks.values()) == peaks[table["worst_phase"]]
     average = sum(n * peak for n, peak in zip(steps, peaks.values(), strict=True)) / 1200
-    assert found["average"] == pytest.approx(average, abs=1)
-    assert found["average"] < found["peak"]
+    assert table["average"] == pytest.approx(average, abs=1)
+    assert table["average"] < table["peak"]
     # FP8 elements are a byte, bf16's two, fp32's four.
     elements = sum(n * size for n, size in zip(steps, (2, 1, 2), strict=True)) / 1200 / 4
-    assert found["relative_to_fp32_by_element"]["average"] == pytest.approx(elements)
+    assert table["relative_to_fp32_by_element"]["average"] == pytest.approx(elements)
     assert command("estimate", *arguments) == 0
     assert "The peak is what has to fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "message"),
     [
         ("--recipe fp9", "No recipe 'fp9'"),
         ("--batch 9 --ranks 2", "cannot be shared equally by 2 ranks"),
@@ -409,8 +418,8 @@ def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(told, comma
         ("--capability hopper", "is no compute capability"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(arguments, why, refused):
-    assert why in refused("estimate", *arguments.split())
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused):
+    assert message in refused("estimate", *arguments.split())
 
 
 def on(gpu: Hardware, config: GPTConfig, recipe: str, tokens: int, **keys: Any) -> Setting:
@@ -421,39 +430,40 @@ def on(gpu: Hardware, config: GPTConfig, recipe: str, tokens: int, **keys: Any) 
 
 def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
     gpu, config = assumed("10.0", has_te=False), load_config("llama-1b")
-    made = {name: on(gpu, config, name, 8192) for name in ("delayed", "mxfp8")}
-    layers = made["mxfp8"].plan.layers
+    settings = {name: on(gpu, config, name, 8192) for name in ("delayed", "mxfp8")}
+    layers = settings["mxfp8"].plan.layers
     elements = sum(la.in_features * la.out_features for la in layers if la.fp8)
-    found = {name: estimate(setting).fp8_weights for name, setting in made.items()}
-    assert found["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
-    assert 2 * elements < found["delayed"] < 2.001 * elements
+    fp8_weights = {name: estimate(setting).fp8_weights for name, setting in settings.items()}
+    assert fp8_weights["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
+    assert 2 * elements < fp8_weights["delayed"] < 2.001 * elements
 
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():
     gpu, config = assumed("10.0"), load_config("llama-1b")
-    made = {name: on(gpu, config, name, 1024) for name in ("mxfp8", "nvfp4", NEAREST)}
-    assert {setting.plan.backend for setting in made.values()} == {"te"}
-    told = {name: estimate(setting) for name, setting in made.items()}
-    layers = [layer for layer in made[NEAREST].plan.layers if layer.fp8]
-    assert told["nvfp4"].fp8_weights == sum(
+    settings = {name: on(gpu, config, name, 1024) for name in ("mxfp8", "nvfp4", NEAREST)}
+    assert {setting.plan.backend for setting in settings.values()} == {"te"}
+    estimates = {name: estimate(setting) for name, setting in settings.items()}
+    layers = [layer for layer in settings[NEAREST].plan.layers if layer.fp8]
+    assert estimates["nvfp4"].fp8_weights == sum(
         2 * la.in_features * la.out_features * (1 / 2 + 1 / 16) for la in layers
     )
     saved = sum(1024 * la.in_features for la in layers)  # of each input
-    less = told["mxfp8"].saved - told["nvfp4"].saved
+    less = estimates["mxfp8"].saved - estimates["nvfp4"].saved
     assert less == pytest.approx(saved * (1 + 1 / 32 - 1 / 2 - 1 / 16), abs=1024)
-    assert told[NEAREST].saved == told["nvfp4"].saved
+    assert estimates[NEAREST].saved == estimates["nvfp4"].saved
 
 
 def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():
     sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
     config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
     plain, low = (
-        estimate(on(gpu, config, "mxfp8", 128, attention=asked)) for asked in ("compute", "mxfp8")
+        estimate(on(gpu, config, "mxfp8", 128, attention=attention))
+        for attention in ("compute", "mxfp8")
     )
     # 33 bytes for 32 elements, twice, in place of bf16; per token and block 4 + 2 + 2 heads of 32.
     more = config.layers * 128 * 8 * 32 * (2 * 33 / 32 - 2)
     assert low.activations - plain.activations == more
-    same = [replace(one, activations=0, first_block=0) for one in (plain, low)]
+    same = [replace(memory, activations=0, first_block=0) for memory in (plain, low)]
     assert same[0] == same[1]
 
 
@@ -462,25 +472,26 @@ def test_attention_in_fp8_keeps_bytes_and_has_amax_histories(kind, output, slots
     sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
     config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
     plain, low = (
-        estimate(on(gpu, config, "mxfp8", 128, attention=asked)) for asked in ("compute", kind)
+        estimate(on(gpu, config, "mxfp8", 128, attention=attention))
+        for attention in ("compute", kind)
     )
     # A byte in place of bf16, per token and block of 4 + 2 + 2 heads of 32, and of the output.
     more = config.layers * 128 * 32 * (8 * (1 - 2) + 4 * (output - 2))
     assert low.activations - plain.activations == more
     # A row, four float32, a bool and two places for each; and two flags.
     assert low.buffers - plain.buffers == config.layers * slots * (4 * (1 + 4) + 1 + 2 * 8) + 2
-    same = [replace(one, activations=0, first_block=0, buffers=0) for one in (plain, low)]
+    same = [replace(memory, activations=0, first_block=0, buffers=0) for memory in (plain, low)]
     assert same[0] == same[1]
 
 
 def test_selective_checkpointing_keeps_nothing_that_transformer_engine_gave():
     sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
     config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
-    found = {}
-    for asked in ("compute", "delayed"):
-        setting = on(gpu, config, "mxfp8", 128, attention=asked)
+    attention_bytes = {}
+    for attention in ("compute", "delayed"):
+        setting = on(gpu, config, "mxfp8", 128, attention=attention)
         kinds = [replace(setting, checkpointing=kind) for kind in ("selective", "block")]
         selective, block = (estimate(kind).activations for kind in kinds)
-        found[asked] = selective - block
-    # Of attention by torch, in bf16: its output, and a float32 statistic for each row of a head.
-    assert found == {"compute": config.layers * 128 * (2 * 128 + 4 * 4), "delayed": 0}
+        attention_bytes[attention] = selective - block
+    # torch's attention keeps its bf16 output, and a float32 statistic for each row of a head.
+    assert attention_bytes == {"compute": config.layers * 128 * (2 * 128 + 4 * 4), "delayed": 0}

@@ -48,10 +48,10 @@ def test_a_padded_vocabulary_gives_the_loss_and_gradients_of_the_plain_one(
     recipe, backend, multiple, head, tied
 ):
     config = ODD(tied=tied)
-    asked = load_recipe(recipe)
+    chosen = load_recipe(recipe)
     if head:
-        asked = asked.model_copy(update={"head": True})
-    plan = plan_for(config, asked, CPU, backend)
+        chosen = chosen.model_copy(update={"head": True})
+    plan = plan_for(config, chosen, CPU, backend)
     assert plan.vocabulary_multiple == multiple
     (plain, loss), (padded, same) = (built(config, plan, m) for m in (1, multiple))
     assert [len(m.get_parameter("lm_head.weight")) for m in (plain, padded)] == [61, 64]
@@ -67,9 +67,9 @@ def test_a_padded_vocabulary_gives_the_loss_and_gradients_of_the_plain_one(
 
 
 def test_sizes_are_to_be_multiples_of_16_bytes_or_of_mxfp8s_blocks():
-    wanted = {("fp32", "9.0"): 1, ("tf32", "9.0"): 4, ("bf16", "9.0"): 8, ("fp16", "7.5"): 8}
-    wanted |= {("delayed", "9.0"): 16, ("current", "8.9"): 16, ("mxfp8", "10.0"): 32}
-    for (recipe, capability), multiple in wanted.items():
+    multiples = {("fp32", "9.0"): 1, ("tf32", "9.0"): 4, ("bf16", "9.0"): 8, ("fp16", "7.5"): 8}
+    multiples |= {("delayed", "9.0"): 16, ("current", "8.9"): 16, ("mxfp8", "10.0"): 32}
+    for (recipe, capability), multiple in multiples.items():
         plan = plan_for(ODD(), recipe, assumed(capability))
         assert needed_multiple(plan) == multiple, recipe
 

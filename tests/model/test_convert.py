@@ -55,8 +55,8 @@ pytestmark = [
 
 
 def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **options):
-    asked = load_recipe(recipe, options)
-    return resolve(asked, hardware, "auto" if recipe in ("fp32", "bf16") else backend, strict)
+    chosen = load_recipe(recipe, options)
+    return resolve(chosen, hardware, "auto" if recipe in ("fp32", "bf16") else backend, strict)
 
 
 def gpt2(layers=2, **options):
@@ -79,14 +79,14 @@ def llama(layers=2):
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
-PARTS = {
+LINEARS = {
     "gpt2": ("transformer.h", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]),
     "llama": ("model.layers", [*(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate_proj",
                                "mlp.up_proj", "mlp.down_proj"]),
 }  # fmt: skip
 IN_FP8 = {
-    name: [f"{blocks}.{i}.{part}" for i in range(2) for part in parts]
-    for name, (blocks, parts) in PARTS.items()
+    name: [f"{blocks}.{i}.{linear}" for i in range(2) for linear in linears]
+    for name, (blocks, linears) in LINEARS.items()
 }
 
 
@@ -167,23 +167,23 @@ def in_fp8(model) -> list[str]:
 
 def replaced(model) -> list[str]:
     """The paths of the layers that are not what they were, by their looks."""
-    return [name for name, part in model.named_modules() if hasattr(part, "keeps_dtype")]
+    return [name for name, module in model.named_modules() if hasattr(module, "keeps_dtype")]
 
 
 def plan_in(model: nn.Module) -> Plan:
-    """What `convert` left in a model."""
+    """The plan that `convert` stored in a model."""
     assert isinstance(model.fp8_plan, Plan)
     return model.fp8_plan
 
 
 def reason(model, name) -> str:
-    found = [r for r in model.fp8_plan.reasons if r.startswith(f"{name}: ")]
-    assert len(found) == 1, model.fp8_plan.reasons
-    return found[0].removeprefix(f"{name}: ")
+    reasons = [r for r in model.fp8_plan.reasons if r.startswith(f"{name}: ")]
+    assert len(reasons) == 1, model.fp8_plan.reasons
+    return reasons[0].removeprefix(f"{name}: ")
 
 
-def relative(one: Tensor, other: Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
+def relative(tensor: Tensor, reference: Tensor) -> float:
+    return ((tensor - reference).norm() / reference.norm()).item()
 
 
 # A converted model is the same model
@@ -279,10 +279,10 @@ def losses(make, recipe, backend) -> float:
     [(gpt2, "delayed", "emulate"), (gpt2, "mxfp8", "emulate"), (llama, "delayed", "torch")],
 )
 def test_losses_stay_within_one_percent_of_fp32(make, recipe, backend):
-    found, expected = losses(make, recipe, backend), losses(make, "fp32", "auto")
+    loss, expected = losses(make, recipe, backend), losses(make, "fp32", "auto")
     assert expected < 3.2  # it began at 5.5
-    assert found == pytest.approx(expected, rel=0.01)
-    assert found != expected
+    assert loss == pytest.approx(expected, rel=0.01)
+    assert loss != expected
 
 
 # The numbers of one linear
@@ -302,11 +302,11 @@ def one_linear(kind, inputs, outputs, bias=True):
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
 def test_a_first_step_equals_a_float64_oracle(kind, recipe, backend):
     inputs, outputs = (48, 160) if backend == "torch" else (50, 140)
-    made = one_linear(kind, inputs, outputs, bias=kind != "no bias")
-    layer = convert(made, plan(recipe, backend))[0]
+    model = one_linear(kind, inputs, outputs, bias=kind != "no bias")
+    layer = convert(model, plan(recipe, backend))[0]
     x = columns(3, 7, inputs, seed=3, std=30.0).requires_grad_()
     dy = columns(3, 7, outputs, seed=4, std=0.1)
-    y = made(x)
+    y = model(x)
     y.backward(dy)
     weight, gradient = layer.weight.detach(), layer.weight.grad
     if kind == "conv1d":
@@ -392,11 +392,11 @@ def test_a_model_is_trained_through_the_module_that_was_converted(call):
     model = convert(Blocks(), plan())
     fit(model)
     state = fp8_state(model)
-    other = model.blocks[0] if call == "a part" else model.forward
+    bypass = model.blocks[0] if call == "a part" else model.forward
     with pytest.raises(UserError, match="Call the module that was converted"):
-        other(normal(8, 32))
+        bypass(normal(8, 32))
     with torch.no_grad():  # evaluation may call what it likes
-        other(normal(8, 32))
+        bypass(normal(8, 32))
     assert same(state, fp8_state(model))
     convert(Blocks(), plan("current")).blocks[0](normal(8, 32)).sum().backward()
 
@@ -414,21 +414,21 @@ def test_a_model_may_call_itself():
     assert filled(model, "up")[2] == 1
 
 
-@pytest.mark.parametrize("how", ["no_grad", "eval"])
-def test_a_frozen_part_of_a_model_gets_scales(how):
+@pytest.mark.parametrize("frozen_by", ["no_grad", "eval"])
+def test_a_frozen_part_of_a_model_gets_scales(frozen_by):
     class Headed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body, self.top = MLP(), nn.Linear(32, 32)
 
         def forward(self, x):
-            with torch.set_grad_enabled(how != "no_grad"):
+            with torch.set_grad_enabled(frozen_by != "no_grad"):
                 x = self.body(x)
             return self.top(x)
 
     plain = Headed()
     model = convert(copy.deepcopy(plain), plan())
-    model.body.requires_grad_(False).train(how != "eval")
+    model.body.requires_grad_(False).train(frozen_by != "eval")
     for step in range(3):
         model(normal(8, 32, seed=step, std=1e3)).sum().backward()
     x = normal(8, 32, std=1e3)
@@ -487,18 +487,20 @@ def test_autocast_rounds_the_output_and_nothing_inside(recipe, backend, dtype):
 def test_whole_models_train_in_another_dtype_and_under_autocast(way, make):
     plain, model = make(), make()
     dtype, _, when = way.partition(" ")
-    for each in (plain, model):
+    for trained in (plain, model):
         if when == "before":
-            getattr(each, dtype)()
-        if each is model:
+            getattr(trained, dtype)()
+        if trained is model:
             convert(model, plan())
         if when == "after":
-            getattr(each, dtype)()
+            getattr(trained, dtype)()
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        found, expected = (each(input_ids=batch(0), labels=batch(0)) for each in (model, plain))
-    assert found.logits.dtype == expected.logits.dtype
-    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
-    found.loss.backward()
+        output, expected = (
+            trained(input_ids=batch(0), labels=batch(0)) for trained in (model, plain)
+        )
+    assert output.logits.dtype == expected.logits.dtype
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+    output.loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {model.dtype}
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert filled(model, IN_FP8[make.__name__][0])[1:] == [1, 1]
@@ -521,7 +523,7 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
     y, expected = model(x), twin(wide)
     y.backward(dy)
     expected.backward(dy.float())
-    weights = [grad(each.get_parameter("0.weight")) for each in (model, twin)]
+    weights = [grad(converted.get_parameter("0.weight")) for converted in (model, twin)]
     for got, exact in ((y, expected), (grad(x), grad(wide)), weights):
         assert got.dtype == dtype
         assert torch.equal(got, exact.to(dtype))
@@ -533,12 +535,12 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
 # torch.compile, copies, pickles
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_code_computes_what_the_eager_model_does(whole):
+@pytest.mark.parametrize("compiles_all", [True, False])
+def test_compiled_code_computes_what_the_eager_model_does(compiles_all):
     eager, model = (convert(Blocks(1), plan("delayed", "torch")) for _ in range(2))
     model.load_state_dict(eager.state_dict())
     called: Any = model
-    if whole:
+    if compiles_all:
         called = torch.compile(model, backend="aot_eager", fullgraph=True)
     else:
         model.blocks[0].compile(backend="aot_eager")
@@ -555,8 +557,8 @@ def test_compiled_code_computes_what_the_eager_model_does(whole):
 )  # fmt: skip
 def test_copies_and_whole_models_that_were_saved_train_by_themselves(recipe, backend, tmp_path):
     model, twin = (convert(gpt2(), plan(recipe, backend)) for _ in range(2))
-    for each in (model, twin):
-        train(each, range(2))
+    for trained in (model, twin):
+        train(trained, range(2))
     weights, state = values(model), fp8_state(model)
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -588,7 +590,7 @@ def test_inputs_of_any_shape_work_by_place_and_by_name(recipe, backend):
         assert torch.isfinite(grad(model.up.weight)).all()
 
 
-# What is left as it is, and why
+# Layers that are not converted, and the reasons
 
 
 def test_attention_of_torch_keeps_the_linear_that_it_never_calls():
@@ -628,7 +630,7 @@ def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "exclude", "kept", "reasons"),
+    ("make", "options", "exclude", "quantized", "reasons"),
     [
         (gpt2, {}, ["*.attn.*", "transformer.h.1.mlp.c_fc"],
          [n for n in IN_FP8["gpt2"] if "attn" not in n and "1.mlp.c_fc" not in n],
@@ -643,26 +645,27 @@ def test_a_subclass_of_conv1d_is_converted_if_it_inherits_forward():
         (lambda: llama(layers=4), {"exclude_first_blocks": 1, "exclude_last_blocks": 2}, (),
          [n for n in IN_FP8["llama"] if ".1." in n], {}),
         (Blocks, {"exclude_last_blocks": 1}, ["blocks.2.*"],  # blocks left out count as well
-         [f"blocks.{i}.{part}" for i in (0, 1) for part in ("up", "down")], {}),
+         [f"blocks.{i}.{linear}" for i in (0, 1) for linear in ("up", "down")], {}),
         (lambda: shared_linear(), {}, ["b.0"], ["b.1.up", "b.1.down"], {}),
         (lambda: shared_linear(), {}, (), ["a.0", "b.1.up", "b.1.down"], {}),
     ],
 )  # fmt: skip
-def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, kept, reasons):
+def test_what_is_excluded_stays_as_it_is_and_says_why(make, options, exclude, quantized, reasons):
     plain = make()
     model = convert(copy.deepcopy(plain), plan("delayed", **options), exclude=exclude)
-    assert in_fp8(model) == replaced(model) == kept
-    assert {path.rpartition(".")[0] for path in scales(model)} == set(kept)
-    for name, why in reasons.items():
-        assert reason(model, name) == f"unchanged, {why}"
-        part, before = model.get_submodule(name), plain.get_submodule(name)
-        assert type(part) is type(before)
+    assert in_fp8(model) == replaced(model) == quantized
+    assert {path.rpartition(".")[0] for path in scales(model)} == set(quantized)
+    for name, expected in reasons.items():
+        assert reason(model, name) == f"unchanged, {expected}"
+        layer, before = model.get_submodule(name), plain.get_submodule(name)
+        assert type(layer) is type(before)
 
 
 def shared_linear():
-    """One linear has two names, of which the first counts, and three places."""
-    one = nn.Linear(32, 32)
-    return nn.ModuleDict({"a": nn.Sequential(one), "b": nn.Sequential(one, MLP(), one)})
+    """A linear in three places under two names; the first name counts."""
+    shared = nn.Linear(32, 32)
+    b = nn.Sequential(shared, MLP(), shared)
+    return nn.ModuleDict({"a": nn.Sequential(shared), "b": b})
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
@@ -677,7 +680,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize(
-    ("key", "asked", "usual", "hardware", "backend"),
+    ("key", "setting", "usual", "hardware", "backend"),
     [
         ("attention", "fp32", "compute", CPU, "emulate"),
         *(
@@ -688,10 +691,10 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
     ],
 )
 def test_a_recipe_that_speaks_of_other_than_linears_is_refused(
-    key, asked, usual, hardware, backend
+    key, setting, usual, hardware, backend
 ):
-    chosen, model = plan("mxfp8", backend, hardware, **{key: asked}), MLP()
-    with pytest.raises(UserError, match=rf"{key} = '{asked}'. Set it to '{usual}'"):
+    chosen, model = plan("mxfp8", backend, hardware, **{key: setting}), MLP()
+    with pytest.raises(UserError, match=rf"{key} = '{setting}'. Set it to '{usual}'"):
         convert(model, chosen)
     assert replaced(model) == []
 
@@ -700,12 +703,12 @@ def test_a_shape_that_the_hardware_cannot_serve_stays_and_says_so():
     def model():
         return nn.Sequential(nn.Linear(128, 256), nn.Linear(48, 10))
 
-    why = "10 out features, not divisible by 16"
+    problem = "10 out features, not divisible by 16"
     converted = convert(model(), plan("delayed", "torch", HOPPER))
     assert in_fp8(converted) == replaced(converted) == ["0"]
-    assert why in reason(converted, "1")
+    assert problem in reason(converted, "1")
     untouched = model()
-    with pytest.raises(UserError, match=f"1 cannot run in FP8: {why}"):
+    with pytest.raises(UserError, match=f"1 cannot run in FP8: {problem}"):
         convert(untouched, plan("delayed", "torch", HOPPER, strict=True))
     assert replaced(untouched) == []
     assert in_fp8(convert(model(), plan("delayed"))) == ["0", "1"]  # the emulator pads
@@ -820,35 +823,35 @@ def test_a_model_is_converted_once(first):
     assert model.fp8_plan.recipe.name == first
 
 
-# What hangs on a linear comes along
+# Hooks, attributes and subclasses of a linear
 
 
 def test_hooks_of_a_linear_stay_on_it():
-    model, seen = MLP(), []
+    model, calls = MLP(), []
 
     def after(module, args, y):
-        seen.append("after")
+        calls.append("after")
         return 2 * y
 
-    model.up.register_full_backward_hook(lambda m, dx, dy: seen.append(cast(Any, dy)[0].shape))
+    model.up.register_full_backward_hook(lambda m, dx, dy: calls.append(cast(Any, dy)[0].shape))
     hook = model.up.register_forward_hook
     handles = [
-        model.up.register_forward_pre_hook(lambda m, args: seen.append("before")),
+        model.up.register_forward_pre_hook(lambda m, args: calls.append("before")),
         hook(after),
-        hook(lambda m, args, kwargs, y: seen.append("with kwargs"), with_kwargs=True),
-        model.up.register_state_dict_post_hook(lambda m, s, p, d: seen.append("state")),
+        hook(lambda m, args, kwargs, y: calls.append("with kwargs"), with_kwargs=True),
+        model.up.register_state_dict_post_hook(lambda m, s, p, d: calls.append("state")),
     ]
     y = model.up(normal(8, 32))
-    seen.clear()
+    calls.clear()
     convert(model, plan("current"))
     assert relative(model.up(normal(8, 32)), y) < 0.1
     model.state_dict()
-    assert seen == ["before", "after", "with kwargs", "state"]
+    assert calls == ["before", "after", "with kwargs", "state"]
     for handle in handles:
         handle.remove()
-    seen.clear()
+    calls.clear()
     model(normal(8, 32).requires_grad_()).sum().backward()
-    assert seen == [(8, 64)]
+    assert calls == [(8, 64)]
 
 
 def test_what_a_user_changed_in_a_linear_is_not_lost(monkeypatch):
@@ -884,18 +887,21 @@ def test_the_report_says_what_was_converted_and_what_not(caplog):
         convert(model, plan("delayed", "torch"), exclude=["body.down"])
     summary = plan_in(model).summary()
     assert summary[0] == "plan: delayed, FP8 GEMMs by torch's scaled_mm, on cpu"
-    left = [
+    unchanged = [
         "body.down: unchanged, excluded by the pattern 'body.down'",
         "odd: unchanged, 20 in features, not divisible by 16",
         "lm_head: unchanged, the recipe says head = false",
     ]
     share = 32 * 64 / (2 * 32 * 64 + 20 * 32 + 32 * 64)
     headline = f"FP8: {100 * share:.0f} % of GEMM FLOPs (1 of 4 linears)"
-    assert summary[-1] == "; ".join([headline, *left])
+    assert summary[-1] == "; ".join([headline, *unchanged])
     assert [record.message for record in caplog.records] == summary
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert in_fp8(model) == ["body.up"]
-    assert model.fp8_plan.reasons == ("torch's scaled_mm on a CPU, as --backend torch asks", *left)
+    assert model.fp8_plan.reasons == (
+        "torch's scaled_mm on a CPU, as --backend torch asks",
+        *unchanged,
+    )
 
 
 def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():

@@ -47,13 +47,13 @@ BACKENDS = ["emulate", "torch"]
 
 
 class Inherits(nn.Linear):
-    """As torchtitan has it: nn.Linear with something beside it."""
+    """An nn.Linear with another attribute, as in torchtitan."""
 
     tag = "theirs"
 
 
 class Plain(nn.Linear):
-    """As Falcon and nanochat have it: a forward of its own that does the same."""
+    """A linear that overrides forward with the same computation, as in Falcon and nanochat."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
@@ -94,18 +94,18 @@ def test_linears_of_others_are_converted_where_their_forward_is_one_and_stay_wha
     convert(usual, plan("delayed", backend))
     assert fit(model) == fit(usual)
     assert same(fp8_state(model), fp8_state(usual))
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(each[0], Inherits)
-        assert isinstance(each[2], Plain)
-        assert each[0].tag == "theirs"
-        assert replaced(each) == replaced(model)
-        assert same(fp8_state(each), fp8_state(model))
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(copied[0], Inherits)
+        assert isinstance(copied[2], Plain)
+        assert copied[0].tag == "theirs"
+        assert replaced(copied) == replaced(model)
+        assert same(fp8_state(copied), fp8_state(model))
         with torch.no_grad():
-            assert torch.equal(each(normal(4, 32)), model(normal(4, 32)))
+            assert torch.equal(copied(normal(4, 32)), model(normal(4, 32)))
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (lambda: nn.Sequential(Plain(32, 32)), {}, r"in FP8 \(0: a Plain .*also=\(Plain,\)"),
         (MLP, {"exclude": "*"}, r"in FP8 \(up and 1 more: excluded by the pattern"),
@@ -115,13 +115,13 @@ def test_linears_of_others_are_converted_where_their_forward_is_one_and_stay_wha
         (lambda: nn.Sequential(nn.LayerNorm(32)), {"also": nn.LayerNorm}, r"no parameter `weight`"),
     ],
 )
-def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options, said):
+def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options, message):
     model = make()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         convert(model, plan("current", "torch", HOPPER), **options)
     assert replaced(model) == []
     assert not hasattr(model, "fp8_plan")
-    # Where the hardware has no FP8 nothing is refused.
+    # No model is refused on hardware without FP8.
     model = nn.Sequential(Plain(32, 32), nn.Linear(32, 32))
     assert replaced(convert(model, plan("delayed", "auto", AMPERE), exclude="1")) == []
 
@@ -181,9 +181,10 @@ def linears(*sizes: tuple[int, int]) -> nn.Sequential:
 )
 def test_what_gives_logits_is_a_head_whatever_its_name(model, heads):
     convert(model, plan())
-    found = {layer.name for layer in model.fp8_plan.layers if not layer.fp8}
-    assert found == set(heads)
-    assert all(reason(model, head) == "unchanged, the recipe says head = false" for head in found)
+    unquantized = {layer.name for layer in model.fp8_plan.layers if not layer.fp8}
+    assert unquantized == set(heads)
+    for head in heads:
+        assert reason(model, head) == "unchanged, the recipe says head = false"
 
 
 # Weights that are no parameter of the layer
@@ -194,20 +195,20 @@ def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend):
     for recipe in ("current", "delayed"):
         model, twin = (convert(MLP(), plan(recipe, backend)) for _ in range(2))
         for step in range(3):
-            given = {
+            tensors = {
                 name: (value.detach() * (step + 2)).requires_grad_()
                 for name, value in model.named_parameters()
             }
             with torch.no_grad():
                 for name, value in twin.named_parameters():
-                    value.copy_(given[name])
+                    value.copy_(tensors[name])
             x = normal(8, 32, seed=step)
-            y, expected = functional_call(model, given, (x,)), twin(x)
+            y, expected = functional_call(model, tensors, (x,)), twin(x)
             assert torch.equal(y, expected)
             y.sum().backward()
             expected.sum().backward()
-            found = {name: p.grad for name, p in given.items() if p.grad is not None}
-            assert same(found, gradients(twin))
+            functional = {name: p.grad for name, p in tensors.items() if p.grad is not None}
+            assert same(functional, gradients(twin))
             twin.zero_grad()
         assert same(fp8_state(model), fp8_state(twin))
 
@@ -215,8 +216,8 @@ def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend):
 def test_transforms_of_torch_func_are_refused_in_a_sentence():
     model = convert(MLP(), plan("current"))
 
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, given, (normal(8, 32),)).sum()
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (normal(8, 32),)).sum()
 
     with pytest.raises(UserError, match=r"cannot run under torch\.func's grad"):
         grad(loss)(dict(model.named_parameters()))
@@ -245,8 +246,8 @@ COMPUTED: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", COMPUTED)
-def test_a_weight_may_be_computed_from_another_after_convert(how, backend):
+@pytest.mark.parametrize("method", COMPUTED)
+def test_a_weight_may_be_computed_from_another_after_convert(method, backend):
     torch.manual_seed(0)
     model = MLP()
     plain = copy.deepcopy(model)
@@ -254,9 +255,9 @@ def test_a_weight_may_be_computed_from_another_after_convert(how, backend):
     fit(model, 1)  # what the torch backend keeps of the weight must be forgotten
     model.load_state_dict(plain.state_dict())
     model.zero_grad()
-    for each in (model, plain):
+    for module in (model, plain):
         torch.manual_seed(1)
-        COMPUTED[how](each.up)
+        COMPUTED[method](module.up)
     Unit.count = 0
     for step in range(3):
         x = normal(64, 32, seed=step)
@@ -264,14 +265,14 @@ def test_a_weight_may_be_computed_from_another_after_convert(how, backend):
         y.square().mean().backward()
         expected.square().mean().backward()
         assert 1e-3 < ((y - expected).norm() / expected.norm()) < 0.1
-        found = gradients(model)
-        assert found.keys() == gradients(plain).keys()
+        computed = gradients(model)
+        assert computed.keys() == gradients(plain).keys()
         for name, value in gradients(plain).items():
-            assert (found[name] - value).norm() < 0.15 * value.norm() + 1e-6, name
-        for each in (model, plain):
-            torch.optim.SGD(each.parameters(), lr=0.5).step()
-            each.zero_grad()
-    if how == "parametrized":
+            assert (computed[name] - value).norm() < 0.15 * value.norm() + 1e-6, name
+        for module in (model, plain):
+            torch.optim.SGD(module.parameters(), lr=0.5).step()
+            module.zero_grad()
+    if method == "parametrized":
         assert Unit.count == 2 * 3, "once in each pass of each model"
 
 
@@ -284,24 +285,24 @@ def of_ranks() -> list[dict[str, Any]]:
 
 
 def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(of_ranks):
-    for found in of_ranks:
-        for how, losses in zip(converted_ranks.WRAPS, found["fsdp"], strict=True):
-            assert losses[:6] == pytest.approx(losses[6:], rel=1e-5), how
+    for results in of_ranks:
+        for wrapper, losses in zip(converted_ranks.WRAPS, results["fsdp"], strict=True):
+            assert losses[:6] == pytest.approx(losses[6:], rel=1e-5), wrapper
             assert len(set(losses[:6])) == 6
 
 
 def test_ranks_with_other_layers_or_parts_of_weights_are_refused_instead_of_waiting(of_ranks):
-    for found in of_ranks:
-        assert "have different layers, as in pipeline parallelism" in found["stages"]
-        assert found["own group"] == "it runs"
-        assert found["tensor parallel"].startswith("FP8 layers do not take the DTensors")
+    for results in of_ranks:
+        assert "have different layers, as in pipeline parallelism" in results["stages"]
+        assert results["own group"] == "it runs"
+        assert results["tensor parallel"].startswith("FP8 layers do not take the DTensors")
 
 
 # A plan that stays true
 
 
 class ReadsWeights(Blocks):
-    """As Mamba has it: one linear's weight is read, and its forward never called."""
+    """A model that reads a linear's weight and never calls the linear, as Mamba does."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -313,7 +314,7 @@ class ReadsWeights(Blocks):
 
 @pytest.fixture
 def nothing_compiled(monkeypatch) -> None:
-    """As in a process of its own, which never compiled anything."""
+    """Make torch look as if this process never compiled anything."""
     import torch._dynamo.utils as dynamo
 
     monkeypatch.setattr(dynamo, "counters", {"frames": {}})
@@ -363,8 +364,8 @@ def test_the_plan_follows_resized_embeddings(make, backend, precision, caplog):
     }[precision]
     if expected is not None:
         assert reason(model, "lm_head") == expected
-        told = [record.message for record in caplog.records if record.name == "fp8stack"]
-        assert told == [f"lm_head: {expected}"]
+        messages = [record.message for record in caplog.records if record.name == "fp8stack"]
+        assert messages == [f"lm_head: {expected}"]
 
 
 def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed():
@@ -377,17 +378,17 @@ def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed():
     assert in_fp8(model) == ["blocks.0.down", "blocks.1.up", "blocks.1.down"]
     assert reason(model, "blocks.0.up").startswith("unchanged, replaced after convert")
     assert reason(model, "blocks.2.up") == "it is no longer a linear of this model"
-    told = model.fp8_plan.reasons
+    reasons = model.fp8_plan.reasons
     fit(model, 1)
-    assert model.fp8_plan.reasons == told
+    assert model.fp8_plan.reasons == reasons
 
 
 def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused():
-    """What Accelerator(mixed_precision="fp8") does to a model that it prepares."""
+    """Accelerator(mixed_precision="fp8") does this to a model that it prepares."""
     from torchao.float8 import convert_to_float8_training
 
     model = convert(Blocks(2), plan("current"))
-    convert_to_float8_training(model, module_filter_fn=lambda part, name: "down" in name)
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: "down" in name)
     with pytest.raises(UserError, match=r"2 of 4 linears were replaced .* Float8Linear of torchao"):
         model(normal(16, 32))
 
@@ -402,9 +403,9 @@ def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe, x):
     with pytest.raises(RuntimeError) as expected:
         model.up(x)
     convert(model, plan(recipe, "auto"))
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as raised:
         model(x)
-    assert str(found.value) == str(expected.value)
+    assert str(raised.value) == str(expected.value)
 
 
 # fp16
@@ -421,10 +422,10 @@ def test_under_a_scaled_loss_layers_compute_in_fp16():
     expected = F.linear(x.half(), weight.half(), bias.half()).float()
     assert torch.equal(model.get_submodule("blocks.0.up")(x), expected)
     scaler, losses = LossScaler("cpu"), []
-    for each, scale in ((model, scaler), (plain, torch.amp.GradScaler("cpu", enabled=False))):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+    for trained, scale in ((model, scaler), (plain, torch.amp.GradScaler("cpu", enabled=False))):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
         for step in range(10):
-            loss = 1e-6 * each(normal(8, 32, seed=step)).pow(2).mean()
+            loss = 1e-6 * trained(normal(8, 32, seed=step)).pow(2).mean()
             scale.scale(loss).backward()
             scale.step(optimizer)
             scale.update()
@@ -432,5 +433,5 @@ def test_under_a_scaled_loss_layers_compute_in_fp16():
             losses.append(1e6 * loss.item())
     assert losses[9] < 0.9 * losses[0]
     assert losses[:10] == pytest.approx(losses[10:], rel=1e-2)
-    seen = scaler.statistics()
-    assert (seen.steps, seen.overflows) == (10, 0)
+    statistics = scaler.statistics()
+    assert (statistics.steps, statistics.overflows) == (10, 0)

@@ -27,7 +27,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head
           "qk_nope_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": EXPERTS,
           "n_group": 1, "topk_group": 1}  # fmt: skip
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-# By class: what its configuration has beside COMMON, and the routers that are linears.
+# Fields of the configuration in addition to COMMON, and the routers that are linears, by class.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "MixtralForCausalLM": ({"num_local_experts": EXPERTS}, []),
     "Qwen2MoeForCausalLM": (
@@ -96,9 +96,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 def family(name: str, **options: Any) -> nn.Module:
     kind = getattr(transformers, name)
     fields = FAMILIES[name][0] | options if name in FAMILIES else options
-    known = COMMON if "d_model" not in fields else {"vocab_size": 128, "pad_token_id": 0}
+    common = COMMON if "d_model" not in fields else {"vocab_size": 128, "pad_token_id": 0}
     torch.manual_seed(0)
-    model: nn.Module = kind(kind.config_class(**{**known, **fields}))
+    model: nn.Module = kind(kind.config_class(**{**common, **fields}))
     return model
 
 
@@ -116,27 +116,27 @@ def within_blocks(names: list[str] | set[str]) -> set[str]:
 def test_routers_of_transformers_stay_as_they_are_and_all_else_goes_to_fp8(name):
     model = converted(name)
     layers = plan_in(model).layers
-    kept = {layer.name for layer in layers if not layer.fp8} - {"lm_head"}
-    assert within_blocks(kept) == set(FAMILIES[name][1])
-    assert not kept & set(replaced(model))
-    for path in kept:
+    unquantized = {layer.name for layer in layers if not layer.fp8} - {"lm_head"}
+    assert within_blocks(unquantized) == set(FAMILIES[name][1])
+    assert not unquantized & set(replaced(model))
+    for path in unquantized:
         reason = next(layer.reason for layer in layers if layer.name == path)
         if type(model.get_submodule(path)) is nn.Linear:
             assert reason == "a router: the recipe says router = false"
         else:  # Phimoe's and Llama 4's
             assert "has a forward of its own" in reason
-    # Whatever has as many outputs as there are experts is one.
+    # Every linear with an output per expert is a router.
     narrow = {la.name for la in layers if la.out_features in (EXPERTS, EXPERTS + 2)}
-    assert narrow <= kept
+    assert narrow <= unquantized
 
 
 @pytest.mark.parametrize("name", [name for name, (_, routers) in FAMILIES.items() if routers])
 def test_a_recipe_may_have_routers_in_fp8(name):
     model = convert(family(name), resolve(load_recipe("current", {"router": True}), CPU, "emulate"))
-    left = {
+    unquantized = {
         la.name: la.reason for la in plan_in(model).layers if not la.fp8 and la.name != "lm_head"
     }
-    assert all("has a forward of its own" in reason for reason in left.values())
+    assert all("has a forward of its own" in reason for reason in unquantized.values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -208,8 +208,8 @@ def experts(count: int = EXPERTS) -> nn.ModuleList:
     return nn.ModuleList(Expert() for _ in range(count))
 
 
-def block(**parts: nn.Module) -> nn.Module:
-    mlp = nn.ModuleDict(parts)
+def block(**children: nn.Module) -> nn.Module:
+    mlp = nn.ModuleDict(children)
     attention = nn.ModuleDict({"q": nn.Linear(WIDTH, EXPERTS), "gate": nn.Linear(WIDTH, EXPERTS)})
     return nn.ModuleDict(
         {"layers": nn.ModuleList([nn.ModuleDict({"attn": attention, "mlp": mlp})])}
@@ -235,7 +235,7 @@ class TopKGate(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("parts", "routers"),
+    ("children", "routers"),
     [
         ({"gate": linear(), "experts": experts()}, {"gate"}),
         ({"pick": linear(), "experts": experts()}, {"pick"}),
@@ -244,7 +244,7 @@ class TopKGate(nn.Module):
         ({"top": TopKGate(), "experts": experts()}, {"top.score"}),
         ({"route": linear(), "noise_linear": linear(), "experts": experts()},
          {"route", "noise_linear"}),
-        # A projection of the same width beside a router that has its name.
+        # A projection of the same width next to a router that is known by its name.
         ({"gate": linear(), "latent": linear(), "experts": experts()}, {"gate"}),
         # Deeper ones are no siblings; a gated MLP is no router, and neither is a shared expert.
         ({"gate": linear(), "experts": experts(), "shared_expert": nn.ModuleDict(
@@ -255,10 +255,10 @@ class TopKGate(nn.Module):
          {"shared_expert_gate", "gate"}),
     ],
 )  # fmt: skip
-def test_a_router_is_found_by_its_name_or_by_its_width_beside_experts(parts, routers):
-    plan = plan_in(convert(block(**parts), PLAN))
-    kept = {layer.name.removeprefix("layers.0.mlp.") for layer in plan.layers if not layer.fp8}
-    assert kept == routers
+def test_a_router_is_found_by_its_name_or_by_its_width_beside_experts(children, routers):
+    plan = plan_in(convert(block(**children), PLAN))
+    names = {layer.name for layer in plan.layers if not layer.fp8}
+    assert {name.removeprefix("layers.0.mlp.") for name in names} == routers
     for layer in plan.layers:
         if not layer.fp8:
             assert layer.reason == "a router: the recipe says router = false"
@@ -267,10 +267,10 @@ def test_a_router_is_found_by_its_name_or_by_its_width_beside_experts(parts, rou
 
 def test_a_router_that_is_declared_float32_stays_so_in_a_model_in_bf16():
     def model(dtype: torch.dtype) -> nn.Module:
-        made = block(experts=experts(), pick=linear(EXPERTS + 3), other=linear(EXPERTS + 3))
-        made.bfloat16()
-        made.get_submodule("layers.0.mlp.pick").to(dtype)
-        return made
+        mixture = block(experts=experts(), pick=linear(EXPERTS + 3), other=linear(EXPERTS + 3))
+        mixture.bfloat16()
+        mixture.get_submodule("layers.0.mlp.pick").to(dtype)
+        return mixture
 
     for recipe in ("current", "bf16"):
         declared = convert(model(torch.float32), recipe)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.hf.layouts import layout_of
 from fp8stack.hf.tensors import from_hf
-from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.config import ActivationName, GPTConfig, load_config, padded_vocabulary
 from fp8stack.model.gpt import GPT, rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
@@ -59,10 +59,10 @@ def tokens(batch: int = 3, length: int = 16, vocabulary: int = 61, seed: int = 1
     return torch.randint(vocabulary, (batch, length), generator=generator)
 
 
-def assert_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
     """Equal to `tolerance` of the largest element."""
-    assert one.shape == other.shape
-    assert (one - other).abs().max() <= tolerance * other.abs().max()
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 # Against Hugging Face
@@ -73,7 +73,7 @@ def from_theirs(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> dict[str
     return from_hf(config, layout_of(config), tensors, "transformers")
 
 
-def gpt2(**ours: object):
+def gpt2(**shape: object):
     config = GPT2Config(
         vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",  # type: ignore[call-arg]
@@ -81,21 +81,21 @@ def gpt2(**ours: object):
     return GPT2LMHeadModel(config)
 
 
-def llama(kind=(LlamaConfig, LlamaForCausalLM), **ours):
-    """The twin of `GPTConfig(**TINY | MODERN | ours)`."""
+def llama(kind=(LlamaConfig, LlamaForCausalLM), **shape):
+    """The twin of `GPTConfig(**TINY | MODERN | shape)`."""
     config = kind[0](
         vocab_size=61, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=ours.get("kv_heads") or 4, head_dim=8,
-        intermediate_size=ours.get("mlp_width", 128), rms_norm_eps=ours.get("norm_eps", 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": ours.get("rope_theta", 10_000.0)},
-        tie_word_embeddings=ours.get("tied", True), attention_bias=ours.get("bias", False),
-        mlp_bias=ours.get("bias", False), attn_implementation="eager",
+        num_attention_heads=4, num_key_value_heads=shape.get("kv_heads") or 4, head_dim=8,
+        intermediate_size=shape.get("mlp_width", 128), rms_norm_eps=shape.get("norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": shape.get("rope_theta", 10_000.0)},
+        tie_word_embeddings=shape.get("tied", True), attention_bias=shape.get("bias", False),
+        mlp_bias=shape.get("bias", False), attn_implementation="eager",
     )  # fmt: skip
     return kind[1](config)
 
 
-def qwen3(**ours):
-    return llama((Qwen3Config, Qwen3ForCausalLM), **ours)
+def qwen3(**shape):
+    return llama((Qwen3Config, Qwen3ForCausalLM), **shape)
 
 
 TWINS = {
@@ -110,27 +110,27 @@ TWINS = {
 
 @pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
 def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
-    theirs = twin(**shape)
+    reference = twin(**shape)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # far from zero and one, so that every parameter matters
-        for parameter in theirs.parameters():
+        for parameter in reference.parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
-    ours = build(**({} if twin is gpt2 else MODERN | shape))
-    weights = from_theirs(ours.config, dict(theirs.named_parameters()))
-    assert weights.keys() == dict(ours.named_parameters()).keys()
+    model = build(**({} if twin is gpt2 else MODERN | shape))
+    weights = from_theirs(model.config, dict(reference.named_parameters()))
+    assert weights.keys() == dict(model.named_parameters()).keys()
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
+        for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     inputs = tokens()
-    assert_close(ours(inputs), theirs(inputs).logits)
+    assert_close(model(inputs), reference(inputs).logits)
     labels = inputs.clone()
     labels[0, 5:9] = -100
-    loss, expected = ours(inputs[:, :-1], labels[:, 1:]), theirs(inputs, labels=labels).loss
+    loss, expected = model(inputs[:, :-1], labels[:, 1:]), reference(inputs, labels=labels).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
-    for name, gradient in from_theirs(ours.config, gradients(theirs)).items():
-        assert_close(grad(ours.get_parameter(name)), gradient, 2e-5)
+    for name, gradient in from_theirs(model.config, gradients(reference)).items():
+        assert_close(grad(model.get_parameter(name)), gradient, 2e-5)
 
 
 # Presets and sizes
@@ -197,31 +197,31 @@ def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, 
     plain = dict(build(tied=tied).named_parameters())
     assert not torch.equal(build(seed=1).get_parameter("lm_head.weight"), plain["embedding.weight"])
     torch.manual_seed(4)  # which the initial weights do not depend on
-    other = dict(build(recipe, tied=tied).named_parameters())
-    assert list(plain) == list(other)
-    for name, parameter in other.items():
+    low = dict(build(recipe, tied=tied).named_parameters())
+    assert list(plain) == list(low)
+    for name, parameter in low.items():
         rows = len(plain[name])
         assert torch.equal(parameter[:rows], plain[name]), name
         assert not parameter[rows:].any(), name
         assert parameter.dtype == torch.float32
 
 
-# What the layers do
+# The layers
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN | {"kv_heads": 2}], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8", "block"])
 def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
     model = build(recipe, **shape).eval()
-    one, other = tokens(), tokens()
-    other[:, 7] = (other[:, 7] + 1) % 61
+    inputs, changed = tokens(), tokens()
+    changed[:, 7] = (changed[:, 7] + 1) % 61
     with torch.no_grad():
-        before, after = model(one), model(other)
+        before, after = model(inputs), model(changed)
     assert_close(after[:, :7], before[:, :7], 1e-6)
     assert ((after - before)[:, 7:].abs().amax(dim=(0, 2)) > 1e-5).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+@pytest.mark.parametrize("activation", get_args(ActivationName))
 def test_the_mlp_computes_its_activation_exactly(activation):
     mlp = build(activation=activation).get_submodule("blocks.0.mlp").double()
     p = dict(mlp.named_parameters())
@@ -255,7 +255,7 @@ def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
 
 def test_dropout_is_active_in_training_alone(monkeypatch):
     attend: Any = nn.functional.scaled_dot_product_attention
-    rates, seen = list[float](), Counter[str]()
+    rates, drops = list[float](), Counter[str]()
 
     def spy(*args, dropout_p, **kwargs):
         rates.append(dropout_p)
@@ -266,12 +266,12 @@ def test_dropout_is_active_in_training_alone(monkeypatch):
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):  # of the embedding, and of both residual branches
             module.register_forward_hook(
-                lambda _, args, y, name=name: seen.update({name: int((y == 0).any())})
+                lambda _, args, y, name=name: drops.update({name: int((y == 0).any())})
             )
     torch.manual_seed(0)
     assert not torch.equal(model(tokens()), model(tokens()))
     assert rates == [0.3] * 4
-    assert seen == {"dropout": 2, "blocks.0.dropout": 4, "blocks.1.dropout": 4}
+    assert drops == {"dropout": 2, "blocks.0.dropout": 4, "blocks.1.dropout": 4}
     model.eval()
     rates.clear()
     assert torch.equal(model(tokens()), plain(tokens()))
@@ -287,11 +287,11 @@ def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
     gave: dict[str, torch.Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def keep(part: nn.Module, given: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
-            into[name], gave[name] = given[0], found.detach()
-            if found.requires_grad and name.startswith("block"):
-                found.retain_grad()
-                streams.append(found)
+        def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            into[name], gave[name] = inputs[0], output.detach()
+            if output.requires_grad and name.startswith("block"):
+                output.retain_grad()
+                streams.append(output)
 
         return keep
 
@@ -299,8 +299,8 @@ def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
     model.embedding.register_forward_hook(note("embedding"))
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(note(f"block {i}"))
-        for part in ("attention", "mlp", "mlp_norm"):
-            getattr(block, part).register_forward_hook(note(f"{i} {part}"))
+        for child in ("attention", "mlp", "mlp_norm"):
+            getattr(block, child).register_forward_hook(note(f"{i} {child}"))
     model(tokens(), tokens(seed=2)).backward()
 
     def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -318,7 +318,7 @@ def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
         expected = rounded(expected + rounded(values(gave[f"{i} mlp"])))
         np.testing.assert_array_equal(values(gave[f"block {i}"]), expected)
     assert len(streams) == config.layers
-    assert all(one.dtype == one.grad.dtype == torch.bfloat16 for one in streams)
+    assert all(stream.dtype == stream.grad.dtype == torch.bfloat16 for stream in streams)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

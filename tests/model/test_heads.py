@@ -1,4 +1,4 @@
-"""Which linears are heads, in models of transformers that only have shapes."""
+"""The heads of models of transformers, which are built without memory."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_transform_before_the_logits_of_a_matrix_is_no_head():
 
 
 def test_a_classifier_with_as_many_classes_as_inputs_is_a_head():
-    def model(**parts: nn.Module) -> nn.Module:
-        return nn.ModuleDict({"body": nn.Linear(64, 32), **parts})
+    def model(**children: nn.Module) -> nn.Module:
+        return nn.ModuleDict({"body": nn.Linear(64, 32), **children})
 
     assert heads(model(head=nn.Sequential(nn.Linear(32, 32)))) == {"head.0"}
     table = nn.Embedding(50, 64)

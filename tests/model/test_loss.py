@@ -37,7 +37,7 @@ FP8 = [
     ("delayed", "torch", "bf16"),
 ]
 BY_NAME = {"-".join(kind): kind for kind in [*PLAIN, *FP8]}
-# In current scaling a chunk has a scale of its own, unless the head runs once over all rows.
+# A chunk has its own scale in current scaling, unless the head runs once over all rows.
 TO_THE_BIT = {name: kind for name, kind in BY_NAME.items() if "current" not in name}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,10 +76,10 @@ def batch(seed: int = 1, ignored: int = 70) -> tuple[Tensor, Tensor]:
 
 
 def head_of(recipe: str, backend: str, dtype: ComputeDtype, *, outputs: int = 64) -> nn.Linear:
-    made = backend_for(recipe, backend, dtype, {"lm_head": (32, outputs)})
+    built = backend_for(recipe, backend, dtype, {"lm_head": (32, outputs)})
     torch.manual_seed(0)
-    layer = made.linear("lm_head", 32, outputs, False)
-    made.attach(layer)
+    layer = built.linear("lm_head", 32, outputs, False)
+    built.attach(layer)
     assert isinstance(layer, nn.Linear)
     return layer
 
@@ -92,9 +92,9 @@ def head_inputs(rows: int = ROWS, vocabulary: int = 61) -> tuple[Tensor, Tensor]
     return x, targets
 
 
-def error(one: Tensor, other: Tensor) -> float:
-    """Of the largest element."""
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
 # The numbers
@@ -118,22 +118,22 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             loss = models[-1](*batch(step))
             (loss * factor).backward()
         losses.append(loss.item())
-    # In current scaling a chunk has a scale of its own.
+    # A chunk has its own scale in current scaling.
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "current" in kind else 1e-6)
-    whole, chunked = models
+    unchunked, chunked = models
     if "current" in kind:
-        for name, gradient in gradients(whole).items():
+        for name, gradient in gradients(unchunked).items():
             assert error(grad(chunked.get_parameter(name)), gradient) < 0.1, name
         return
-    assert same(fp8_state(whole), fp8_state(chunked))
+    assert same(fp8_state(unchunked), fp8_state(chunked))
     once_more = factor < 1 and kind[0] in ("fp32", "bf16")
-    for name, gradient in gradients(whole).items():
-        found = grad(chunked.get_parameter(name))
+    for name, gradient in gradients(unchunked).items():
+        actual = grad(chunked.get_parameter(name))
         if once_more or name in ("lm_head.weight", "embedding.weight"):
             rounding = {"fp32": 2e-6}.get(kind[2], 2**-6)
-            assert error(found, gradient) < rounding, name
+            assert error(actual, gradient) < rounding, name
         else:
-            assert torch.equal(found, gradient), name
+            assert torch.equal(actual, gradient), name
 
 
 class HeadAlone(nn.Module):
@@ -161,17 +161,17 @@ def test_an_update_of_the_scales_ends_a_pass_whose_head_alone_is_in_fp8(monkeypa
 def test_transformer_engine_computes_a_head_once_over_all_rows(monkeypatch):
     machines = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
     for recipe, machine in machines.items():
-        config, found = GPTConfig.model_validate(TINY), []
+        config, results = GPTConfig.model_validate(TINY), []
         for size in (2**40, 1):
             monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
             with installed():
                 backend = backend_for(recipe, "te", "bf16", config, machine)
                 model = GPT(config, backend)
                 model(*batch()).backward()
-                found.append((backend.fp8_gemms(), fp8_state(model), gradients(model)))
-        whole, chunked = found
-        assert chunked[0] == whole[0] == 3 * 5
-        assert all(map(same, whole[1:], chunked[1:])), recipe
+                results.append((backend.fp8_gemms(), fp8_state(model), gradients(model)))
+        unchunked, chunked = results
+        assert chunked[0] == unchunked[0] == 3 * 5
+        assert all(map(same, unchunked[1:], chunked[1:])), recipe
 
 
 @pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
@@ -216,7 +216,7 @@ def test_a_target_in_the_padding_is_refused_and_a_graph_that_is_kept_gives_the_g
         head_loss(head, x, targets, 61)
 
 
-# What stands around it
+# Hooks, checkpointing, autocast
 
 
 @pytest.mark.usefixtures("chunked")
@@ -240,10 +240,10 @@ def test_frozen_parts_get_no_gradient(kind):
 @pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
 def test_hooks_run(kind):
     """A hook of the head sees all rows, a hook of a parameter its whole gradient, once."""
-    model, rows, seen = gpt(*kind, tied=False), list[int](), list[Tensor]()
+    model, rows, weight_gradients = gpt(*kind, tied=False), list[int](), list[Tensor]()
     model.lm_head.register_forward_hook(lambda *args: rows.append(args[2][..., 0].numel()))
     weight = model.get_parameter("lm_head.weight")
-    weight.register_hook(seen.append)
+    weight.register_hook(weight_gradients.append)
     model(*batch()).backward()
     by_chunks = [128, 128, 128, 96]
     if kind in PLAIN:
@@ -252,8 +252,8 @@ def test_hooks_run(kind):
         assert rows == by_chunks + by_chunks[::-1]
     else:
         assert rows == [ROWS]
-    assert len(seen) == 1 or kind[1] == "emulate" or kind[2] == "fp32"
-    assert torch.equal(seen[-1], grad(weight))
+    assert len(weight_gradients) == 1 or kind[1] == "emulate" or kind[2] == "fp32"
+    assert torch.equal(weight_gradients[-1], grad(weight))
 
 
 @pytest.mark.usefixtures("chunked")
@@ -273,17 +273,17 @@ def test_a_model_that_is_recomputed_gets_the_same_gradients(kind, reentrant):
 @pytest.mark.usefixtures("chunked")
 def test_a_plain_head_keeps_its_precision_under_autocast():
     """fp16 gradients must wait for the loss scale there too."""
-    head, found = head_of("fp32", "reference", "fp32"), []
+    head, input_gradients = head_of("fp32", "reference", "fp32"), []
     for dtype in (torch.float32, torch.float16):
         x, targets = head_inputs()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss = head_loss(head, x, targets, 61)
         (1024 * loss).backward()
-        found.append(grad(x))
-    assert error(found[1], found[0]) < 2**-9
+        input_gradients.append(grad(x))
+    assert error(input_gradients[1], input_gradients[0]) < 2**-9
 
 
-# What is not held
+# Tensors that are not allocated
 
 
 class Largest(TorchDispatchMode):
@@ -337,8 +337,12 @@ def test_compiled_code_has_no_float32_tensor_of_the_size_of_the_logits(kind):
     x, targets = head_inputs(rows, vocabulary=vocabulary)
     compiled = torch.compile(lambda: head_loss(head, x, targets, vocabulary), fullgraph=True)
     loss, codes = run_fw_bw_and_get_code(compiled)
-    made = re.findall(r"= empty_strided_cpu\(\((\d+), (\d+)\), .*?, torch\.(\w+)\)", "".join(codes))
-    logits = {dtype for *sizes, dtype in made if math.prod(map(int, sizes)) >= rows * vocabulary}
+    allocated = re.findall(
+        r"= empty_strided_cpu\(\((\d+), (\d+)\), .*?, torch\.(\w+)\)", "".join(codes)
+    )
+    logits = {
+        dtype for *sizes, dtype in allocated if math.prod(map(int, sizes)) >= rows * vocabulary
+    }
     assert "bfloat16" in logits
     assert "float32" not in logits
     assert loss.item() == pytest.approx(head_loss(head.eval(), x, targets, vocabulary).item(), 0.01)

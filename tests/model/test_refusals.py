@@ -40,7 +40,7 @@ def refusal(call: Callable[..., Any], *args: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ([nn.Linear(32, 32)], "not a list"),
         ({}, "not a dict"),
@@ -55,13 +55,13 @@ def refusal(call: Callable[..., Any], *args: Any) -> str:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_no_model_is_not_converted(model, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_model_is_not_converted(model, message):
+    with pytest.raises(UserError, match=message):
         convert(model, "delayed")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"exclude": None}, "exclude: None is no pattern"),
         ({"exclude": 3}, "exclude: an int is no pattern"),
@@ -79,15 +79,15 @@ def test_what_is_no_model_is_not_converted(model, said):
         ({"plan": torch.float8_e4m3fn}, r"needs a recipe or a plan, .* not a dtype"),
     ],
 )
-def test_an_argument_of_another_type_is_named(options, said):
+def test_an_argument_of_another_type_is_named(options, message):
     model = plain()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         convert(model, **{"plan": "delayed", **options})
     assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: resolve(3, CPU), "A recipe is a name, a path or a Recipe, not an int"),  # type: ignore[arg-type]
         (lambda: resolve("delayed", None), "resolve needs hardware, such as probe(), not None"),  # type: ignore[arg-type]
@@ -101,8 +101,8 @@ def test_an_argument_of_another_type_is_named(options, said):
         (lambda: fp8stack.pretrain(stpes=1), "No key 'stpes'. Did you mean 'steps'?"),
     ],
 )
-def test_other_functions_name_what_they_need(call, said):
-    assert said in refusal(call)
+def test_other_functions_name_what_they_need(call, message):
+    assert message in refusal(call)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -127,13 +127,13 @@ def test_a_weight_that_is_a_tensor_of_torchao_stays_out():
 
 
 def test_a_model_that_was_not_converted_has_no_fp8_state():
-    said = "was not converted and has no FP8 state: call fp8stack.convert(model, recipe) first"
+    message = "was not converted and has no FP8 state: call fp8stack.convert(model, recipe) first"
     for call, *args in ((fp8_state,), (load_fp8_state, {})):
         for model in (plain(), nn.ModuleDict(), nn.Embedding(2, 2)):
-            assert said in refusal(call, model, *args)
-        others: list[Any] = [3, None, nn.Linear, {}]
-        for other in others:
-            assert "FP8 state is in a model that fp8stack.convert" in refusal(call, other, *args)
+            assert message in refusal(call, model, *args)
+        no_models: list[Any] = [3, None, nn.Linear, {}]
+        for argument in no_models:
+            assert "FP8 state is in a model that fp8stack.convert" in refusal(call, argument, *args)
     for recipe in ("mxfp8", "current", "bf16", "fp32"):
         model = converted(recipe, "auto")
         assert fp8_state(model) == {}
@@ -147,12 +147,12 @@ def test_state_of_other_types_is_refused_by_name(recipe):
     model = converted(recipe)
     state = fp8_state(model)
     name = next(iter(state))
-    for other in (None, [], 3, "x", [1]):
-        assert "FP8 state is the dictionary that" in refusal(load_fp8_state, model, other)
+    for argument in (None, [], 3, "x", [1]):
+        assert "FP8 state is the dictionary that" in refusal(load_fp8_state, model, argument)
     values = {"an int": 3, "None": None, "a list": [1.0], "a Tensor": state[name].to("meta")}
     for words, value in values.items():
-        told = refusal(load_fp8_state, model, {**state, name: value})
-        assert f"'{name}' is {words}" in told
+        message = refusal(load_fp8_state, model, {**state, name: value})
+        assert f"'{name}' is {words}" in message
     assert "'1' is an int" in refusal(load_fp8_state, model, {1: 2})
     for tensor in (torch.ones(3), torch.ones((), dtype=torch.float64)):
         assert f"'{name}' is {tensor.dtype} " in refusal(
@@ -176,8 +176,8 @@ def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
     before = fp8_state(model)
     weights = {name: value.detach() for name, value in model.named_parameters()}
 
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, given, (x,)).sum()
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (x,)).sum()
 
     for call in (
         lambda: grad(loss)(weights),
@@ -202,16 +202,16 @@ def test_transforms_of_torch_func_are_refused_in_a_line(recipe, train, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("single_layer", [False, True])
 @pytest.mark.parametrize("recipe", FP8)
-def test_torch_jit_and_fx_are_refused_in_a_line(recipe, part):
+def test_torch_jit_and_fx_are_refused_in_a_line(recipe, single_layer):
     x = normal(8, 32)
     for train in (True, False):
         model: Any = converted(recipe).train(train)
-        model = model[0] if part else model
+        model = model[0] if single_layer else model
         assert "traced by torch.jit: use torch.compile" in refusal(torch.jit.trace, model, x)
         assert "compiled by torch.jit: use torch.compile" in refusal(torch.jit.script, model)
-        if not part:
+        if not single_layer:
             assert "torch.fx: trace the model first" in refusal(torch.fx.symbolic_trace, model)
     traced = torch.fx.symbolic_trace(plain())
     convert(traced, resolve(recipe, CPU, "emulate"))(x).sum().backward()

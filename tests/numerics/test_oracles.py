@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from bench.gpu.references import installed
 from fp8stack.conform.inputs import NVFP4
-from fp8stack.formats import Quantizer
+from fp8stack.formats import FormatName, Quantizer
 from fp8stack.numerics import dequantize, quantize
 from tests.support.oracles import codes
 from tests.support.peers import PEERS, Compared
@@ -115,7 +116,7 @@ def golden_cases() -> dict[str, Quantizer]:
             f"microxcaling {name}": Quantizer(
                 format=name, block=(1, 32), scale="e8m0", scale_rounding="floor"
             )
-            for name in ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2")
+            for name in get_args(FormatName)
         },
     }
 

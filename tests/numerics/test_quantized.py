@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from fp8stack.conform.inputs import (
     uneven,
     with_specials,
 )
-from fp8stack.formats import FORMATS
+from fp8stack.formats import FORMATS, FormatName
 from fp8stack.numerics import (
     Quantizer,
     RandomBits,
@@ -46,7 +47,7 @@ from tests.support.oracles import (
 )
 from tests.support.quantizers import DRAWN, RULES, generator_of, numbers
 
-SMALL_FORMATS = ["e2m1", "e2m3", "e3m2"]
+SMALL_FORMATS = [name for name in get_args(FormatName) if BITS[name] < 8]
 
 
 def unpacked(data: torch.Tensor, quantizer: Quantizer, dim: int, length: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp8stack.checkpoint.state import capture, largest_of_state, restore
-from fp8stack.config import RunConfig
+from fp8stack.config import OptimizerName, RunConfig
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.chained import optimizers_in, parameters_of, plain
@@ -26,7 +26,9 @@ from tests.conftest import metrics, refusal
 from tests.support.small_loop import SmallLoop, host_reads
 
 INF = math.inf
-OTHERS: list[Literal["muon", "adamw8bit", "adamwfp8"]] = ["muon", "adamw8bit", "adamwfp8"]
+NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+CHAINED = [name for name in NAMES if name not in ("adamw", "sgd")]
+"""The optimizers of the matrices of the blocks; AdamW has the rest."""
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -112,40 +114,39 @@ def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws():
     assert rms == pytest.approx(0.2 * 0.01, rel=0.3)  # what AdamW's steps come to
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("adamw", 8.0), ("muon", 4.0), ("adamw8bit", 2.0), ("adamwfp8", 2.0)]
-)
-def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
-    name, expected, tmp_path
-):
+BYTES = {"adamw": 8.0, "sgd": 4.0, "muon": 4.0, "adamw8bit": 2.0, "adamwfp8": 2.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(name, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
     small.advance(1)
-    weight = small.run.model.get_parameter("blocks.0.mlp.up.weight")
-    state = plain(small.run.optimizer.state[weight])
-    state = {key: v for key, v in state.items() if key != "step" and not key.endswith("qmap")}
-    counted = sum(value.numel() * value.element_size() for value in state.values())
-    if expected == 2:
-        expected += 2 * 4 / 256  # the scales
-    assert counted / weight.numel() == expected
-    embedding = small.run.model.get_parameter("embedding.weight")
-    state = small.run.optimizer.state[embedding]
-    counted = sum(value.numel() * value.element_size() for value in state.values()) - 4
-    assert counted / embedding.numel() == 8
+
+    def bytes_per_parameter(path: str) -> float:
+        parameter = small.run.model.get_parameter(path)
+        state = plain(small.run.optimizer.state[parameter])
+        moments = [v for key, v in state.items() if key != "step" and not key.endswith("qmap")]
+        return sum(moment.numel() * moment.element_size() for moment in moments) / parameter.numel()
+
+    scales = 2 * 4 / 256 if BYTES[name] == 2 else 0
+    assert bytes_per_parameter("blocks.0.mlp.up.weight") == BYTES[name] + scales
+    assert bytes_per_parameter("embedding.weight") == BYTES["sgd" if name == "sgd" else "adamw"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     """A run of 20 steps with each optimizer, uncompiled."""
-    folder, runs = tmp_path_factory.mktemp("trained"), {}
-    for name in ("adamw", "sgd", *OTHERS):
+    folder = tmp_path_factory.mktemp("trained")
+    loops: dict[str, SmallLoop] = {}
+    for name in NAMES:
         keys: dict[str, Any] = {"lr": 0.1} if name == "sgd" else {}
-        runs[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
+        loops[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
         with torch.compiler.set_stance("force_eager"):
-            runs[name].advance(20)
-    return runs
+            loops[name].advance(20)
+    return loops
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "sgd"])
+@pytest.mark.parametrize("name", [*CHAINED, "sgd"])
 def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
     rows = metrics(trained[name].run.folder.path)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
@@ -158,7 +159,7 @@ def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
 def test_muon_and_8_bits_have_the_matrices_of_the_blocks_and_adamw_all_else(trained):
     matrices = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
     codes = {"adamw8bit": torch.uint8, "adamwfp8": torch.float8_e4m3fn}
-    for name in OTHERS:
+    for name in CHAINED:
         small = trained[name]
         first, adamw = optimizers_in(small.run.optimizer)
         assert isinstance(adamw, torch.optim.AdamW)
@@ -216,7 +217,7 @@ def test_a_bad_step_changes_nothing_to_the_bit(name, fault, step, tmp_path):
     assert len(differing(before, state_of(small))) > len(weights)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", CHAINED)
 @pytest.mark.parametrize("layer", ["blocks.0.mlp.up", "final_norm"])
 def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name, layer, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", optimizer=name, first_loss_scale=1024.0)
@@ -369,9 +370,9 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
 
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
-    for name in OTHERS:
-        message = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
-        assert f"optimizer {name} is not tested with --parallel fsdp" in message
+    for name in CHAINED:
+        said = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
+        assert f"optimizer {name} is not tested with --parallel fsdp" in said
         require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
     message = refusal(

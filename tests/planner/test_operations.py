@@ -1,4 +1,4 @@
-"""What a real training pass computes in is what `fp8stack plan` says, operation by operation."""
+"""Each operation of a real training pass computes in the dtypes that `fp8stack plan` lists."""
 
 from __future__ import annotations
 
@@ -83,12 +83,14 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
     """The GEMMs of linears as the recorder writes them: it can tell formats by their significands
     alone."""
-    found: Counter[Any] = Counter()
-    for one in operations:
-        if one.name in ("fprop", "dgrad", "wgrad"):
-            seen = (x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in one.operands)
-            found[one.name, tuple(seen), one.output] += passes
-    return found
+    gemms: Counter[Any] = Counter()
+    for operation in operations:
+        if operation.name in ("fprop", "dgrad", "wgrad"):
+            operands = (
+                x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in operation.operands
+            )
+            gemms[operation.name, tuple(operands), operation.output] += passes
+    return gemms
 
 
 def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
@@ -102,9 +104,10 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     for cast in casts_of(config, plan):
         times = 1 if cast.per == "step" else passes
         if cast.to_fp8:
-            what, _, gemm = cast.what.replace("output gradient", "grad_output").partition(" for ")
-            what += " across" if gemm else ""
-            quantized[cast.path, what, cast.runs] += times
+            operand = cast.what.replace("output gradient", "grad_output")
+            operand, _, gemm = operand.partition(" for ")
+            operand += " across" if gemm else ""
+            quantized[cast.path, operand, cast.runs] += times
         else:
             casts[cast.source, cast.target, cast.runs] += times
     assert recorder.casts == casts
@@ -135,9 +138,9 @@ def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend,
 def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
     config = STYLES[style]
     plan = plan_of(config, recipe, "auto", None, attention="fp32")
-    found = {(one.path, one.name): one for one in check(config, plan)}
-    one = found["blocks.1.attention", "attention"]
-    assert (one.operands, one.output) == (("fp32",) * 3, "fp32")
+    operations = {(operation.path, operation.name): operation for operation in check(config, plan)}
+    attention = operations["blocks.1.attention", "attention"]
+    assert (attention.operands, attention.output) == (("fp32",) * 3, "fp32")
 
 
 @pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), FEW[2]])
@@ -145,17 +148,17 @@ def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
 def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style, recipe, backend, dtype):
     config = STYLES[style]
     plan = plan_of(config, recipe, backend, dtype, residual="bf16")
-    found = {(one.path, one.name): one for one in check(config, plan)}
-    one = found["blocks.1", "residual"]
-    assert (one.operands, one.adds_in, one.output) == (("bf16",), "fp32", "bf16")
+    operations = {(operation.path, operation.name): operation for operation in check(config, plan)}
+    residual = operations["blocks.1", "residual"]
+    assert (residual.operands, residual.adds_in, residual.output) == (("bf16",), "fp32", "bf16")
     assert all("residual stream" in cast.what for cast in casts_of(config, plan) if not cast.path)
 
 
 def test_an_excluded_layer_and_the_rest_run_as_planned():
     plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
-    found = {(one.path, one.name): one for one in check(LLAMA, plan)}
-    assert found["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
-    assert found["lm_head", "dgrad"].operands == ("e5m2 in fp32", "e4m3 in fp32")
+    operations = {(operation.path, operation.name): operation for operation in check(LLAMA, plan)}
+    assert operations["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
+    assert operations["lm_head", "dgrad"].operands == ("e5m2 in fp32", "e4m3 in fp32")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +171,14 @@ def test_an_excluded_layer_and_the_rest_run_as_planned():
 )
 def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
     plan = plan_of(GPT2, "delayed", "emulate", "bf16")
-    seen = record(GPT2, plan)[0].gemms
+    gemms = record(GPT2, plan)[0].gemms
     operations = operations_of(GPT2, plan)
-    assert seen == gemms_of(operations)
-    found = [index for index, one in enumerate(operations) if one.name == wrong["name"]]
-    operations[found[0]] = replace(operations[found[0]], **wrong)
-    assert seen != gemms_of(operations)
+    assert gemms == gemms_of(operations)
+    places = [
+        index for index, operation in enumerate(operations) if operation.name == wrong["name"]
+    ]
+    operations[places[0]] = replace(operations[places[0]], **wrong)
+    assert gemms != gemms_of(operations)
 
 
 # Sums, and what happens once per optimizer step
@@ -181,12 +186,12 @@ def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
 
 @pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
 def test_a_gemm_adds_in_float32(recipe, backend, dtype):
-    """In bf16 a sum of ones would stop at 256, in fp16 at 2048, in FP8 at 16."""
+    """A sum of ones would stop at 256 in bf16, at 2048 in fp16, at 16 in FP8."""
     config = GPTConfig(vocabulary=64, context=8, layers=1, width=4096, heads=1, bias=False)
-    made = build_backend(plan_of(config, recipe, backend, dtype))
-    linear: Any = made.linear("blocks.0.attention.output", 4096, 128, False)
+    built = build_backend(plan_of(config, recipe, backend, dtype))
+    linear: Any = built.linear("blocks.0.attention.output", 4096, 128, False)
     model = nn.Sequential(linear)
-    made.attach(model)
+    built.attach(model)
     with torch.no_grad():
         linear.weight.fill_(1.0)
         y = model(torch.ones(32, 4096))
@@ -206,8 +211,8 @@ class StepDtypes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         gathers = node is not None and "AccumulateGrad" in node.name()
         name = "accumulate" if gathers else str(func).split(".")[1]
-        found = {x.dtype for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)}
-        floats = {dtype for dtype in found if dtype.is_floating_point}
+        dtypes = {x.dtype for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)}
+        floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         self.dtypes.setdefault(name, set()).update(floats)
         return out
 
@@ -222,7 +227,11 @@ def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path, recipe):
     run = small.run
     plan = run.plan
     assert plan.compute_dtype == {"delayed": "fp32"}.get(recipe, recipe)
-    rows = {one.name: one for one in operations_of(run.model.config, plan) if one.path == "step"}
+    rows = {
+        operation.name: operation
+        for operation in operations_of(run.model.config, plan)
+        if operation.path == "step"
+    }
     assert ("amax history" in rows) == (recipe == "delayed")
     assert ("loss scaling" in rows) == (recipe == "fp16")
     for name, operator in (
@@ -274,52 +283,52 @@ def _half_sums() -> Iterator[None]:
 def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_without():
     q, k, v = huge_heads()
     assert float((q.double() @ k.double().transpose(2, 3) / 8**0.5).abs().min()) > 65504
-    made = {}
-    for asked in ("compute", "fp32"):
-        backend = build_backend(plan_of(GPT2, "fp16", "auto", None, attention=asked))
-        made[asked] = backend.attention(q, k, v, dropout=0.0)
-        assert made[asked].dtype == torch.float16
-    assert not made["compute"].isfinite().any()
+    outputs = {}
+    for precision in ("compute", "fp32"):
+        backend = build_backend(plan_of(GPT2, "fp16", "auto", None, attention=precision))
+        outputs[precision] = backend.attention(q, k, v, dropout=0.0)
+        assert outputs[precision].dtype == torch.float16
+    assert not outputs["compute"].isfinite().any()
     # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
     # that: weights to 3 %.
-    error = made["fp32"].double() - attention_oracle(q, k, v)
+    error = outputs["fp32"].double() - attention_oracle(q, k, v)
     assert float(error.abs().max()) < 0.03 * float(v.abs().max())
 
 
-@pytest.mark.parametrize("asked", ["fp32", "compute"])
-def test_transformer_engines_backend_runs_attention_as_planned(asked, monkeypatch):
+@pytest.mark.parametrize("precision", ["fp32", "compute"])
+def test_transformer_engines_backend_runs_attention_as_planned(precision, monkeypatch):
     config = LLAMA.model_copy(update={"layers": 1})
     gpu = Hardware("cuda", (9, 0), has_te=True)
-    plan = plan_for(config, load_recipe("current", {"attention": asked}), gpu, "te")
-    dtype = {"fp32": "fp32", "compute": "bf16"}[asked]
+    plan = plan_for(config, load_recipe("current", {"attention": precision}), gpu, "te")
+    dtype = {"fp32": "fp32", "compute": "bf16"}[precision]
     assert (plan.backend, plan.attention) == ("te", dtype)
-    seen = []
+    attention_dtypes = []
     real = F.scaled_dot_product_attention
 
     def attention(*args, **options):
-        seen.append({x.dtype for x in args})
+        attention_dtypes.append({x.dtype for x in args})
         return real(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     with installed():  # on a CPU, in place of Transformer Engine
         record(config, replace(plan, device="cpu"))
-    assert {dtype for dtypes in seen for dtype in dtypes} == {DTYPES[plan.attention]}
+    assert {dtype for dtypes in attention_dtypes for dtype in dtypes} == {DTYPES[plan.attention]}
 
 
 def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypatch):
-    seen = []
+    autocasts = []
     real = F.scaled_dot_product_attention
 
     def attention(q, k, v, **more):
-        seen.append(torch.is_autocast_enabled("cpu"))
+        autocasts.append(torch.is_autocast_enabled("cpu"))
         return real(q, k, v, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    for asked in ("fp32", "compute"):
-        model = GPT(GPT2, build_backend(plan_of(GPT2, "bf16", "auto", None, attention=asked)))
+    for precision in ("fp32", "compute"):
+        model = GPT(GPT2, build_backend(plan_of(GPT2, "bf16", "auto", None, attention=precision)))
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 8, dtype=torch.long))
-    assert seen == [False, False, True, True]
+    assert autocasts == [False, False, True, True]
 
 
 @pytest.mark.slow
@@ -333,40 +342,40 @@ def test_float32_attention_gives_the_same_compiled_and_eager():
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    found = [model.blocks[0].attention.qkv.weight.grad for model in (eager, compiled)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+    gradients = [model.blocks[0].attention.qkv.weight.grad for model in (eager, compiled)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_attention_in_mxfp8_is_in_the_plan_and_in_the_casts():
     gpu = Hardware("cuda", (10, 0), has_te=True)
     config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
     plans = [
-        plan_for(config, load_recipe("mxfp8", {"attention": asked}), gpu)
-        for asked in ("compute", "mxfp8")
+        plan_for(config, load_recipe("mxfp8", {"attention": precision}), gpu)
+        for precision in ("compute", "mxfp8")
     ]
     plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
-    assert [one.operands for one in (*plain, *low)] == [("bf16",) * 3, ("e4m3",) * 3]
+    assert [operation.operands for operation in (*plain, *low)] == [("bf16",) * 3, ("e4m3",) * 3]
     assert low == [replace(plain[0], operands=("e4m3",) * 3, why=low[0].why)]
     assert low[0].why == "the recipe says attention = mxfp8"
     assert plans[1].summary()[-1] == "attention: mxfp8, the recipe says so"
     assert plans[1].to_json()["attention"] == "mxfp8"
     before, after = (casts_of(config, plan) for plan in plans)
-    added = [one for one in after if one not in before]
-    assert [one for one in after if one not in added] == before
+    added = [operation for operation in after if operation not in before]
+    assert [operation for operation in after if operation not in added] == before
     # Queries, keys, values and the gradient of the output, each along elements and along tokens.
-    assert {(one.path, one.source, one.target) for one in added} == {
+    assert {(operation.path, operation.source, operation.target) for operation in added} == {
         ("blocks.0.attention", "bf16", "e4m3")
     }
-    assert [one.runs for one in added] == ["forward"] * 6 + ["backward"] * 2
+    assert [operation.runs for operation in added] == ["forward"] * 6 + ["backward"] * 2
 
 
-# What attention casts to FP8, and from what; in backward, to E5M2.
+# Tensors that attention casts to FP8 and their dtypes: forward, and backward to E5M2.
 KERNEL = [("softmax", "fp32")], [("softmax, gradient", "fp32")]
 CASTS = {
     "current": KERNEL,
     "delayed": (
         [*KERNEL[0], ("output", "fp32")],
-        [*KERNEL[1], *((f"{what}, gradient", "fp32") for what in ("queries", "keys", "values"))],
+        [*KERNEL[1], *((f"{name}, gradient", "fp32") for name in ("queries", "keys", "values"))],
     ),
 }
 
@@ -376,22 +385,22 @@ def test_attention_in_fp8_with_a_scale_per_tensor_is_in_the_plan_and_in_the_cast
     gpu = Hardware("cuda", (10, 0), has_te=True)
     config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
     plans = [
-        plan_for(config, load_recipe("current", {"attention": asked}), gpu)
-        for asked in ("compute", kind)
+        plan_for(config, load_recipe("current", {"attention": precision}), gpu)
+        for precision in ("compute", kind)
     ]
     plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
-    why = f"the recipe says attention = {kind}"
-    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=why)]
+    reason = f"the recipe says attention = {kind}"
+    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=reason)]
     assert plans[1].summary()[-1] == f"attention: {kind}, the recipe says so"
     history = [any(x.name == "amax history" for x in operations_of(config, p)) for p in plans]
     assert history == [False, True]
     before, after = (casts_of(config, plan) for plan in plans)
-    added = [one for one in after if one not in before]
-    assert [one for one in after if one not in added] == before
-    given = [(what, "bf16") for what in ("queries", "keys", "values")]
+    added = [cast for cast in after if cast not in before]
+    assert [cast for cast in after if cast not in added] == before
+    inputs = [(name, "bf16") for name in ("queries", "keys", "values")]
     forward, backward = CASTS[kind]
-    assert [(one.what, one.source, one.target, one.runs) for one in added] == [
-        *((*cast, "e4m3", "forward") for cast in [*given, *forward]),
+    assert [(cast.what, cast.source, cast.target, cast.runs) for cast in added] == [
+        *((*cast, "e4m3", "forward") for cast in [*inputs, *forward]),
         *((*cast, "e5m2", "backward") for cast in [("output, gradient", "bf16"), *backward]),
     ]
-    assert {one.path for one in added} == {"blocks.0.attention"}
+    assert {cast.path for cast in added} == {"blocks.0.attention"}

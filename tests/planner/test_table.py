@@ -29,18 +29,18 @@ def table(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **k
 
 def rows(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: Any):
     """The operations by path and name."""
-    made = table(recipe, hardware, config, **keys)
-    return {(one.path, one.name): one for one in made.operations}
+    planned = table(recipe, hardware, config, **keys)
+    return {(operation.path, operation.name): operation for operation in planned.operations}
 
 
 # The operations
 
 
 def test_every_operation_is_in_one_of_the_lists_and_every_entry_is_used():
-    both = SMALL.model_copy(
+    config = SMALL.model_copy(
         update={"dropout": 0.1, "positions": "rope", "norm": "rmsnorm", "qk_norm": True}
     )
-    names = Counter(name for _, name in rows("fp16", config=both))
+    names = Counter(name for _, name in rows("fp16", config=config))
     names += Counter(name for _, name in rows("delayed"))
     assert set(names) == set(IN_COMPUTE_DTYPE) | set(IN_FP32)
     assert not set(IN_COMPUTE_DTYPE) & set(IN_FP32)
@@ -48,13 +48,13 @@ def test_every_operation_is_in_one_of_the_lists_and_every_entry_is_used():
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_the_lists_say_what_is_low_and_what_is_float32(recipe):
-    for (_, name), one in rows(recipe).items():
+    for (_, name), operation in rows(recipe).items():
         low = {recipe} if name in IN_COMPUTE_DTYPE else {"fp32"}
-        assert {*one.operands, one.output} == low
-    found = rows("tf32", Hardware("cuda", (8, 0)))  # rounds in GEMMs alone
-    tf32 = {name for (_, name), one in found.items() if "tf32" in one.operands}
+        assert {*operation.operands, operation.output} == low
+    in_tf32 = rows("tf32", Hardware("cuda", (8, 0)))  # rounds in GEMMs alone
+    tf32 = {name for (_, name), operation in in_tf32.items() if "tf32" in operation.operands}
     assert tf32 == {"fprop", "dgrad", "wgrad", "attention"}
-    assert {one.output for one in found.values()} == {"fp32"}
+    assert {operation.output for operation in in_tf32.values()} == {"fp32"}
 
 
 @pytest.mark.parametrize(
@@ -65,23 +65,23 @@ def test_the_lists_say_what_is_low_and_what_is_float32(recipe):
 def test_the_operands_of_fp8_gemms_on_a_gpu_are_fp8_bytes(recipe, gradient, backend):
     hardware = assumed("10.0") if recipe == "mxfp8" else H100
     config = SMALL.model_copy(update={"width": 128})  # blocks of the torch backend are 128 wide
-    found = rows(recipe, hardware, config, backend=backend)
-    fprop, dgrad, wgrad = (found["blocks.2.mlp.down", x] for x in ("fprop", "dgrad", "wgrad"))
+    operations = rows(recipe, hardware, config, backend=backend)
+    fprop, dgrad, wgrad = (operations["blocks.2.mlp.down", x] for x in ("fprop", "dgrad", "wgrad"))
     assert (fprop.operands, fprop.output) == (("e4m3", "e4m3"), "bf16")
     assert dgrad.operands == wgrad.operands == (gradient, "e4m3")
     per_tensor = recipe in ("delayed", "current")
     assert fprop.adds_in == ("fp32, fast" if per_tensor else "fp32")
     assert dgrad.adds_in == wgrad.adds_in == "fp32"
-    assert found["lm_head", "fprop"].operands == ("bf16", "bf16")
-    assert found["lm_head", "fprop"].why == "the recipe says head = false"
+    assert operations["lm_head", "fprop"].operands == ("bf16", "bf16")
+    assert operations["lm_head", "fprop"].why == "the recipe says head = false"
 
 
 def test_the_operands_of_nvfp4_gemms_on_a_gpu_are_fp4_codes_and_norms_round_before_the_cast():
-    found = rows("nvfp4", assumed("10.0"))
+    operations = rows("nvfp4", assumed("10.0"))
     for name in ("fprop", "dgrad", "wgrad"):
-        one = found["blocks.2.mlp.down", name]
-        assert (one.operands, one.adds_in, one.output) == (("e2m1",) * 2, "fp32", "bf16")
-    assert found["blocks.0.mlp_norm", "norm"].output == "bf16"
+        gemm = operations["blocks.2.mlp.down", name]
+        assert (gemm.operands, gemm.adds_in, gemm.output) == (("e2m1",) * 2, "fp32", "bf16")
+    assert operations["blocks.0.mlp_norm", "norm"].output == "bf16"
 
 
 def test_the_emulators_operands_are_fp8_values_in_a_wider_dtype():
@@ -94,12 +94,12 @@ def test_the_emulators_operands_are_fp8_values_in_a_wider_dtype():
 
 
 def test_a_norm_within_transformer_engines_module_reads_a_rounded_stream():
-    found = rows("delayed", exclude=("blocks.1.mlp.down",))
-    assert found["blocks.0.mlp_norm", "norm"].operands == ("bf16",)
-    assert found["blocks.0.mlp_norm", "norm"].output == "e4m3"
-    assert found["blocks.1.attention_norm", "norm"].operands == ("bf16",)
-    assert found["blocks.1.mlp_norm", "norm"].operands == ("fp32",)  # not both are in FP8
-    assert found["final_norm", "norm"].operands == ("fp32",)
+    operations = rows("delayed", exclude=("blocks.1.mlp.down",))
+    assert operations["blocks.0.mlp_norm", "norm"].operands == ("bf16",)
+    assert operations["blocks.0.mlp_norm", "norm"].output == "e4m3"
+    assert operations["blocks.1.attention_norm", "norm"].operands == ("bf16",)
+    assert operations["blocks.1.mlp_norm", "norm"].operands == ("fp32",)  # not both are in FP8
+    assert operations["final_norm", "norm"].operands == ("fp32",)
     alone = rows("delayed", backend="torch")
     assert alone["blocks.0.mlp_norm", "norm"].operands == ("fp32",)
 
@@ -109,15 +109,19 @@ def test_a_step_tells_of_every_optimizer_and_of_compressed_gradients():
     assert set(OPTIMIZERS) == set(names)
     plan = plan_for(SMALL, "bf16", H100)
     for name in names:
-        made = operations_of(SMALL, plan, optimizer=name, grad_compression="bf16")
-        step = {one.name: one.operands for one in made if one.path == "step"}
+        operations = operations_of(SMALL, plan, optimizer=name, grad_compression="bf16")
+        step = {
+            operation.name: operation.operands
+            for operation in operations
+            if operation.path == "step"
+        }
         low = OPTIMIZERS[name][0]
         assert step["optimizer"] == (("fp32",) if low == "fp32" else ("fp32", low))
         assert step["gradient exchange"] == ("bf16",)
-    assert "gradient exchange" not in {one.name for one in operations_of(SMALL, plan)}
+    assert "gradient exchange" not in {operation.name for operation in operations_of(SMALL, plan)}
 
 
-# What is shown
+# The printed table
 
 
 def test_blocks_that_are_alike_are_shown_once():
@@ -132,10 +136,10 @@ def test_blocks_that_are_alike_are_shown_once():
 
 
 def test_the_counts_of_a_step_are_those_of_its_micro_batches_and_of_weights_once():
-    made = table("delayed", backend="torch", accumulate=4)
+    planned = table("delayed", backend="torch", accumulate=4)
     linears = 4 * 4
-    assert made.counts("micro-batch")["to_fp8"] == 2 * linears
-    assert made.counts("step")["to_fp8"] == 4 * 2 * linears + linears
+    assert planned.counts("micro-batch")["to_fp8"] == 2 * linears
+    assert planned.counts("step")["to_fp8"] == 4 * 2 * linears + linears
     emulated = table("delayed", Hardware("cpu"), accumulate=4)
     assert emulated.counts("step")["to_fp8"] == 4 * 3 * linears
     assert emulated.counts("step")["other"] == 0
@@ -159,25 +163,25 @@ def test_the_casts_of_alike_layers_are_one_line():
 def test_the_casts_of_attention_are_shown_those_of_its_backward_pass_too():
     lines = as_lines(table("delayed", assumed("10.0"), backend="te", attention="delayed"))
     (line,) = (line for line in lines if "attention: queries" in line)
-    given = ("queries", "keys", "values")
-    forward = [*(f"{x} bf16" for x in given), "softmax fp32", "output fp32"]
+    inputs = ("queries", "keys", "values")
+    forward = [*(f"{x} bf16" for x in inputs), "softmax fp32", "output fp32"]
     backward = ["output, gradient bf16", "softmax, gradient fp32"]
-    backward += [f"{x}, gradient fp32" for x in given]
-    found = [phrase.rpartition(" -> ") for phrase in line.partition(": ")[2].split("; ")]
-    assert [what for what, _, to in found if to == "e4m3"] == forward
-    assert [what for what, _, to in found if to == "e5m2"] == backward
+    backward += [f"{x}, gradient fp32" for x in inputs]
+    casts = [phrase.rpartition(" -> ") for phrase in line.partition(": ")[2].split("; ")]
+    assert [source for source, _, to in casts if to == "e4m3"] == forward
+    assert [source for source, _, to in casts if to == "e5m2"] == backward
 
 
 def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     assert as_lines(table("fp32")) == ["casts per micro-batch: none"]
     plan = plan_for(SMALL, "bf16", H100)
-    said = {}
+    last_lines = {}
     for kind in ("none", "selective", "block"):
-        made = make_table(SMALL, plan, model="m", machine="h", activation_checkpointing=kind)
-        said[kind] = as_lines(made)[-1]
-    assert "once more" in said["block"]
-    assert "GEMMs and attention left out" in said["selective"]
-    assert "once more" not in said["none"]
+        planned = make_table(SMALL, plan, model="m", machine="h", activation_checkpointing=kind)
+        last_lines[kind] = as_lines(planned)[-1]
+    assert "once more" in last_lines["block"]
+    assert "GEMMs and attention left out" in last_lines["selective"]
+    assert "once more" not in last_lines["none"]
 
 
 # Attention in float32
@@ -208,18 +212,20 @@ def test_attention_stays_float32_where_another_recipe_has_to_run(recipe, hardwar
 
 
 def test_tf32_with_float32_attention_is_refused():
-    said = refusal(load_recipe, "tf32", {"attention": "fp32"})
-    assert "not possible in tf32" in said
+    message = refusal(load_recipe, "tf32", {"attention": "fp32"})
+    assert "not possible in tf32" in message
 
 
 def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer():
     ends: dict[str, Any] = {"exclude_first_blocks": 1, "exclude_last_blocks": 1}
-    found = rows("delayed", exclude=("*.attention.output",), head=True, **ends)
-    in_fp8 = {path for (path, name), one in found.items() if one.operands[0] == "e4m3"}
-    parts = ("attention.qkv", "mlp.up", "mlp.down")
-    assert in_fp8 == {*(f"blocks.{i}.{part}" for i in (1, 2) for part in parts), "lm_head"}
-    assert found["blocks.0.mlp.up", "wgrad"].why == "in the first 1 block"
-    assert found["blocks.3.mlp.up", "wgrad"].why == "in the last 1 block"
+    operations = rows("delayed", exclude=("*.attention.output",), head=True, **ends)
+    in_fp8 = {
+        path for (path, name), operation in operations.items() if operation.operands[0] == "e4m3"
+    }
+    linears = ("attention.qkv", "mlp.up", "mlp.down")
+    assert in_fp8 == {*(f"blocks.{i}.{linear}" for i in (1, 2) for linear in linears), "lm_head"}
+    assert operations["blocks.0.mlp.up", "wgrad"].why == "in the first 1 block"
+    assert operations["blocks.3.mlp.up", "wgrad"].why == "in the last 1 block"
 
 
 # The command
@@ -253,14 +259,16 @@ def test_auto_goes_by_the_rates_of_the_gpu_and_phases_without_the_recipe_are_not
 
 def test_the_json_has_every_layer(command, capsys):
     assert command(*ARGUMENTS, "--no-te", "--accumulate", "1", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["backend"] == "torch"
-    paths = {one["path"] for one in found["operations"] if one["name"] == "fprop"}
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["plan"]["backend"] == "torch"
+    paths = {
+        operation["path"] for operation in planned["operations"] if operation["name"] == "fprop"
+    }
     assert paths == set(load_config("gpt2-124m").linear_shapes())
-    assert {cast["per"] for cast in found["casts"]} == {"micro-batch", "step"}
-    assert found["in_fp32"] == IN_FP32
-    each = [cast for cast in found["casts"] if cast["target"] in ("e4m3", "e5m2")]
-    assert found["casts_per_step"]["to_fp8"] == len(each)
+    assert {cast["per"] for cast in planned["casts"]} == {"micro-batch", "step"}
+    assert planned["in_fp32"] == IN_FP32
+    to_fp8 = [cast for cast in planned["casts"] if cast["target"] in ("e4m3", "e5m2")]
+    assert planned["casts_per_step"]["to_fp8"] == len(to_fp8)
 
 
 def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_path):
@@ -275,7 +283,7 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("key", "why"),
+    ("key", "reason"),
     [
         (
             "compile=true",
@@ -286,12 +294,12 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_pa
     ],
 )
 def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
-    command, capsys, key, why
+    command, capsys, key, reason
 ):
     assert command(*ARGUMENTS, "--strict", "--set", key) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "plan: delayed, FP8 GEMMs by torch's scaled_mm, on cuda"
-    assert lines[2] == f"  because {why}: torch runs"
+    assert lines[2] == f"  because {reason}: torch runs"
     assert command(*ARGUMENTS) == 0
     assert "by Transformer Engine" in capsys.readouterr().out
 
@@ -331,5 +339,5 @@ def test_bad_input_is_one_line_and_exit_code_2(refused, arguments, message):
 
 
 def test_the_table_of_a_terminal_has_the_same_rows():
-    made = table("delayed")
-    assert rich_table(made, WIDE).row_count == len(text_rows(made)) - 1
+    planned = table("delayed")
+    assert rich_table(planned, WIDE).row_count == len(text_rows(planned)) - 1

@@ -1,4 +1,4 @@
-"""What a machine is, as a value: asked of this one, of a fake one, or assumed."""
+"""`Hardware` values: probed on this machine and on fake ones, or assumed."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def fake_te(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (site / "transformer_engine" / "pytorch.py").write_text(source)
         if fake_torch:  # the real one takes seconds
             (site / "torch.py").write_text("")
-        here = tmp_path / "here"
-        here.mkdir()
-        monkeypatch.chdir(here)
+        folder = tmp_path / "here"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
         monkeypatch.setenv("PYTHONPATH", str(site))
         monkeypatch.setattr(hardware, "_te_version", lambda: "2.20.0")
 
@@ -140,7 +140,7 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_cuda: None):
         path = tmp_path / "cpuinfo"
         if text is not None:
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        monkeypatch.setattr(hardware, "Path", lambda asked: path)
+        monkeypatch.setattr(hardware, "Path", lambda _: path)
 
     return write
 
@@ -150,14 +150,14 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_cuda: None):
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_a_machine_without_cuda_is_its_cpu(no_cuda, device):
-    found = probe(device)
-    assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
-    assert found.cuda_version is None
-    assert found.name
-    assert 0.1 < found.memory_gib < 1e5
-    assert found.torch_version == torch.__version__
-    assert isinstance(found.cpu_bf16, bool)
-    assert found.name in str(found)
+    machine = probe(device)
+    assert (machine.device, machine.capability, machine.has_te) == ("cpu", None, False)
+    assert machine.cuda_version is None
+    assert machine.name
+    assert 0.1 < machine.memory_gib < 1e5
+    assert machine.torch_version == torch.__version__
+    assert isinstance(machine.cpu_bf16, bool)
+    assert machine.name in str(machine)
 
 
 def test_cuda_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
@@ -203,8 +203,8 @@ def test_the_cuda_version_is_read_as_two_numbers(fake_gpu, cuda, expected):
 )
 def test_a_gpu_whose_te_cannot_be_used_says_which_and_why(fake_gpu, te, problem):
     fake_gpu("a GPU", (9, 0), 80.0, "12.9", te, problem)
-    found = probe()
-    assert (found.has_te, found.te_version, found.te_problem) == (False, te, problem)
+    machine = probe()
+    assert (machine.has_te, machine.te_version, machine.te_problem) == (False, te, problem)
 
 
 def test_the_cpu_is_probed_without_a_look_at_the_gpu_or_at_te(fake_gpu, installed, monkeypatch):
@@ -220,9 +220,9 @@ def test_the_cpu_is_probed_without_a_look_at_the_gpu_or_at_te(fake_gpu, installe
         (subprocess, "run"),
     ):
         monkeypatch.setattr(module, name, touched)
-    found = probe("cpu")
-    assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
-    assert (found.te_version, found.te_problem) == ("2.20.0", "")
+    machine = probe("cpu")
+    assert (machine.device, machine.capability, machine.has_te) == ("cpu", None, False)
+    assert (machine.te_version, machine.te_problem) == ("2.20.0", "")
 
 
 # Before torch is imported
@@ -268,42 +268,42 @@ FAKE_TORCHES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 def found_by_fake_torches(tmp_path_factory) -> dict[str, tuple[Hardware, bool]]:
     """The machine as new processes with each torch find it, and if torch was imported."""
     cases = []
-    for here, *_ in FAKE_TORCHES.values():
+    for options, *_ in FAKE_TORCHES.values():
         site = tmp_path_factory.mktemp("site")
         (site / "torch").mkdir()
-        build = BUILD.format(cuda=here.get("cuda", "12.9"), hip=here.get("hip"))
+        build = BUILD.format(cuda=options.get("cuda", "12.9"), hip=options.get("hip"))
         (site / "torch" / "version.py").write_text(build)
-        says = SAYS.format(available=here.get("available", True))
+        says = SAYS.format(available=options.get("available", True))
         (site / "torch" / "__init__.py").write_text(says)
-        cases.append((str(site), here.get("driver", True), here.get("device", "auto")))
+        cases.append((str(site), options.get("driver", True), options.get("device", "auto")))
     command = [sys.executable, "-c", ASK.format(cases=cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|") for line in done.stdout.splitlines()]
-    known = {"Hardware": Hardware}
-    found = [(eval(told, known), imported == "True") for told, imported in lines]
-    return dict(zip(FAKE_TORCHES, found, strict=True))
+    names = {"Hardware": Hardware}
+    machines = [(eval(text, names), imported == "True") for text, imported in lines]
+    return dict(zip(FAKE_TORCHES, machines, strict=True))
 
 
 @pytest.mark.parametrize("case", FAKE_TORCHES)
 def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(case, found_by_fake_torches):
-    _, asked, finds = FAKE_TORCHES[case]
-    found, imported = found_by_fake_torches[case]
-    assert imported == asked
-    assert found.torch_version == "2.99.0+fake"
+    _, imports, finds = FAKE_TORCHES[case]
+    machine, imported = found_by_fake_torches[case]
+    assert imported == imports
+    assert machine.torch_version == "2.99.0+fake"
     if finds:
-        assert (found.device, found.capability, found.name) == ("cuda", (9, 0), "a GPU")
-        assert (found.cuda_version, found.memory_gib) == ((12, 9), 80.0)
+        assert (machine.device, machine.capability, machine.name) == ("cuda", (9, 0), "a GPU")
+        assert (machine.cuda_version, machine.memory_gib) == ((12, 9), 80.0)
     else:
-        assert (found.device, found.capability) == ("cpu", None)
+        assert (machine.device, machine.capability) == ("cpu", None)
 
 
 @pytest.mark.parametrize(
-    ("platform", "loads", "there"),
+    ("platform", "loads", "expected"),
     [("linux", True, True), ("linux", False, False), ("win32", False, True)],
 )
 def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(
-    monkeypatch, platform, loads, there
+    monkeypatch, platform, loads, expected
 ):
     def load(name: str) -> None:
         assert name == "libcuda.so.1"
@@ -312,7 +312,7 @@ def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     monkeypatch.setattr(sys, "platform", platform)
-    assert hardware._has_driver() is there
+    assert hardware._has_driver() is expected
 
 
 def test_rocm_does_not_count_as_cuda(fake_gpu, monkeypatch):
@@ -386,7 +386,7 @@ def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(inst
 
 
 @pytest.mark.parametrize(
-    ("code", "stderr", "error", "why"),
+    ("code", "stderr", "error", "reason"),
     [
         (1, TRACEBACK.format("ImportError: libcudnn.so.9"), None, "failed (ImportError: libcudnn"),
         (1, TRACEBACK.format("  OSError: indented\t"), None, "failed (OSError: indented)"),
@@ -400,14 +400,14 @@ def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(inst
     ],
 )
 def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
-    installed, import_ends, code, stderr, error, why
+    installed, import_ends, code, stderr, error, reason
 ):
     installed("2.31")
     import_ends(code, stderr, error)
-    found, problem = find_te()
-    assert found == "2.31"
+    version, problem = find_te()
+    assert version == "2.31"
     assert problem.startswith("importing Transformer Engine 2.31 ")
-    assert why in problem
+    assert reason in problem
     assert problem.endswith(f": {AGAIN.format('2.31')}")
     assert problem.isprintable()
 
@@ -424,7 +424,7 @@ def test_a_long_reason_is_cut_and_the_remedy_is_not(installed, import_ends, leng
 
 
 GOOD = "def autocast(): ...\nclass Linear: ...\n"
-# What `transformer_engine.pytorch` holds, and what is said of it.
+# The source of a fake `transformer_engine.pytorch`, and its problem in words.
 BROKEN = {
     "import error": (
         "raise ImportError('libcudnn.so.9: cannot open shared object file')",
@@ -442,12 +442,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_real_te_that_is_broken_does_not_break_us_and_says_why(fake_te, case):
-    source, why = BROKEN[case]
+    source, reason = BROKEN[case]
     fake_te(source)
     version, problem = find_te()
     assert version == "2.20.0"
     assert problem.startswith("importing Transformer Engine 2.20.0 ")
-    assert why in problem
+    assert reason in problem
     assert problem.endswith(AGAIN.format("2.20.0"))
     assert problem.isprintable()
 
@@ -516,8 +516,8 @@ def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(cpuinfo, text, fl
 @pytest.mark.parametrize("flags", ["amx_bf16", ""])
 def test_the_environment_says_yes_or_no_in_place_of_the_flags(cpuinfo, monkeypatch, flags):
     cpuinfo(XEON.format(flags=flags))
-    for said, expected in (("yes", True), ("no", False), ("", bool(flags))):
-        monkeypatch.setenv("FP8STACK_CPU_BF16", said)
+    for setting, expected in (("yes", True), ("no", False), ("", bool(flags))):
+        monkeypatch.setenv("FP8STACK_CPU_BF16", setting)
         assert probe("cpu").cpu_bf16 is expected
     monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
     with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
@@ -532,9 +532,9 @@ def test_the_cpus_name_is_read(cpuinfo):
 @pytest.mark.parametrize("text", [None, "", b"\xff\xfe\x00", "flags", "nothing : known\n"], ids=str)
 def test_a_machine_that_does_not_describe_its_cpu_is_still_a_value(cpuinfo, text):
     cpuinfo(text)
-    found = probe("cpu")
-    assert (found.device, found.cpu_bf16) == ("cpu", False)
-    assert isinstance(found.name, str)
+    machine = probe("cpu")
+    assert (machine.device, machine.cpu_bf16) == ("cpu", False)
+    assert isinstance(machine.name, str)
 
 
 def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
@@ -553,11 +553,11 @@ def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
     [("6.0", (6, 0)), ("7.5", (7, 5)), ("8.9", (8, 9)), ("9.0", (9, 0)), ("12.1", (12, 1))],
 )
 def test_an_assumed_gpu_has_current_software(text, capability):
-    found = assumed(text)
-    assert (found.device, found.capability) == ("cuda", capability)
-    assert (found.has_te, found.te_version, found.te_problem) == (True, LEAST, "")
-    assert found.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
-    assert text in str(found)
+    machine = assumed(text)
+    assert (machine.device, machine.capability) == ("cuda", capability)
+    assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
+    assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
+    assert text in str(machine)
 
 
 @pytest.mark.parametrize(
@@ -598,17 +598,18 @@ def test_a_v100_is_planned_for_only_with_a_torch_that_has_code_for_it(fake_gpu, 
     fake_gpu("Tesla V100-SXM2-16GB", (7, 0), 16, "12.6", None)
     assert resolve("delayed", probe()).compute_dtype == "fp16"
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13)
-    here = probe()
-    assert (here.device, here.capability) == ("cpu", None)
+    machine = probe()
+    assert (machine.device, machine.capability) == ("cpu", None)
     remedy = (
         "pip install --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch"
     )
-    assert here.gpu_problem.startswith(f"torch {torch.__version__} has no kernels for Tesla V100")
-    assert here.gpu_problem.endswith(remedy)
-    plan = resolve("fp32", here)
-    assert plan.reasons == (f"{here.gpu_problem}; until then the CPU runs",)
+    problem = machine.gpu_problem
+    assert problem.startswith(f"torch {torch.__version__} has no kernels for Tesla V100")
+    assert problem.endswith(remedy)
+    plan = resolve("fp32", machine)
+    assert plan.reasons == (f"{problem}; until then the CPU runs",)
     with pytest.raises(UserError, match="has no kernels for Tesla V100"):
-        resolve("fp32", here, strict=True)
+        resolve("fp32", machine, strict=True)
     with pytest.raises(UserError, match=r"cu126 torch, or use --device cpu\.$"):
         probe("cuda")
 
@@ -621,19 +622,19 @@ def test_doctor_says_once_why_the_gpu_cannot_be_used(capsys):
 
 def test_without_numba_the_plan_says_that_casts_on_a_cpu_are_slower(monkeypatch):
     monkeypatch.setattr(hardware, "find_spec", lambda name: None)
-    here = probe("cpu")
-    assert here.numba_problem == "numba is not installed: pip install numba"
-    slower = f"its casts are slower than they could be: {here.numba_problem}"
-    assert resolve("mxfp8", here).reasons[-1] == slower
-    assert resolve("delayed", here, "emulate").reasons[-1] == slower
-    assert slower not in resolve("fp32", here).reasons
-    assert slower not in resolve("mxfp8", dataclasses.replace(here, numba_problem="")).reasons
+    machine = probe("cpu")
+    assert machine.numba_problem == "numba is not installed: pip install numba"
+    slower = f"its casts are slower than they could be: {machine.numba_problem}"
+    assert resolve("mxfp8", machine).reasons[-1] == slower
+    assert resolve("delayed", machine, "emulate").reasons[-1] == slower
+    assert slower not in resolve("fp32", machine).reasons
+    assert slower not in resolve("mxfp8", dataclasses.replace(machine, numba_problem="")).reasons
 
 
 @pytest.mark.parametrize(("capability", "cuda"), [("9.0", (12, 9)), ("none", None)])
 def test_an_assumed_machine_can_be_without_te_as_every_cpu_is(capability, cuda):
-    found = assumed(capability, has_te=False)
-    assert (found.has_te, found.te_version, found.cuda_version) == (False, None, cuda)
+    machine = assumed(capability, has_te=False)
+    assert (machine.has_te, machine.te_version, machine.cuda_version) == (False, None, cuda)
     cpu = assumed("none", has_te=True)
     assert (cpu.device, cpu.capability, cpu.cpu_bf16, cpu.has_te) == ("cpu", None, False, False)
 

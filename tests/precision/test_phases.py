@@ -1,4 +1,4 @@
-"""Which recipe is asked for at which step: the rules alone."""
+"""The recipe of each step of a run, from its phases."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}
 
 
-def spans(*phases: PhaseConfig, recipe: str = "delayed", **other: float) -> list[tuple]:
-    made = phases_of(phases, recipe, **{**RUN, **other})  # type: ignore[arg-type]
-    return [(phase.name, phase.recipe, phase.first, phase.last) for phase in made]
+def spans(*phases: PhaseConfig, recipe: str = "delayed", **changes: float) -> list[tuple]:
+    phases_in_order = phases_of(phases, recipe, **{**RUN, **changes})  # type: ignore[arg-type]
+    return [(phase.name, phase.recipe, phase.first, phase.last) for phase in phases_in_order]
 
 
 def test_without_phases_the_run_is_one() -> None:
@@ -46,8 +46,8 @@ def test_presets_follow_the_schedule_of_the_learning_rate(
         ("stable", middle, 11, 80),
         ("decay", edge, 81, 100),
     ]
-    found = evaluation_in(preset(name), "mine", 100)
-    assert found == Phase(name="evaluation", recipe=edge, first=1, last=100)
+    evaluation = evaluation_in(preset(name), "mine", 100)
+    assert evaluation == Phase(name="evaluation", recipe=edge, first=1, last=100)
 
 
 def test_an_unknown_preset_is_named_with_the_nearest() -> None:
@@ -104,15 +104,15 @@ def test_the_warm_up_phase_is_a_quarter_of_the_run_at_most(
 def test_the_precision_of_a_phase_is_a_plan_for_loops_of_ones_own(
     phase: str, phases: str, hardware: Hardware, precision: str
 ) -> None:
-    found = fp8stack.precision_for_phase(phase, "delayed", phases, hardware)
-    assert found.precision == precision
+    plan = fp8stack.precision_for_phase(phase, "delayed", phases, hardware)
+    assert plan.precision == precision
 
 
 def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() -> None:
     phases = [PhaseConfig(name="mine", recipe_overrides={"margin": 2})]
-    found = fp8stack.precision_for_phase("mine", "delayed", phases, H100)
-    assert found.recipe.quantizers is not None
-    assert found.recipe.quantizers.input == Quantizer(amax="delayed", margin=2)
+    plan = fp8stack.precision_for_phase("mine", "delayed", phases, H100)
+    assert plan.recipe.quantizers is not None
+    assert plan.recipe.quantizers.input == Quantizer(amax="delayed", margin=2)
     with pytest.raises(UserError, match=r"No phase 'warmpu'.*Did you mean 'warmup'"):
         fp8stack.precision_for_phase("warmpu", hardware=H100)
 
@@ -123,7 +123,7 @@ def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "said"),
+    ("phases", "message"),
     [
         ([PhaseConfig(name="a"), PhaseConfig(name="b")], "'a' does not say where it ends"),
         (
@@ -135,14 +135,14 @@ def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
         ([PhaseConfig(name="evaluation", until=5)], "no part of training"),
     ],
 )
-def test_phases_that_make_no_sense_are_refused(phases: list[PhaseConfig], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_phases_that_make_no_sense_are_refused(phases: list[PhaseConfig], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         phases_of(phases, "fp32", **RUN)  # type: ignore[arg-type]
 
 
 def test_an_override_wins_and_leaves_the_rest() -> None:
-    by = [PhaseConfig(name="decay", recipe="fp32"), PhaseConfig(name="stable", until=90)]
-    assert spans(*overridden(preset("default"), by)) == [
+    overrides = [PhaseConfig(name="decay", recipe="fp32"), PhaseConfig(name="stable", until=90)]
+    assert spans(*overridden(preset("default"), overrides)) == [
         ("warmup", "bf16", 1, 10),
         ("stable", "delayed", 11, 90),
         ("decay", "fp32", 91, 100),
@@ -152,8 +152,8 @@ def test_an_override_wins_and_leaves_the_rest() -> None:
 
 
 def test_what_a_phase_sets_otherwise_is_part_of_what_it_asks_for() -> None:
-    one = PhaseConfig(name="a", until=5, recipe_overrides={"margin": 1, "exclude": ["*.up"]})
-    first, second = phases_of([one, PhaseConfig(name="b")], "delayed", **RUN)  # type: ignore[arg-type]
+    config = PhaseConfig(name="a", until=5, recipe_overrides={"margin": 1, "exclude": ["*.up"]})
+    first, second = phases_of([config, PhaseConfig(name="b")], "delayed", **RUN)  # type: ignore[arg-type]
     assert first.asked == 'delayed with exclude = ["*.up"], margin = 1'
     assert second.asked == "delayed"
 
@@ -186,7 +186,7 @@ def test_a_preset_by_flag_is_overridden_by_the_run_file_and_saved_phase_by_phase
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[[phases]]\nname = "a"\nuntill = 3', "Did you mean 'until'"),
         ('[[phases]]\nname = "a"\nuntil = 0', "until"),
@@ -196,9 +196,9 @@ def test_a_preset_by_flag_is_overridden_by_the_run_file_and_saved_phase_by_phase
         ('phases = "defualt"', "Did you mean 'default'"),
     ],
 )
-def test_a_wrong_table_is_one_line_that_names_the_key(tmp_path, text: str, said: str) -> None:
+def test_a_wrong_table_is_one_line_that_names_the_key(tmp_path, text: str, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         parse_config(str(file), {})
     assert "\n" not in str(caught.value)

@@ -48,7 +48,7 @@ NVFP4 = replace(
 )
 HIGH = {"grad_output": None, "grad_output_wgrad": None}
 
-# What each shipped recipe quantizes by.
+# The quantizers of each shipped recipe.
 SHIPPED: dict[str, Quantizers | None] = {
     "delayed": all_of(DELAYED, grad=replace(DELAYED, format="e5m2")),
     "current": all_of(Quantizer(), grad=Quantizer(format="e5m2")),
@@ -70,21 +70,21 @@ WITH_TABLES = ("delayed", "current", "block", "mxfp8")
 
 
 @pytest.fixture
-def own(tmp_path: Path):
-    """Writes a user's own recipe and gives its path."""
+def write(tmp_path: Path):
+    """A function that writes a user's recipe and returns its path."""
 
-    def write(text: str | bytes, name: str = "mine.toml") -> str:
+    def write_recipe(text: str | bytes, name: str = "mine.toml") -> str:
         path = tmp_path / name
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return str(path)
 
-    return write
+    return write_recipe
 
 
 refusal = partial(conftest.refusal, load_recipe)
 
 
-# What ships
+# Shipped recipes
 
 
 def test_every_shipped_recipe_is_listed_here():
@@ -160,18 +160,18 @@ def test_the_studys_variations_of_nvfp4_change_one_thing(path, quantizers):
 def test_a_shipped_recipe_explains_each_of_its_lines(name):
     text = (presets.folder("recipes") / f"{name}.toml").read_text()
     keys = [line for line in text.splitlines() if " = " in line and not line.startswith("desc")]
-    told = [line for line in keys if "#" in line]
-    assert name in ("bf16", "fp16", "tf32", "fp32") or len(told) >= 0.8 * len(keys)
+    explained = [line for line in keys if "#" in line]
+    assert name in ("bf16", "fp16", "tf32", "fp32") or len(explained) >= 0.8 * len(keys)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
 def test_every_compute_dtype_has_a_plain_recipe_of_its_name(dtype):
-    made = plain(dtype, load_recipe("delayed"))
-    assert made.compute_dtype == dtype
-    assert made == load_recipe(dtype)
+    recipe = plain(dtype, load_recipe("delayed"))
+    assert recipe.compute_dtype == dtype
+    assert recipe == load_recipe(dtype)
 
 
-# What older versions wrote
+# Recipes in old checkpoints
 
 OLD: dict[str, dict[str, Any]] = {
     "delayed": {
@@ -195,17 +195,17 @@ EXCLUSIONS = {"head": False, "exclude": [], "exclude_first_blocks": 0, "exclude_
 
 @pytest.mark.parametrize("name", WITH_TABLES)
 def test_a_recipe_in_an_old_checkpoint_is_the_one_that_ships_today(name):
-    told = {"scaling": name, **EXCLUSIONS, **OLD[name]}
-    read = recipe_from_json(told, "checkpoint.json")
+    data = {"scaling": name, **EXCLUSIONS, **OLD[name]}
+    read = recipe_from_json(data, "checkpoint.json")
     assert read.to_json(words=False) == load_recipe(name).to_json(words=False)
-    told |= {"exclude_last_blocks": 2, "head": True, "exclude": ["*.up"]}
-    read = recipe_from_json(told, "checkpoint.json")
+    data |= {"exclude_last_blocks": 2, "head": True, "exclude": ["*.up"]}
+    read = recipe_from_json(data, "checkpoint.json")
     assert (read.exclude_last_blocks, read.head, read.exclude) == (2, True, ("*.up",))
 
 
 def test_an_old_recipe_keeps_what_was_changed_in_it():
-    told = {"scaling": "delayed", **EXCLUSIONS, **OLD["delayed"], "margin": 3, "history_length": 16}
-    read = recipe_from_json(told, "checkpoint.json").quantizers
+    data = {"scaling": "delayed", **EXCLUSIONS, **OLD["delayed"], "margin": 3, "history_length": 16}
+    read = recipe_from_json(data, "checkpoint.json").quantizers
     assert read is not None
     assert read.input == replace(DELAYED, margin=3, history_length=16)
 
@@ -259,16 +259,16 @@ OF_ONE_FIELD = [
 
 @pytest.mark.parametrize(("like", "lines", "place", "fields"), OF_ONE_FIELD)
 def test_a_key_changes_the_fields_of_the_quantizers_that_it_speaks_of(
-    own, like, lines, place, fields
+    write, like, lines, place, fields
 ):
-    table, before = load_recipe(own(f'like = "{like}"\n{lines}\n')).quantizers, SHIPPED[like]
+    table, before = load_recipe(write(f'like = "{like}"\n{lines}\n')).quantizers, SHIPPED[like]
     assert table is not None
     assert before is not None
     assert table.each[place] == replace(before.each[place], **fields)
 
 
-def test_a_table_of_one_gemm_leaves_the_other_copy_of_the_operand_alone(own):
-    table = load_recipe(own('like = "mxfp8"\n[weight.dgrad]\nformat = "e2m1"\n')).quantizers
+def test_a_table_of_one_gemm_leaves_the_other_copy_of_the_operand_alone(write):
+    table = load_recipe(write('like = "mxfp8"\n[weight.dgrad]\nformat = "e2m1"\n')).quantizers
     assert table == replace(all_of(MX), weight_dgrad=replace(MX, format="e2m1"))
 
 
@@ -286,13 +286,13 @@ def test_a_table_of_one_gemm_leaves_the_other_copy_of_the_operand_alone(own):
         ),
     ],
 )
-def test_an_operand_may_stay_in_the_compute_dtype_or_keep_its_forward_values(own, lines, changed):
-    table = load_recipe(own(f'like = "mxfp8"\n{lines}\n')).quantizers
+def test_an_operand_may_stay_in_the_compute_dtype_or_keep_its_forward_values(write, lines, changed):
+    table = load_recipe(write(f'like = "mxfp8"\n{lines}\n')).quantizers
     assert table == replace(all_of(MX), **changed)
 
 
-def test_a_recipe_of_known_parts_needs_no_other_recipe(own):
-    path = own(
+def test_a_recipe_of_known_parts_needs_no_other_recipe(write):
+    path = write(
         """
         description = "squares of weights in FP6, the gradients in FP8"
         [quantizer]
@@ -311,8 +311,8 @@ def test_a_recipe_of_known_parts_needs_no_other_recipe(own):
     assert load_recipe(path).quantizers == all_of(small, replace(small, block=(16, 16)), rows)
 
 
-def test_overrides_come_after_what_the_file_says(own):
-    recipe = load_recipe(own('like = "delayed"\nmargin = 1\n'), {"margin": 2, "head": True})
+def test_overrides_come_after_what_the_file_says(write):
+    recipe = load_recipe(write('like = "delayed"\nmargin = 1\n'), {"margin": 2, "head": True})
     assert recipe.quantizers == all_of(
         replace(DELAYED, margin=2), grad=replace(DELAYED, margin=2, format="e5m2")
     )
@@ -323,14 +323,14 @@ def test_overrides_come_after_what_the_file_says(own):
 
 
 def choices(recipe: Recipe, blocks: int = 4) -> dict[str, str]:
-    """What each layer of a small model is quantized by, in a word."""
-    told = {}
+    """The name of the quantizers of each layer of a small model; "none" without."""
+    choice = {}
     for index in range(blocks):
-        for part in ("attention.qkv", "mlp.up", "mlp.down"):
-            name = f"blocks.{index}.{part}"
-            told[name] = recipe.for_layer(name, Block(index, blocks), False)
-    told["lm_head"] = recipe.for_layer("lm_head", None, True)
-    return {name: called if table else "none" for name, (table, called, _) in told.items()}
+        for linear in ("attention.qkv", "mlp.up", "mlp.down"):
+            name = f"blocks.{index}.{linear}"
+            choice[name] = recipe.for_layer(name, Block(index, blocks), False)
+    choice["lm_head"] = recipe.for_layer("lm_head", None, True)
+    return {name: called if table else "none" for name, (table, called, _) in choice.items()}
 
 
 RULES = """
@@ -351,14 +351,14 @@ grad_output = "none"
 """
 
 
-def test_the_first_entry_that_matches_a_layer_decides_what_it_runs_in(own):
-    recipe = load_recipe(own(RULES))
-    told = choices(recipe)
-    assert {told[f"blocks.3.{part}"] for part in ("mlp.up", "mlp.down")} == {"none"}
-    assert told["blocks.0.mlp.down"] == told["blocks.2.mlp.down"] == "mxfp8"
-    assert told["blocks.1.mlp.up"] == "mine, changed"
-    assert told["blocks.2.mlp.up"] == "mine"
-    assert told["lm_head"] == "mxfp8, changed"
+def test_the_first_entry_that_matches_a_layer_decides_what_it_runs_in(write):
+    recipe = load_recipe(write(RULES))
+    names = choices(recipe)
+    assert {names[f"blocks.3.{linear}"] for linear in ("mlp.up", "mlp.down")} == {"none"}
+    assert names["blocks.0.mlp.down"] == names["blocks.2.mlp.down"] == "mxfp8"
+    assert names["blocks.1.mlp.up"] == "mine, changed"
+    assert names["blocks.2.mlp.up"] == "mine"
+    assert names["lm_head"] == "mxfp8, changed"
     assert recipe.tables[1:] == (
         SHIPPED["mxfp8"],
         recipe.layers[2].quantizers,
@@ -375,15 +375,15 @@ def test_the_first_entry_that_matches_a_layer_decides_what_it_runs_in(own):
     ("match", "missing"),
     [("blocks.*.mlp.dwn", "matches no layer"), ("first 1 block", "numbered blocks")],
 )
-def test_an_entry_that_matches_nothing_is_an_error(own, match, missing):
-    recipe = load_recipe(own(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
+def test_an_entry_that_matches_nothing_is_an_error(write, match, missing):
+    recipe = load_recipe(write(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
     with pytest.raises(UserError, match=missing):
         recipe.check_layers(["up", "down"], {}, [])
 
 
 @pytest.mark.parametrize("match", ["first 3 blocks", "last 3 blocks"])
-def test_an_entry_for_more_blocks_than_there_are_is_an_error(own, match):
-    recipe = load_recipe(own(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
+def test_an_entry_for_more_blocks_than_there_are_is_an_error(write, match):
+    recipe = load_recipe(write(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
     names = ["blocks.0.up", "blocks.1.up"]
     with pytest.raises(UserError, match=f"'{match}', and the model has 2 blocks. Give 2 at most"):
         recipe.check_layers(names, block_indices(names), [])
@@ -403,13 +403,13 @@ BAD_LAYERS = {
 
 
 @pytest.mark.parametrize("lines", BAD_LAYERS)
-def test_a_wrong_entry_for_layers_is_refused_with_its_place(own, lines):
-    assert BAD_LAYERS[lines] in refusal(own(f'like = "mxfp8"\n[[layers]]\n{lines}\n'))
+def test_a_wrong_entry_for_layers_is_refused_with_its_place(write, lines):
+    assert BAD_LAYERS[lines] in refusal(write(f'like = "mxfp8"\n[[layers]]\n{lines}\n'))
 
 
-def test_a_pattern_that_is_excluded_is_not_to_have_a_recipe_too(own):
+def test_a_pattern_that_is_excluded_is_not_to_have_a_recipe_too(write):
     text = 'like = "mxfp8"\nexclude = "a"\n[[layers]]\nmatch = "a"\nrecipe = "block"\n'
-    assert "'a' is said twice" in refusal(own(text))
+    assert "'a' is said twice" in refusal(write(text))
 
 
 # Keys that are refused
@@ -427,13 +427,13 @@ TYPOS = {
 
 
 @pytest.mark.parametrize("typo", TYPOS)
-def test_an_unknown_key_is_refused_with_the_nearest_one(own, typo):
-    message = refusal(own(f'like = "delayed"\n{typo} = 1\n'))
+def test_an_unknown_key_is_refused_with_the_nearest_one(write, typo):
+    message = refusal(write(f'like = "delayed"\n{typo} = 1\n'))
     assert message.startswith(f"recipe 'mine': No key '{typo}'. Did you mean '{TYPOS[typo]}'?")
 
 
-def test_an_unknown_field_of_a_quantizer_is_refused_with_its_place(own):
-    message = refusal(own('like = "mxfp8"\n[input.wgrad]\nblok = [1, 16]\n'))
+def test_an_unknown_field_of_a_quantizer_is_refused_with_its_place(write):
+    message = refusal(write('like = "mxfp8"\n[input.wgrad]\nblok = [1, 16]\n'))
     assert message.startswith("recipe 'mine': input.wgrad: No key 'blok'. Did you mean 'block'?")
 
 
@@ -447,15 +447,15 @@ CHANGES_NOTHING = {
 
 
 @pytest.mark.parametrize("like", CHANGES_NOTHING)
-def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(own, like):
+def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(write, like):
     for line in CHANGES_NOTHING[like]:
         key = line.partition(" ")[0]
-        message = refusal(own(f'like = "{like}"\n{line}\n'))
+        message = refusal(write(f'like = "{like}"\n{line}\n'))
         assert message.startswith(f"recipe 'mine': {key} changes nothing: no quantizer ")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("# nothing but a comment\n", "it has no quantizer. Begin with a key"),
         ('like = "bf16"\nhead = true\n', "head, router, exclude and layers need quantizers"),
@@ -485,10 +485,10 @@ def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(own, like):
         ('like = "mxfp8"\n[grad_output]\nwgrad = "nune"\n', "grad_output.wgrad = 'nune'"),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_the_keys_place(own, text, said):
-    message = refusal(own(text))
+def test_what_does_not_go_together_is_refused_with_the_keys_place(write, text, problem):
+    message = refusal(write(text))
     assert message.startswith(("recipe 'mine'", "No recipe"))
-    assert said in message
+    assert problem in message
 
 
 # Values that are refused
@@ -517,15 +517,15 @@ WRONG = {  # of another type, out of range, or nothing that a scale could be mad
 @pytest.mark.parametrize(
     ("like", "key", "value"), [(*place, value) for place in WRONG for value in WRONG[place]]
 )
-def test_a_wrong_value_is_refused_with_its_file_key_and_value(own, like, key, value):
-    message = refusal(own(f'like = "{like}"\n{key} = {value}\n'))
+def test_a_wrong_value_is_refused_with_its_file_key_and_value(write, like, key, value):
+    message = refusal(write(f'like = "{like}"\n{key} = {value}\n'))
     assert message.startswith(f"recipe 'mine': {key} = ")
     assert value.strip("\"[]{} '").partition(" ")[0].lower()[:4] in message.lower()
 
 
 @pytest.mark.parametrize("value", ["[1]", '["a", 2]', "[[]]"])
-def test_a_pattern_that_is_no_string_is_refused_with_its_place(own, value):
-    message = refusal(own(f'like = "delayed"\nexclude = {value}\n'))
+def test_a_pattern_that_is_no_string_is_refused_with_its_place(write, value):
+    message = refusal(write(f'like = "delayed"\nexclude = {value}\n'))
     assert message.startswith("recipe 'mine': exclude.")
 
 
@@ -546,17 +546,17 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), BAD_FILES, ids=range(len(BAD_FILES)))
-def test_a_file_that_cannot_be_read_is_refused_by_its_path(own, content, said):
-    path = own(content)
+@pytest.mark.parametrize(("content", "problem"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_a_file_that_cannot_be_read_is_refused_by_its_path(write, content, problem):
+    path = write(content)
     message = refusal(path)
     assert path in message
-    assert said in message
+    assert problem in message
 
 
 @pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000], ids=["decimal", "hex"])
-def test_a_number_of_thousands_of_digits_is_refused(own, digits):
-    assert "mine" in refusal(own(f'like = "delayed"\nmargin = {digits}\n'))
+def test_a_number_of_thousands_of_digits_is_refused(write, digits):
+    assert "mine" in refusal(write(f'like = "delayed"\nmargin = {digits}\n'))
 
 
 def test_a_directory_is_refused(tmp_path):
@@ -589,8 +589,8 @@ def test_a_path_without_a_file_is_refused_and_the_shipped_recipes_are_named(name
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
-    known = ", ".join(sorted(["auto", *SHIPPED]))
-    assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {known}."
+    names = ", ".join(sorted(["auto", *SHIPPED]))
+    assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {names}."
 
 
 @pytest.mark.parametrize("name", ["", "zzzzzzz", ".", "..", "*", "mxfp8 "])
@@ -602,7 +602,7 @@ def test_auto_is_refused_where_a_recipe_must_be_named():
     assert refusal("auto").startswith("recipe 'auto' is chosen by machine, and a recipe must be")
 
 
-# What stays out of FP8
+# Layers that stay out of FP8
 
 
 HEAD = ("lm_head", None, True)
@@ -613,7 +613,7 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
 
 
 @pytest.mark.parametrize(
-    ("over", "layer", "said"),
+    ("over", "layer", "expected"),
     [
         ({}, HEAD, "the recipe says head = false"),
         ({}, ("score", None, True), "the recipe says head = false"),
@@ -644,27 +644,27 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
     ],
     ids=str,
 )
-def test_a_recipe_says_why_a_layer_stays_out(over, layer, said):
+def test_a_recipe_says_why_a_layer_stays_out(over, layer, expected):
     table, _, reason = load_recipe("nvfp4").model_copy(update=over).for_layer(*layer)
-    assert (table, reason) == ((None, said) if said else (NVFP4, ""))
+    assert (table, reason) == ((None, expected) if expected else (NVFP4, ""))
 
 
-@pytest.mark.parametrize("asked", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("name", ["mxfp8", "bf16"])
 @pytest.mark.parametrize("capability", [(8, 0), (7, 0), (10, 0)])
-def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(asked, capability):
-    recipe = load_recipe(asked, {"residual": "bf16"})
+def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(name, capability):
+    recipe = load_recipe(name, {"residual": "bf16"})
     plan = resolve(recipe, Hardware("cuda", capability))
     assert plan.recipe.residual == "bf16"
     assert "residual stream: bf16, the recipe says so" in plan.summary()
     assert plan.to_json()["reasons"][-1] == "residual stream: bf16, the recipe says so"
     assert recipe_from_json(recipe.to_json(), "here") == recipe
-    assert recipe.to_json(words=False) != load_recipe(asked).to_json(words=False)
+    assert recipe.to_json(words=False) != load_recipe(name).to_json(words=False)
 
 
 def test_a_recipe_that_was_written_before_there_was_a_choice_has_its_residual_stream_in_float32():
-    told = load_recipe("delayed").to_json()
-    del told["residual"]
-    assert recipe_from_json(told, "here") == load_recipe("delayed")
+    data = load_recipe("delayed").to_json()
+    del data["residual"]
+    assert recipe_from_json(data, "here") == load_recipe("delayed")
 
 
 @pytest.mark.parametrize("name", LOW)

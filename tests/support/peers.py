@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import gfloat
 import gfloat.formats
@@ -23,10 +23,10 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from bench.gpu.references import installed, nvfp4_reference
 from fp8stack.conform.inputs import MXFP4, MXFP8, NVFP4
-from fp8stack.formats import Quantizer, ScaleRounding
+from fp8stack.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.numerics import RandomBits, dequantize, quantize
 from fp8stack.numerics.hadamard import hadamard
-from tests.support.oracles import MAX, ML_DTYPES, codes, nearest_codes
+from tests.support.oracles import BITS, MAX, ML_DTYPES, codes, nearest_codes
 
 GFLOAT = {
     "e4m3": gfloat.formats.format_info_ocp_e4m3,
@@ -200,8 +200,9 @@ def _bytes(data: Tensor) -> np.ndarray:
 
 
 _MX = {"mxfp8": MXFP8, "mxfp8 e5m2": replace(MXFP8, format="e5m2"), "mxfp4": MXFP4}
-_MX |= {f"mxfp6 {name}": replace(MXFP8, format=name) for name in ("e2m3", "e3m2")}
-_RULES: tuple[ScaleRounding, ...] = ("rceil", "floor", "even")
+_FP6 = [name for name in get_args(FormatName) if BITS[name] == 6]
+_MX |= {f"mxfp6 {name}": replace(MXFP8, format=name) for name in _FP6}
+_RULES: tuple[ScaleRounding, ...] = get_args(ScaleRounding)
 _FLOOR = {f"{name} floor": replace(q, scale_rounding="floor") for name, q in _MX.items()}
 _EVERY_MX = {
     f"{name} {rule}": replace(q, scale_rounding=rule) for name, q in _MX.items() for rule in _RULES
