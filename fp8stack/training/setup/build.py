@@ -234,7 +234,8 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
             "--parallel ddp or fsdp spreads a model over ranks."
         )
     config, folder = beginning.config, beginning.folder.path
-    trackers = build_trackers(config, folder) if ranks.is_main else []
+    resumed = beginning.resumption is not None
+    trackers = build_trackers(config, folder, resumed=resumed) if ranks.is_main else []
     accelerator = Accelerator(
         cpu=plan.device == "cpu",
         mixed_precision="no",
