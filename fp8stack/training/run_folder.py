@@ -75,7 +75,7 @@ class RunFolder:
         return None
 
     def go_on(self, config: RunConfig) -> str:
-        """The command that goes on with this run, which `config` describes, and its trackers."""
+        """The command to resume this run, which `config` describes, with its trackers."""
         trackers = "".join(f" --{key}" for key in TRACKERS if getattr(config, key))
         return f"fp8stack pretrain --resume {shell_quoted(str(self.path))}{trackers}"
 
@@ -91,7 +91,7 @@ class RunFolder:
         if self.cut_at is not None:
             commands = {f"fp8stack pretrain --resume {path}": "go on training"} | commands
         width = max(map(len, commands))
-        return ["next:", *(f"  {line:{width}}  {what}" for line, what in commands.items())]
+        return ["next:", *(f"  {line:{width}}  {use}" for line, use in commands.items())]
 
     @property
     def is_vacant(self) -> bool:
@@ -128,10 +128,10 @@ class RunFolder:
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        taken = [path for path in (*self._own, self.profile) if path.exists()]
-        taken += [] if self._has_no_checkpoints else [self.checkpoints]
-        if taken:
-            raise UserError(f"{taken[0]} is in the way: it is no run's. Give another --out.")
+        in_the_way = [path for path in (*self._own, self.profile) if path.exists()]
+        in_the_way += [] if self._has_no_checkpoints else [self.checkpoints]
+        if in_the_way:
+            raise UserError(f"{in_the_way[0]} is in the way: it is no run's. Give another --out.")
 
     def require_folder(self) -> None:
         """Raise a UserError if there is a file in place of the folder."""
@@ -179,7 +179,7 @@ class RunFolder:
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
-        # Who asks whether a process trains here holds the lock for a moment.
+        # Another process may hold the lock for a moment, to see whether a process trains here.
         if not lock(self._lock.fileno(), wait_s=1.0):
             raise self._in_use()
         _closed_in_children(self)
@@ -190,7 +190,7 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Within, an error releases the lock, and removes the folder if it was created for
+        """If an error occurs within, release the lock, and remove the folder if it was created for
         nothing."""
         try:
             yield
@@ -306,8 +306,8 @@ class RunFolder:
 
 
 def _closed_in_children(folder: RunFolder) -> None:
-    """Have processes that are forked from this one, such as those that read data, let go of the
-    lock: it would outlive this process in them."""
+    """Release the lock in processes that are forked from this one, such as data workers: otherwise
+    they could hold it after this process ends."""
     if hasattr(os, "register_at_fork"):
         reference = weakref.ref(folder)
 
@@ -383,10 +383,10 @@ def cut_runs() -> Iterator[RunFolder]:
             yield RunFolder(path)
 
 
-def _agree(saved: RunConfig, asked: RunConfig) -> bool:
-    """Whether the keys given in `asked` match the run `saved`; models and recipes by name."""
-    named = {"model", "recipe"} & asked.given.keys()
-    fixed = asked.given.keys() - FREE_ON_RESUME - {"init_from"}
-    pairs = [(Path(getattr(saved, key)).stem, Path(getattr(asked, key)).stem) for key in named]
-    pairs += [(getattr(saved, key), getattr(asked, key)) for key in fixed]
-    return all(there == here for there, here in pairs)
+def _agree(saved: RunConfig, requested: RunConfig) -> bool:
+    """Whether the keys given in `requested` match the run `saved`; models and recipes by name."""
+    named = {"model", "recipe"} & requested.given.keys()
+    fixed = requested.given.keys() - FREE_ON_RESUME - {"init_from"}
+    return all(
+        Path(getattr(saved, key)).stem == Path(getattr(requested, key)).stem for key in named
+    ) and all(getattr(saved, key) == getattr(requested, key) for key in fixed)

@@ -138,8 +138,8 @@ def _from_checkpoint(
 def left_out_trackers(resumption: Resumption, requested: RunConfig) -> str | None:
     """A note on the trackers that the saved configuration names and the flags given now do not:
     the run may be a stranger's. None if there are none."""
-    saved, given = resumption.saved, requested.given
-    names = [key for key in TRACKERS if getattr(saved, key) and key not in given]
+    saved = resumption.saved
+    names = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
     if not names:
         return None
     flags = " ".join(f"--{name}" for name in names)
@@ -160,9 +160,9 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     if requested.init_from and same_source(requested.init_from, source):
         requested = requested.model_copy(update={"init_from": source})
     requested = _with_saved_files(requested, saved)
-    table, given = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
-    given |= {"guard": table["guard"] | given.get("guard", {})}
-    config: RunConfig = presets.parse(RunConfig, table | given, "flags")
+    table, flags = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
+    flags |= {"guard": table["guard"] | flags.get("guard", {})}
+    config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))
     refuse_differences(resumption, list(changes))
