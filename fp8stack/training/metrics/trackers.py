@@ -36,8 +36,8 @@ def build_trackers(config: RunConfig, folder: Path, *, resumed: bool) -> list[Ge
 def start_trackers(accelerator: Accelerator, folder: Path, *, resumed: bool) -> None:
     """Start the trackers of `accelerator`, for the run in `folder`. Raises a UserError if one of
     them refuses, such as Weights & Biases without a login."""
-    if not resumed:
-        (folder / IDS).unlink(missing_ok=True)  # of an earlier run in this folder
+    if not resumed and (folder / IDS).exists():  # of an earlier run in this folder
+        (folder / IDS).unlink()
     accelerator.init_trackers(PROJECT)
 
 
