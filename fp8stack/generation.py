@@ -15,9 +15,7 @@ from fp8stack.precision import Hardware, probe
 from fp8stack.tables import counted
 from fp8stack.terminal import warn, write_text
 from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.load import Trained
-from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.setup.init_from import find_source
+from fp8stack.training.load import Trained, find_source, tokenizer_of_run
 
 DECODED_AGAIN = 64  # last prompt tokens, which may affect the first character after the prompt
 

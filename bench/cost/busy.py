@@ -28,7 +28,7 @@ from fp8stack.benchmark.step import arms, build, works
 from fp8stack.errors import UserError
 from fp8stack.precision import probe
 from fp8stack.threads import USER_SETTINGS, adapting
-from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.memory import keep_freed_memory
 
 SHORT = ["--seconds", "1", "--steps", "4"]
 LOOPS = (0, 1, 2, 4)

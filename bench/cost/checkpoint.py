@@ -27,7 +27,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.memory import keep_freed_memory
 
 SHORT = ["--rounds", "3"]
 WAITING, BEHIND = "in the foreground", "in the background"

@@ -22,7 +22,7 @@ from bench.cost import activations, emulation
 from bench.report import Report, Row
 from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.memory import keep_freed_memory
 
 STEPS = 2  # the first creates the moments
 

@@ -15,7 +15,7 @@ import torch
 
 from fp8stack.precision import Hardware, probe
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.memory import keep_freed_memory
 from fp8stack.version import __version__
 
 Arm = Callable[[], object]

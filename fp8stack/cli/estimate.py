@@ -60,9 +60,8 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate, memory_of
     from fp8stack.model.config import load_config, plan_for
     from fp8stack.optim.optimizer import require_optimizer
-    from fp8stack.training.setup.build import context_of
-    from fp8stack.training.setup.memory_check import Footprint
-    from fp8stack.training.setup.variants import Decided, plan_phases, unwanted_backends
+    from fp8stack.training.memory import Footprint
+    from fp8stack.training.run_plans import Decided, context_of, plan_phases, unwanted_backends
 
     memory, whose = memory_of(hardware) if memory_given is None else _given(memory_given)
     model = load_config(config.model, config.model_overrides)

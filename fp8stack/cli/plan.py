@@ -67,8 +67,7 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
     from fp8stack.backends.compiler import require_compilable
     from fp8stack.model.config import load_config
     from fp8stack.planner.table import make_table
-    from fp8stack.training.setup.build import context_of
-    from fp8stack.training.setup.variants import never_asked_for, phases_in, plan_recipe
+    from fp8stack.training.run_plans import context_of, never_asked_for, phases_in, plan_recipe
 
     shape = load_config(config.model, config.model_overrides)
     note = never_asked_for(config, phases_in(config))

@@ -22,12 +22,12 @@ from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.presets import recipe_words
 from fp8stack.terminal import shell_quoted
 from fp8stack.threads import use_threads
+from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
+from fp8stack.training.init_from import with_source
+from fp8stack.training.load import find_source
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup.build import context_of
-from fp8stack.training.setup.datasets import read, with_vocabulary
-from fp8stack.training.setup.init_from import find_source, with_source
+from fp8stack.training.run_plans import Decided, context_of, plan_phases
 from fp8stack.training.setup.start import with_absolute_paths
-from fp8stack.training.setup.variants import Decided, plan_phases
 
 PER_RUN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Config keys that differ between the runs, and the options that set them."""
@@ -243,7 +243,7 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, P
     unset = {key: value for key, value in defaults.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
     if not config.init_from:
-        return with_vocabulary(config), None
+        return with_vocabulary(config, named_tokenizer(config)), None
     source = find_source(config.init_from)
     return with_source(config, source), source.tokenizer
 
@@ -255,7 +255,7 @@ def _contents(
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     recipe_tables = {name: _recipe(config, source, model) for name, source in recipes.items()}
-    reading = read(config, model.vocabulary, context, tokenizer)
+    reading = read(config, model.vocabulary, context, named_tokenizer(config), tokenizer)
     return {
         "model": model.model_dump(mode="json"),
         "data": reading.fingerprints(),

@@ -21,8 +21,7 @@ from fp8stack.tables import counted
 from fp8stack.terminal import warn
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.setup.init_from import find_source
+from fp8stack.training.load import find_source, tokenizer_of_run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

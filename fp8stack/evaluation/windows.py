@@ -16,7 +16,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer, alike
 from fp8stack.training.dataloader import inputs_of
-from fp8stack.training.setup.build import context_of
+from fp8stack.training.run_plans import context_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

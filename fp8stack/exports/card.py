@@ -15,7 +15,7 @@ from fp8stack.exports.files import Source
 from fp8stack.io import read_json
 from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup.build import context_of
+from fp8stack.training.run_plans import context_of
 from fp8stack.version import __version__
 
 CARD = "README.md"

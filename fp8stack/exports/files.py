@@ -16,8 +16,7 @@ from fp8stack.errors import UserError
 from fp8stack.hf import config_json, layout_of, reader_notes, to_hf
 from fp8stack.model.config import GPTConfig
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
-from fp8stack.training.load import find_checkpoint
-from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.load import find_checkpoint, tokenizer_of_run
 from fp8stack.version import __version__
 
 Dtype = Literal["fp32", "bf16"]

@@ -22,11 +22,9 @@ from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
 from fp8stack.terminal import warn
-from fp8stack.training.load import Trained
+from fp8stack.training.load import Trained, find_source, tokenizer_of_run
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup.build import context_of
-from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.setup.init_from import find_source
+from fp8stack.training.run_plans import context_of
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32

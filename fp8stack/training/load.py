@@ -1,5 +1,6 @@
-"""Load a trained model from its run or checkpoint, for inference."""
+"""Load a trained model and its tokenizer: of a run, a checkpoint, or Hugging Face."""
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8stack import presets
+from fp8stack import hf, presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.checkpoint.state import restore_weights
@@ -20,7 +21,13 @@ from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.terminal import printable
-from fp8stack.tokenizer import TOKENIZER_FILE, TokenizerIdentity
+from fp8stack.tokenizer import (
+    NAMED,
+    TOKENIZER_FILE,
+    Tokenizer,
+    TokenizerIdentity,
+    load_tokenizer,
+)
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -184,6 +191,40 @@ def trained_run(checkpoint: Checkpoint, path: Path, passed_over: Sequence[str] =
     )
 
 
+def find_source(init_from: str) -> Trained:
+    """The model of a checkpoint, a run (its newest usable checkpoint), `hf:` and a folder that
+    transformers saved, or `hf:owner/name[@revision]` on the Hub, as `--init-from` names it. Raises
+    what `fetch` raises, a UserError if it does not exist or our GPT cannot represent the model, and
+    a NoUsableCheckpoint if the checkpoint is damaged, or all of the run's are."""
+    repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
+    if repository is not None:
+        path, fetched = hf.fetch(repository)
+        return _of_folder(path, str(fetched))
+    if folder is not None:
+        return _of_folder(folder, absolute_source(init_from))
+    return trained_run(*find_checkpoint(init_from))
+
+
+def absolute_source(init_from: str) -> str:
+    """`--init-from` as an absolute path, so that a run can be resumed from any directory."""
+    if (folder := hf.path_in(init_from)) is None:
+        return os.path.realpath(init_from)
+    return init_from if hf.repository_in(init_from) else f"{hf.HF}{os.path.realpath(folder)}"
+
+
+def _of_folder(path: Path, name: str) -> Trained:
+    """The model in a folder that transformers saved; `name` is the source's."""
+    folder = hf.open_folder(path)
+    model = hf.found_in(folder.config, str(path / "config.json"))
+    return Trained(
+        path=Path(name),
+        shape=model.config,
+        weights=hf.from_hf(model.config, model.layout, folder.tensors, str(path)),
+        notes=model.notes,
+        tokenizer=folder.tokenizer,
+    )
+
+
 def _in_run(path: Path) -> bool:
     return path.parent.name == "checkpoints"
 
@@ -207,3 +248,50 @@ def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
     """The layers that a checkpoint's plan keeps out of FP8, with the reasons. A resumed run keeps
     the same layers out, since FP8 state and losses depend on them."""
     return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}
+
+
+def tokenizer_of_run(
+    run_or_checkpoint: str | Path, name: str | None, recorded: TokenizerIdentity | None
+) -> Tokenizer | None:
+    """The tokenizer of a run or checkpoint; None if it is unknown.
+
+    Args:
+        name: the tokenizer to use, a name or path; None: the run's own.
+        recorded: the tokenizer that its checkpoint records; older ones record none.
+
+    Raises:
+        UserError: it cannot be loaded, or is not the tokenizer that the run was trained with.
+    """
+    path = Path(run_or_checkpoint)
+    file = _folder_of(path) / TOKENIZER_FILE
+    if name is None:
+        return own_tokenizer(file, recorded)
+    named = load_tokenizer(name)
+    trained_with = recorded
+    if recorded is None and file.is_file():
+        trained_with = load_tokenizer(str(file)).identity
+    if trained_with is not None and not trained_with.is_alike(named.identity):
+        raise UserError(
+            f"{quoted(str(path))} was trained on tokens of {quoted(trained_with.name)}, not of "
+            f"--tokenizer {quoted(name)}. Leave that out."
+        )
+    return named
+
+
+def own_tokenizer(file: Path, recorded: TokenizerIdentity | None) -> Tokenizer | None:
+    """The tokenizer in `file`, a run's `tokenizer.json`. None if there is no file and none is
+    recorded. A tokenizer with a name needs no file. Raises a UserError if it is not the one
+    `recorded`."""
+    tokenizer = load_tokenizer(str(file)) if file.is_file() else None
+    if recorded is None:
+        return tokenizer
+    if tokenizer is None and recorded.name in NAMED:
+        tokenizer = load_tokenizer(recorded.name)
+    if tokenizer is not None and tokenizer.sha256 == recorded.sha256:
+        return tokenizer
+    problem = "is missing" if tokenizer is None else f"is another one ({tokenizer.sha256[:8]})"
+    raise UserError(
+        f"{quoted(str(file))} {problem}: the run was trained on tokens of "
+        f"{quoted(recorded.name)} ({recorded.sha256[:8]}). Put that file back, or name it by "
+        "--tokenizer."
+    )

@@ -31,10 +31,7 @@ from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.phases import Phases
-from fp8stack.training.run import Run, Variant
-from fp8stack.training.setup.build import versions
-from fp8stack.training.setup.resume import put_back
-from fp8stack.training.setup.variants import leave_fp16, plan_of
+from fp8stack.training.run import Run, Variant, versions
 from fp8stack.training.signals import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.step import Step
 
@@ -240,10 +237,10 @@ class _Loop:
         Raises a NumericFailure if the guard gave up."""
         run = self.run
         if outcome.to_bf16:
-            leave_fp16(run)
+            run.leave_fp16()
             self.metrics.update_peak()
             if run.ranks.is_main:
-                run.folder.write_plan(plan_of(run))
+                run.folder.write_plan(run.plan_json())
         for layer in outcome.leave_fp8:
             run.set_fp8(layer, False)
         for layer in outcome.enter_fp8:
@@ -261,8 +258,8 @@ class _Loop:
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Restore the run from an earlier checkpoint, and drop the later ones."""
         run = self.run
-        put_back(run, checkpoint)
-        run.ranks.wait()  # other ranks may still read the later checkpoints
+        run.restore(checkpoint)
+        run.ranks.wait()  # for those that still read
         if run.ranks.is_main:
             writer.forget_after(run.folder.checkpoints, run.step)
         self.saved_at, self.streak, self.save_due = run.step, 0, False

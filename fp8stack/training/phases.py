@@ -44,11 +44,11 @@ class Phases:
         several = len(schedule.phases) > 1
         if phase.name != self.entered and several and self.ended_at is None:
             recipe = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
-            why = f"{recipe} was asked for from this step on"
+            reason = f"{recipe} was asked for from this step on"
             is_first = schedule.variants.index(place) == schedule.phases.index(phase) > 0
             if is_first and self.run.plan.recipe.attention_slots:  # within kernels: not calibrated
-                why += "; the scales of its attention begin at 1, as in a new run"
-            self._announce(step, phase.name, self.run.active, why)
+                reason += "; the scales of its attention begin at 1, as in a new run"
+            self._announce(step, phase.name, self.run.active, reason)
         self.entered = phase.name
 
     def phase(self, step: int) -> str:
@@ -63,8 +63,8 @@ class Phases:
         if run.variants[self.variant(step)] is run.main:
             return False
         if run.evaluation is run.main:
-            left = min(-step % config.eval_every, config.steps - step)
-            if left < config.calibration_steps:
+            steps_to_evaluation = min(-step % config.eval_every, config.steps - step)
+            if steps_to_evaluation < config.calibration_steps:
                 return True
         return any(
             run.variants[place] is run.main
@@ -74,8 +74,8 @@ class Phases:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Within, record the amaxes of a forward and backward pass, which is not changed, for the
-        scales of delayed scaling. All ranks call this."""
+        """Record the amaxes of the forward and backward passes within, which are not changed, for
+        the scales of delayed scaling. All ranks call this."""
         delayed = self.run.main.backend.delayed
         assert delayed is not None
         amaxes: dict[str, Tensor] = {}
@@ -96,9 +96,9 @@ class Phases:
         delayed.calibrate(amaxes)
 
     def judge(self, step: int, loss: Callable[[Variant], float | None]) -> None:
-        """Compare the validation loss with that of the same weights in float32; if it is worse by
-        more than `guard.quality`, end the phases: after `step` the run trains in float32. `loss`
-        returns the validation loss of a variant, None if a stop was requested."""
+        """Compare the validation loss with the loss of the same weights in float32. If it is worse
+        by more than `guard.quality`, end the phases: after `step` the run trains in float32.
+        `loss` returns the validation loss of a variant, None if a stop was requested."""
         run = self.run
         place, limit = run.schedule.reference, run.config.guard.quality
         if self.judged_at == step or place is None or run.variants[place] is run.active:
@@ -107,19 +107,19 @@ class Phases:
         if not (run.config.guard.enabled and limit):
             return
         reference = run.variants[place]
-        own, exact = loss(run.active), loss(reference)
-        if own is None or exact is None:
+        val_loss, exact = loss(run.active), loss(reference)
+        if val_loss is None or exact is None:
             return
         self.judged_at = step
-        if not math.isfinite(exact) or own <= exact * (1 + limit):
+        if not math.isfinite(exact) or val_loss <= exact * (1 + limit):
             return
         self.ended_at = step
-        worse = f"{100 * (own / exact - 1):.2g} %" if math.isfinite(own) else "infinitely"
-        why = (
-            f"validation loss {own:.4f} in {run.plan.precision} is {worse} worse than the "
+        worse = f"{100 * (val_loss / exact - 1):.2g} %" if math.isfinite(val_loss) else "infinitely"
+        reason = (
+            f"validation loss {val_loss:.4f} in {run.plan.precision} is {worse} worse than the "
             f"{exact:.4f} of the same weights in fp32, and guard.quality allows {100 * limit:g} %"
         )
-        self._announce(step + 1, CONSERVATIVE, reference, why)
+        self._announce(step + 1, CONSERVATIVE, reference, reason)
 
     def state(self) -> dict[str, Any]:
         """The state to save in a checkpoint, as JSON data."""
@@ -149,7 +149,7 @@ class Phases:
             place = schedule.reference
         return schedule.phases[number], place
 
-    def _announce(self, step: int, name: str, variant: Variant, why: str) -> None:
+    def _announce(self, step: int, name: str, variant: Variant, reason: str) -> None:
         plan = variant.plan
-        row = {"step": step, "event": "phase", "phase": name, "why": why}
+        row = {"step": step, "event": "phase", "phase": name, "why": reason}
         self.announce(row | {"recipe": plan.recipe.name, "precision": plan.precision})

@@ -1,25 +1,32 @@
 """A run: its immutable parts (`Run`), and its state, which the training loop changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import accelerate
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8stack import data
-from fp8stack.backends import Backend
-from fp8stack.backends.linear import LowPrecisionLinear
+from fp8stack.backends import Backend, build_backend
+from fp8stack.backends.linear import CastLinear, LowPrecisionLinear
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.state import restore
 from fp8stack.config import RunConfig
 from fp8stack.distributed.process_group import Ranks
-from fp8stack.model.gpt import GPT, Attention
+from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.phases import Phase
+from fp8stack.precision.recipe import plain
 from fp8stack.telemetry.operands import Telemetry
 from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.run_plans import Schedule, never_asked_for, phases_in
+from fp8stack.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,19 +66,8 @@ class RunData:
     tokenizer: Tokenizer | None  # of the data, if it is known
 
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each part."""
+        """The fingerprints of the training and the validation data."""
         return {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Which variant runs when; variants are indices into `TrainingState.variants`."""
-
-    phases: tuple[Phase, ...]  # of training, in order, from the first step to the last
-    variants: tuple[int, ...]  # of each phase
-    places: dict[str, int]  # by the recipe that was requested
-    evaluation: int | None = None  # for validation losses; None: the one that trains
-    reference: int | None = None  # float32 without FP8, for the quality guard, if that is on
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,7 +83,7 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """A run: all its parts, of which only `state` changes."""
+    """A run. Only `state` changes."""
 
     config: RunConfig
     context: int
@@ -168,17 +164,83 @@ class Run:
         """Switch FP8 on or off for a layer, or attention, in every variant whose plan has it in
         FP8."""
         for variant in self.variants:
-            part = variant.model.get_submodule(layer)
-            if isinstance(part, Attention):
-                part.in_fp8 = in_fp8 and variant.plan.recipe.fp8_attention
+            module = variant.model.get_submodule(layer)
+            if isinstance(module, Attention):
+                module.in_fp8 = in_fp8 and variant.plan.recipe.fp8_attention
             elif variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
-                assert isinstance(part, LowPrecisionLinear), layer
-                part.in_fp8 = in_fp8
+                assert isinstance(module, LowPrecisionLinear), layer
+                module.in_fp8 = in_fp8
+
+    def leave_fp16(self) -> None:
+        """Replace each fp16 variant by one in bf16, without a loss scale."""
+        self.state.variants = tuple(
+            _in_bf16(variant) if variant.plan.loss_scaling else variant for variant in self.variants
+        )
+        self.use(self.state.active)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore weights, moments, scales, random state and step from `checkpoint`. Raises what
+        `fp8stack.checkpoint.state.restore` raises."""
+        rank, main = self.ranks.index, self.main.model
+        restore(self.model, self.optimizer, checkpoint.tensors, rank, fp8_model=main)
+        for variant in self.variants:
+            variant.backend.weights.mark()
+        if self.loss_scaler is not None and checkpoint.info["scaler"] is not None:
+            self.loss_scaler.load_state_dict(checkpoint.info["scaler"])
+        self.state.step = checkpoint.step
+
+    def plan_json(self) -> dict[str, Any]:
+        """The main variant's plan as JSON data, with the requested recipe, and the phases if
+        any."""
+        plan = self.main.plan.to_json() | {"asked": Path(self.config.recipe).stem}
+        # `config`, not `schedule`, names the run's copies of recipe files.
+        if warning := never_asked_for(self.config, phases_in(self.config)):
+            plan["reasons"] = [warning, *plan["reasons"]]
+        if self.config.phases:
+            plan["phases"] = [
+                asdict(phase) | {"precision": self.variants[place].plan.precision}
+                for phase, place in zip(self.schedule.phases, self.schedule.variants, strict=True)
+            ]
+        return plan
 
 
 def main_variant(variants: Sequence[Variant]) -> Variant:
     """The variant whose FP8 state is saved: one in delayed scaling, else the first in FP8, else the
     first."""
-    delayed = (one for one in variants if one.backend.delayed is not None)
-    fp8 = (one for one in variants if one.plan.runs_fp8)
+    delayed = (variant for variant in variants if variant.backend.delayed is not None)
+    fp8 = (variant for variant in variants if variant.plan.runs_fp8)
     return next(delayed, None) or next(fp8, variants[0])
+
+
+def versions() -> dict[str, str]:
+    """The versions to save in a checkpoint."""
+    return {
+        "fp8stack": __version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }
+
+
+def _in_bf16(variant: Variant) -> Variant:
+    """The bf16 variant that replaces an fp16 one: its plan in bf16 and a backend for it. The
+    modules stay the same, with their hooks, DDP, FSDP2 and compiled code, and use the new
+    backend."""
+    old = variant.plan
+    plan = replace(
+        old,
+        recipe=plain("bf16", old.recipe),
+        compute_dtype="bf16",
+        reasons=(*old.reasons, "the guard left fp16 for bf16"),
+        layers=tuple(
+            replace(layer, precision=layer.precision.replace("fp16", "bf16"))
+            for layer in old.layers
+        ),
+    )
+    backend = build_backend(plan)
+    backend.vocabulary_multiple = variant.backend.vocabulary_multiple
+    for module in variant.model.modules():
+        if isinstance(module, GPT | Block | Attention):
+            module.backend = backend
+        elif isinstance(module, CastLinear):
+            module.compute_dtype = backend.compute_dtype
+    return replace(variant, plan=plan, backend=backend)

@@ -75,7 +75,7 @@ class RunFolder:
         return None
 
     def go_on(self, config: RunConfig) -> str:
-        """The command that resumes this run with the trackers of `config`."""
+        """The command to resume this run, which `config` describes, with its trackers."""
         trackers = "".join(f" --{key}" for key in TRACKERS if getattr(config, key))
         return f"fp8stack pretrain --resume {shell_quoted(str(self.path))}{trackers}"
 
@@ -91,7 +91,7 @@ class RunFolder:
         if self.cut_at is not None:
             commands = {f"fp8stack pretrain --resume {path}": "go on training"} | commands
         width = max(map(len, commands))
-        return ["next:", *(f"  {line:{width}}  {purpose}" for line, purpose in commands.items())]
+        return ["next:", *(f"  {line:{width}}  {use}" for line, use in commands.items())]
 
     @property
     def is_vacant(self) -> bool:
@@ -128,10 +128,10 @@ class RunFolder:
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        obstacles = [path for path in (*self._own, self.profile) if path.exists()]
-        obstacles += [] if self._has_no_checkpoints else [self.checkpoints]
-        if obstacles:
-            raise UserError(f"{obstacles[0]} is in the way: it is no run's. Give another --out.")
+        in_the_way = [path for path in (*self._own, self.profile) if path.exists()]
+        in_the_way += [] if self._has_no_checkpoints else [self.checkpoints]
+        if in_the_way:
+            raise UserError(f"{in_the_way[0]} is in the way: it is no run's. Give another --out.")
 
     def require_folder(self) -> None:
         """Raise a UserError if the path of the folder is a file."""
@@ -180,7 +180,7 @@ class RunFolder:
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a")
-        # `is_running` of another process holds the lock for a moment.
+        # Another process may hold the lock for a moment, to see whether a process trains here.
         if not lock(self._lock.fileno(), wait_s=1.0):
             raise self._in_use()
         _closed_in_children(self)
@@ -191,8 +191,8 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """A context in which an error releases the lock, and removes the folder if this process
-        created it and nothing was written."""
+        """If an error occurs within, release the lock, and remove the folder if it was created for
+        nothing."""
         try:
             yield
         except BaseException:
@@ -309,8 +309,8 @@ class RunFolder:
 
 
 def _closed_in_children(folder: RunFolder) -> None:
-    """Release the folder's lock in forked processes, such as data workers: they would hold it after
-    this process ends."""
+    """Release the lock in processes that are forked from this one, such as data workers: otherwise
+    they could hold it after this process ends."""
     if hasattr(os, "register_at_fork"):
         reference = weakref.ref(folder)
 
@@ -387,11 +387,10 @@ def cut_runs() -> Iterator[RunFolder]:
             yield RunFolder(path)
 
 
-def _agree(saved: RunConfig, config: RunConfig) -> bool:
-    """Whether the keys given in `config` match the run `saved`; models and recipes match by
-    name."""
-    named = {"model", "recipe"} & config.given.keys()
-    fixed = config.given.keys() - FREE_ON_RESUME - {"init_from"}
-    pairs = [(Path(getattr(saved, key)).stem, Path(getattr(config, key)).stem) for key in named]
-    pairs += [(getattr(saved, key), getattr(config, key)) for key in fixed]
-    return all(saved_value == value for saved_value, value in pairs)
+def _agree(saved: RunConfig, requested: RunConfig) -> bool:
+    """Whether the keys given in `requested` match the run `saved`; models and recipes by name."""
+    named = {"model", "recipe"} & requested.given.keys()
+    fixed = requested.given.keys() - FREE_ON_RESUME - {"init_from"}
+    return all(
+        Path(getattr(saved, key)).stem == Path(getattr(requested, key)).stem for key in named
+    ) and all(getattr(saved, key) == getattr(requested, key) for key in fixed)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fp8stack.model.config import plan_for as real_plan_for
-from fp8stack.training.setup import start, variants
+from fp8stack.training import run_plans
+from fp8stack.training.setup import start
 from tests.support.backend_models import H100, machine
 from tests.support.te.te_stand_in import StandIn, installed
 
@@ -38,6 +39,6 @@ def on_gpus(monkeypatch):
         plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
         return replace(plan, device="cpu")
 
-    monkeypatch.setattr(variants, "plan_for", plan_for)
+    monkeypatch.setattr(run_plans, "plan_for", plan_for)
     monkeypatch.setattr(start, "probe", lambda device: H100)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))

@@ -25,8 +25,8 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
 from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.training.run_plans import plan_recipe
 from fp8stack.training.setup import build
-from fp8stack.training.setup.variants import plan_recipe
 from tests.support.backend_models import RECIPES, same
 from tests.support.gemm_oracle import normal
 from tests.support.small_loop import SmallLoop

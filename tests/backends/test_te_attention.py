@@ -24,7 +24,7 @@ from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.guard import policy
-from fp8stack.training.setup.init_from import find_source
+from fp8stack.training.load import find_source
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
 from tests.support import backend_models

@@ -20,7 +20,7 @@ from fp8stack.io import read_toml
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import load_recipe
-from fp8stack.training.setup.memory_check import Footprint
+from fp8stack.training.memory import Footprint
 from tests.conftest import TINY, refusal
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 

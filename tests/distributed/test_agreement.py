@@ -14,7 +14,7 @@ from fp8stack.distributed.process_group import ALONE
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
-from fp8stack.training.setup.variants import plan_recipe
+from fp8stack.training.run_plans import plan_recipe
 from tests.conftest import metrics
 from tests.faults.processes import checkpoints, last_step, run_ranks
 from tests.faults.twins import SMALL, TEXT

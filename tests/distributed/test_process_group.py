@@ -24,7 +24,7 @@ from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, joi
 from fp8stack.errors import RankLost, UserError
 from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware, load_recipe
-from fp8stack.training.setup import variants
+from fp8stack.training import run_plans
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
@@ -370,9 +370,9 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **options: Any):
         return replace(plan_for(config, recipe, gpu, backend, strict, **options), device="cpu")
 
-    # `tokens` is dropped: with it, layers this small would stay out of FP8 for speed.
-    small = lambda *args, tokens, **more: planned(*args, tokens=None, **more)  # noqa: E731
-    with installed(), patch.object(variants, "plan_for", small):
+    # Without `tokens`: for speed, layers as small as these would stay out of FP8.
+    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
+    with installed(), patch.object(run_plans, "plan_for", small):
         yield
 
 

@@ -17,7 +17,7 @@ import yaml
 import fp8stack
 from fp8stack.exports.card import CARD, MARK, model_card
 from fp8stack.exports.files import load_source
-from fp8stack.training.setup.init_from import find_source
+from fp8stack.training.load import find_source
 from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
 from tests.support.hub_stand_in import TOKEN, Hub

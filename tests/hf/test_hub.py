@@ -15,7 +15,8 @@ import torch
 from fp8stack import GPTConfig
 from fp8stack.config import parse_config
 from fp8stack.hf import Repository, fetch, repository_in
-from fp8stack.training.setup.init_from import find_source, same_source
+from fp8stack.training.init_from import same_source
+from fp8stack.training.load import find_source
 from tests.conftest import refusal
 from tests.support.hf_models import SHAPES, export_to, random_model, weights_of
 from tests.support.hub_stand_in import Hub

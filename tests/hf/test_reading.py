@@ -21,7 +21,8 @@ from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError
 from fp8stack.hf import from_hf, model_from_config, open_folder
 from fp8stack.precision import hardware
-from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
+from fp8stack.training.init_from import nearest_preset, same_source, with_source
+from fp8stack.training.load import find_source
 from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
 from tests.support.hf_models import (

@@ -26,7 +26,6 @@ from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
 from fp8stack.training.metrics.plot import loss_plot
 from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
-from fp8stack.training.setup.allocator import keep_freed_memory
 from fp8stack.training.signals import STOPPING, StopRequests
 from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop
@@ -338,8 +337,3 @@ def test_the_plot_is_a_picture_even_of_little():
     rows[-1]["val_loss"] = 0.2
     for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
         assert loss_plot(metrics_rows, "a$_{$, title").startswith(b"\x89PNG")
-
-
-def test_the_allocator_is_left_alone_where_the_environment_sets_it(monkeypatch):
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert not keep_freed_memory()

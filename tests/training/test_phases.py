@@ -17,7 +17,6 @@ from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
 from fp8stack.training.metrics.console import describe_run
-from fp8stack.training.setup.variants import plan_of
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
 from tests.support.small_loop import SmallLoop, changed
@@ -340,7 +339,7 @@ def test_a_phase_without_steps_is_told(tmp_path):
     run = small_run(tmp_path / "r").run
     assert any("stable has no steps" in line for line in describe_run(run))
     reason = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
-    assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", reason)
+    assert (run.plan_json()["asked"], run.plan_json()["reasons"][0]) == ("delayed", reason)
     assert reason in describe_run(run)
     with pytest.raises(UserError, match=f"--strict: {reason}. Give more --steps"):
         small_run(tmp_path / "s", strict=True, backend="emulate")
@@ -354,9 +353,9 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
     assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
         ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
     ]  # fmt: skip
-    plan = plan_of(run)
-    assert (plan["asked"], plan["recipe"]["name"]) == ("delayed", "delayed")
-    assert [phase["precision"] for phase in plan["phases"]] == ["bf16", "delayed-emulated", "bf16"]
+    told = run.plan_json()
+    assert (told["asked"], told["recipe"]["name"]) == ("delayed", "delayed")
+    assert [one["precision"] for one in told["phases"]] == ["bf16", "delayed-emulated", "bf16"]
 
 
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
@@ -372,8 +371,8 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
         layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
     }
     assert (third.precision, third.attention) == ("bf16", "fp32")
-    overrides = [phase["overrides"] for phase in plan_of(small.run)["phases"]]
-    assert overrides == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
+    told = [one["overrides"] for one in small.run.plan_json()["phases"]]
+    assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
     resumed = small.resumed()
     assert resumed.run.schedule == small.run.schedule
     resumed.advance(3)

@@ -1,1 +1,1 @@
-"""What a run measures, and where it writes and shows it."""
+"""Metrics of a run: measure, write and show them."""

@@ -25,7 +25,8 @@ class Allocations:
 
 
 def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
-    """From `torch.cuda.memory_stats` before and after the step; the peak was reset before."""
+    """The allocations on a GPU, given `torch.cuda.memory_stats` before and after the step; the peak
+    was reset before."""
 
     def grown(key: str) -> int:
         return int(after.get(key, 0)) - int(before.get(key, 0))
@@ -43,7 +44,8 @@ def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
 
 
 def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
-    """From each allocation's bytes (negative for a release), in order, and `heap_bytes()`."""
+    """The allocations on a CPU, given the bytes of each allocation in order (negative for a
+    release), and `heap_bytes()`."""
     count = total = now = peak = 0
     for change in changes:
         if change > 0:
@@ -60,12 +62,12 @@ def changes_in(recorded: profile) -> list[int]:
     """Bytes of each allocation on the CPU in a profile, negative for releases."""
     results = getattr(recorded.profiler, "kineto_results", None)  # torch 2.13 has no public way
     events = [] if results is None else results.events()
-    found = [
+    changes = [
         (event.start_ns(), event.nbytes())
         for event in events
         if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
-    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+    return [size for _, size in sorted(changes, key=lambda pair: pair[0])]
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -79,34 +81,34 @@ def heap_bytes() -> tuple[int, int] | None:
     """The bytes that malloc holds, and how many of them are free; None without glibc 2.33."""
     if sys.platform != "linux":
         return None
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # not in every C library
-    if ask is None:
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # not in every C library
+    if mallinfo2 is None:
         return None
-    ask.restype = _Mallinfo2
-    found = ask()
-    return found.arena + found.hblkhd, found.fordblks
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.arena + info.hblkhd, info.fordblks
 
 
-def words(found: Allocations, steps: int = 1) -> str:
+def words(used: Allocations, steps: int = 1) -> str:
     """The figures of so many `steps` as sentences."""
-    which, it = ("this step", "the step") if steps == 1 else (f"these {steps} steps", "they")
+    measured, it = ("this step", "the step") if steps == 1 else (f"these {steps} steps", "they")
     text = (
-        f"Memory in {which}: {found.count:,} allocations of {_mib(found.bytes)} together, "
-        f"{_mib(found.peak_bytes)} at once beyond what {it} began with."
+        f"Memory in {measured}: {used.count:,} allocations of {_mib(used.bytes)} together, "
+        f"{_mib(used.peak_bytes)} at once beyond what {it} began with."
     )
-    if found.held_bytes and found.unused_bytes is not None:
-        share = 100 * found.unused_bytes / found.held_bytes
+    if used.held_bytes and used.unused_bytes is not None:
+        share = 100 * used.unused_bytes / used.held_bytes
         text += (
-            f" The allocator holds {_mib(found.held_bytes)}, of which {_mib(found.unused_bytes)} "
+            f" The allocator holds {_mib(used.held_bytes)}, of which {_mib(used.unused_bytes)} "
             f"({share:.1f} %) lie unused between blocks in use."
         )
-    if found.fresh == 0:
+    if used.fresh == 0:
         text += " No new segment was asked of the GPU."
-    elif found.fresh is not None:
-        text += f" Segments newly asked of the GPU: {found.fresh}."
-    if found.retries:
+    elif used.fresh is not None:
+        text += f" Segments newly asked of the GPU: {used.fresh}."
+    if used.retries:
         text += (
-            f" Memory ran out {counted(found.retries, 'time')} and caches were emptied: lower "
+            f" Memory ran out {counted(used.retries, 'time')} and caches were emptied: lower "
             "--batch or use --activation-checkpointing selective."
         )
     return text

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar on a terminal, one plain line per logged step elsewhere."""
+"""The display of a run: a progress bar on a terminal, one plain line per logged step elsewhere."""
 
 import sys
 from datetime import timedelta
@@ -34,7 +34,7 @@ class Display:
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     """The log line of a step, without the time left."""
     loss, norm, mfu = row["loss"], row["grad_norm"], row["mfu"]
-    parts = [
+    figures = [
         f"step {row['step']}/{steps}",
         "loss non-finite" if loss is None else f"loss {loss:.4f}",
         f"lr {row['lr']:.2e}",
@@ -42,23 +42,23 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     ]
     if "loss_scale" in row:
         skipped = ", skipped" if row["skipped"] else ""
-        parts.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
-    parts += [
+        figures.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
+    figures += [
         f"{row['step_ms']:.0f} ms",
         f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
         f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}",
         f"{row['memory_gib']:.2f} GiB",
         row["precision"],
     ]
-    return " | ".join(parts)
+    return " | ".join(figures)
 
 
 def describe_event(event: dict[str, Any]) -> str:
     """The log line of an event: of the guard, or the beginning of a phase."""
-    kind, step, why = event["event"], event["step"], event["why"]
+    kind, step, reason = event["event"], event["step"], event["why"]
     if kind == "phase":
         line = f"step {step}: phase {event['phase']} begins, in {event['precision']}"
-        return f"{line}: {why}" if event["phase"] == "conservative" else line
+        return f"{line}: {reason}" if event["phase"] == "conservative" else line
     layer, precision = event.get("layer"), event.get("precision")
     done = {
         "skip": "skipped",
@@ -70,7 +70,7 @@ def describe_event(event: dict[str, Any]) -> str:
         "precision": f"goes on in {precision}",
         "stop": "gives up",
     }
-    return f"guard: step {step}: {done.get(kind, kind)}: {why}"
+    return f"guard: step {step}: {done.get(kind, kind)}: {reason}"
 
 
 def describe_run(run: Run) -> list[str]:
@@ -100,37 +100,38 @@ def _model(run: Run) -> str:
     config, shape = run.config, run.model.config
     preset = load_config(config.model)
     changed = [k for k in config.model_overrides if getattr(shape, k) != getattr(preset, k)]
-    told = ", ".join(f"{key} {getattr(shape, key)}" for key in changed[:3])
+    changes = ", ".join(f"{key} {getattr(shape, key)}" for key in changed[:3])
     more = f" and {len(changed) - 3} more keys" if len(changed) > 3 else ""
-    differs = f" ({told}{more})" if changed else ""
+    differs = f" ({changes}{more})" if changed else ""
     return f"model: {config.model}{differs}, {shape.parameters():,} parameters"
 
 
 def _data(run: Run) -> list[str]:
     """The data, and how a mixture or epochs are read."""
     config, train, held_out = run.config, run.data.train, run.data.validation
-    told = [f"{train.name}, {len(train):,} tokens to train on, {len(held_out):,} held out"]
+    lines = [f"{train.name}, {len(train):,} tokens to train on, {len(held_out):,} held out"]
     if config.data_order == "epochs" or isinstance(train, data.Mixture):
-        how = {"batch": config.batch, "context": run.context, "steps": config.steps}
-        told += data.describe(train, **how, order=config.data_order)
+        sizes = {"batch": config.batch, "context": run.context, "steps": config.steps}
+        lines += data.describe(train, **sizes, order=config.data_order)
     if config.document_mask:
-        told.append("attention stays within documents")
-    return [f"data: {line}" for line in told]
+        lines.append("attention stays within documents")
+    return [f"data: {line}" for line in lines]
 
 
 def _phases(run: Run) -> list[str]:
-    """Which recipe trains which steps, if there are several."""
+    """The steps and the precision of each phase, if there are several."""
     if len(run.schedule.phases) == 1 and run.evaluation is None:
         return []
-    told = [
+    spans = [
         f"{phase.name} {phase.first} to {phase.last} in {run.variants[place].plan.precision}"
         for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
     ]
-    there = {phase.name for phase in run.schedule.phases} | {EVALUATION}
-    told += [f"{one.name} has no steps" for one in run.config.phases if one.name not in there]
+    used = {phase.name for phase in run.schedule.phases} | {EVALUATION}
+    unused = [phase.name for phase in run.config.phases if phase.name not in used]
+    spans += [f"{name} has no steps" for name in unused]
     if run.evaluation is not None:
-        told.append(f"validation losses in {run.evaluation.plan.precision}")
-    return [f"phases: {', '.join(told)}"]
+        spans.append(f"validation losses in {run.evaluation.plan.precision}")
+    return [f"phases: {', '.join(spans)}"]
 
 
 class PlainDisplay(Display):
@@ -142,8 +143,8 @@ class PlainDisplay(Display):
 
     def step(self, step: int, line: str, seconds_left: float | None) -> None:
         """See `Display.step`."""
-        left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
-        say(f"{line} | ETA {left}")
+        eta = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
+        say(f"{line} | ETA {eta}")
 
 
 class RichDisplay(Display):
@@ -162,7 +163,7 @@ class RichDisplay(Display):
         self._print(*(printable(line, keep) for line in lines))
 
     def tell(self, text: str) -> None:
-        """Show a line below the bar, printed for good with the next note. For signal handlers,
+        """Show a line below the bar, and print it with the next note. Signal handlers call this,
         which may interrupt a print."""
         self.progress.urgent = text
 

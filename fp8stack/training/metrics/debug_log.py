@@ -39,15 +39,15 @@ class DebugLog:
             return
         if event == "forward":
             self._micro += 1
-        said = {key: _read(value) for key, value in values.items()} | self._more(event)
+        details = {key: _read(value) for key, value in values.items()} | self._more(event)
         row: dict[str, Any] = {"step": self.step, "event": event}
         if event in ("forward", "scale_loss", "backward"):
             row["micro_batch"] = self._micro
         row["time_ms"] = round(1000 * (time.perf_counter() - self._began), 3)
         if self.run.scaler is None and event in ("scale_loss", "unscale", "update_scale"):
-            said = {"skipped": f"no loss scale in {self.run.plan.precision}"}
+            details = {"skipped": f"no loss scale in {self.run.plan.precision}"}
         with storage_errors(self.path), self.path.open("a") as file:
-            file.write(json.dumps(row | said) + "\n")
+            file.write(json.dumps(row | details) + "\n")
 
     def _more(self, event: str) -> dict[str, Any]:
         """Dtypes, and which optimizers skip the step."""
@@ -57,20 +57,23 @@ class DebugLog:
             weights = _dtypes(parameters)
             return {"weights": weights, "computes_in": self.run.plan.compute_dtype}
         if event == "backward":
-            return {"gradients": _dtypes(one.grad for one in parameters if one.grad is not None)}
+            return {"gradients": _dtypes(p.grad for p in parameters if p.grad is not None)}
         if event != "optimizer":
             return {}
-        state = [plain(kept) for kept in optimizer.state.values()]
-        moments = (value for kept in state for key, value in kept.items() if key != "step")
-        skip = [part for part in optimizers_in(optimizer) if getattr(part, "found_inf", False)]
-        names = " and ".join(type(part).__name__ for part in skip)
-        told = {"skipped": f"{names}: the step was judged bad"} if skip else {}
-        return {"moments": _dtypes(moments)} | told
+        states = [plain(state) for state in optimizer.state.values()]
+        moments = (value for state in states for key, value in state.items() if key != "step")
+        inner = optimizers_in(optimizer)
+        skipping = [
+            type(single).__name__ for single in inner if getattr(single, "found_inf", False)
+        ]
+        names = " and ".join(skipping)
+        skipped = {"skipped": f"{names}: the step was judged bad"} if skipping else {}
+        return {"moments": _dtypes(moments)} | skipped
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
     return ", ".join(
-        sorted({str(local_shard(one).dtype).removeprefix("torch.") for one in tensors})
+        sorted({str(local_shard(tensor).dtype).removeprefix("torch.") for tensor in tensors})
     )
 
 
@@ -79,7 +82,7 @@ def _read(value: object) -> object:
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        return [_read(one) for one in value]
+        return [_read(element) for element in value]
     if isinstance(value, float) and not torch.tensor(value).isfinite():
         return str(value)
     return value

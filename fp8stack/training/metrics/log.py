@@ -12,7 +12,7 @@ from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Logs a run. MFU is relative to `peak`, which is that of one rank."""
+    """Logs a run. MFU is relative to `peak`, the peak of one rank."""
 
     def __init__(self, run: Run, display: Display, peak: Peak) -> None:
         self.run, self.display, self.peak = run, display, peak
@@ -23,7 +23,7 @@ class MetricsLog:
         self.fp8_gemms: int | None = None  # of the last step
 
     def update_peak(self) -> None:
-        """Set the peak to that of the active variant."""
+        """Use the peak of the active variant from now on."""
         began = time.perf_counter()
         self.peak = peak_rate(self.run.hardware, self.run.plan)
         self.pause(time.perf_counter() - began)  # measuring is not training
@@ -48,7 +48,7 @@ class MetricsLog:
         self._ready += seconds
 
     def forget_pace(self) -> None:
-        """Measure the pace anew, after a roll-back."""
+        """Measure the pace again from here, after a roll-back."""
         self._pace = None
 
     def row(self, step: int, loss: float, norm: float, precision: str) -> dict[str, Any]:
@@ -82,9 +82,8 @@ class MetricsLog:
         becomes None and an event. The row of a left-out step has only a validation loss."""
         step, val_loss, trained = row["step"], row.get("val_loss"), "loss" in row
         if val_loss is not None and not math.isfinite(val_loss):
-            why = "the validation loss is not finite"
-            val_loss = None
-            row |= {"val_loss": None, "event": "non-finite", "why": why}
+            val_loss, reason = None, "the validation loss is not finite"
+            row |= {"val_loss": None, "event": "non-finite", "why": reason}
         if not self.run.ranks.is_main:
             return
         self.run.folder.append_metrics(row)
@@ -118,8 +117,8 @@ class MetricsLog:
     def seconds_left(self) -> float | None:
         """The time left at the pace since this process's first step, which compiles and is left
         out; None until the second step is done."""
-        left = self.run.config.steps - self.run.step
+        steps_left = self.run.config.steps - self.run.step
         if self._pace is None:
-            return None if left else 0.0
+            return None if steps_left else 0.0
         first, ended = self._pace
-        return (time.perf_counter() - ended) / (self.run.step - first) * left
+        return (time.perf_counter() - ended) / (self.run.step - first) * steps_left

@@ -48,26 +48,26 @@ def _curve(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float
 
 
 def marker(points: Sequence[object]) -> str:
-    """How matplotlib is to draw a line of `points`: a single one is a dot, or would be nothing."""
+    """The matplotlib format of a line through `points`. A single point needs a dot to show."""
     return "o-" if len(points) == 1 else "-"
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential moving average, with bias correction as in Adam."""
-    mean, seen, result = 0.0, 0.0, []
+    mean, total_weight, means = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
-        seen = weight * seen + (1 - weight)
-        result.append(mean / seen)
-    return result
+        total_weight = weight * total_weight + (1 - weight)
+        means.append(mean / total_weight)
+    return means
 
 
-def view_range(usual: Sequence[float], each: Sequence[float]) -> tuple[float, float]:
-    """The y limits for the losses `usual` and `each`, with a margin. What would flatten the rest is
-    left out: usual losses above three times the first, as where a run diverges, and losses in
-    `each` above twice the largest usual one or below half the smallest."""
+def view_range(usual: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
+    """The y limits for the losses `usual` and `losses`, with a margin. Losses that would flatten
+    the curve are left out: usual ones above three times the first, as where a run diverges, and
+    `losses` above twice the largest usual one or below half the smallest."""
     low, high = min(usual), max(loss for loss in usual if loss <= max(3 * usual[0], min(usual)))
-    low = min([low, *(loss for loss in each if loss >= low / 2)])
-    high = max([high, *(loss for loss in each if loss <= 2 * high)])
+    low = min([low, *(loss for loss in losses if loss >= low / 2)])
+    high = max([high, *(loss for loss in losses if loss <= 2 * high)])
     room = 0.08 * (high - low) or 0.1
     return low - room, high + room

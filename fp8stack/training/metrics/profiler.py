@@ -47,16 +47,16 @@ class StepProfiler:
 
     def wants(self, step: int) -> bool:
         """Whether to profile this step."""
-        left = len(self._steps) < self.config.profile_steps
-        return left and self.first is not None and step >= self.first
+        is_short = len(self._steps) < self.config.profile_steps
+        return is_short and self.first is not None and step >= self.first
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Profile what runs within, and up to the next profiled step if there is one."""
         config = self.config
         if self._recorded is None:
-            what = {"shapes": config.profile_shapes, "memory": config.profile_memory}
-            self._recorded = self._open.enter_context(recording(self.device, **what))
+            options = {"shapes": config.profile_shapes, "memory": config.profile_memory}
+            self._recorded = self._open.enter_context(recording(self.device, **options))
         with torch.profiler.record_function(f"step {step}"):
             yield
         self._steps.append(step)

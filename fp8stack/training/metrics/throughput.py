@@ -79,9 +79,9 @@ def best_tflops(
     short enough that some run undisturbed by other processes."""
     began, size, best = clock(), 256, 0.0
     while True:
-        taken = min(burst(size) for _ in range(3))
-        best = max(best, 2 * size**3 / taken / 1e12)
-        if taken < _SHORT_S and size < 4096:
+        seconds = min(burst(size) for _ in range(3))
+        best = max(best, 2 * size**3 / seconds / 1e12)
+        if seconds < _SHORT_S and size < 4096:
             size *= 2
         elif clock() - began >= BURSTS_S:
             return best

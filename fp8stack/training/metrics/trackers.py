@@ -1,10 +1,10 @@
 """Experiment trackers through accelerate: TensorBoard, Weights & Biases, Trackio. No other file
-imports these packages."""
+imports these packages. The classes here add only what accelerate's trackers cannot do."""
 
 import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -21,114 +21,109 @@ PROJECT = "fp8stack"
 IDS = "trackers.json"  # in the run folder: the trackers' ids of the run
 
 
-def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
+def build_trackers(config: RunConfig, folder: Path, *, resumed: bool) -> list[GeneralTracker]:
     """Build the trackers that `config` enables, without starting them; their files go into `folder`
-    unless the environment sets another. Raises a UserError if a package is not installed."""
+    unless the environment sets another. If `resumed`, they continue the
+    curves of the run in `folder`. Raises a UserError if a package is not installed."""
     kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
     enabled = [package for package in kinds if getattr(config, package)]
     for package in enabled:
         if find_spec(package) is None:
             raise UserError(f"--{package} needs the package {package}: pip install {package}")
-    return [kinds[package](config, folder) for package in enabled]
+    return [kinds[package](config, folder, resumed) for package in enabled]
 
 
-def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False) -> None:
-    """Start the trackers of `accelerator`; if `resumed`, they continue the curves of the run in
-    `folder`. Raises a UserError if a tracker refuses, such as Weights & Biases without a login."""
-    if not resumed and (folder / IDS).exists():  # of another run, which was here before
+def start_trackers(accelerator: Accelerator, folder: Path, *, resumed: bool) -> None:
+    """Start the trackers of `accelerator`, for the run in `folder`. Raises a UserError if one of
+    them refuses, such as Weights & Biases without a login."""
+    if not resumed and (folder / IDS).exists():  # of an earlier run in this folder
         (folder / IDS).unlink()
-    if not accelerator.log_with:
-        return
-    folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
-    for tracker in accelerator.log_with:
-        tracker.resumed = resumed
     accelerator.init_trackers(PROJECT)
 
 
 class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
-    """TensorBoard. The event file is opened at the first row, whose step purges stale rows: after
-    resuming or rolling back, some steps are repeated."""
+    """Opens the event file at the first row, and another one after a rollback. The first step in a
+    file makes readers drop what they have from there on, because resuming and rolling back repeat
+    steps."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, resumed: bool) -> None:
         super().__init__("tensorboard", folder)
         self.settings = to_toml(config)
-        self.last: int | None = None
+        self.last_step: int | None = None
 
     def start(self) -> None:
         """Nothing yet."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
         assert step is not None
-        if self.last is None or step < self.last:
+        if self.last_step is None or step < self.last_step:
             self.finish()
-            self.init_kwargs = {"purge_step": step}  # readers drop what they have from there on
+            self.init_kwargs = {"purge_step": step}
             super().start()
             indented = self.settings.replace("\n", "\n    ")  # a code block in Markdown
             self.writer.add_text("run.toml", f"    {indented}", step)
-        self.last = step
+        self.last_step = step
         super().log(values, step, **more)
 
     def finish(self) -> None:
-        if self.last is not None:
+        if self.last_step is not None:
             super().finish()
 
 
 class _WandB(WandBTracker):  # type: ignore[misc]
-    """A run at Weights & Biases, or in its offline folder. Its environment variables win."""
+    """Continues a run by its id, and leaves settings to the environment variables that are set."""
 
-    resumed = False
-
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        own: dict[str, tuple[str, Any]] = {
+    def __init__(self, config: RunConfig, folder: Path, resumed: bool) -> None:
+        self.ids = folder / IDS
+        settings: dict[str, tuple[str, Any]] = {
             "WANDB_DIR": ("dir", str(folder.resolve())),  # its service keeps the first folder
             "WANDB_NAME": ("name", folder.name),
             "WANDB_CONSOLE": ("settings", {"console": "off"}),  # the terminal is the bar's
         }
-        given = dict(value for key, value in own.items() if not os.environ.get(key))
+        if resumed and (run_id := _saved_id(self.ids)) is not None:
+            settings["WANDB_RUN_ID"] = ("id", run_id)
+            # Offline, Weights & Biases only writes files and cannot ask for earlier steps.
+            if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun"):
+                settings["WANDB_RESUME"] = ("resume", "allow")
+        unset = dict(setting for name, setting in settings.items() if not os.environ.get(name))
         project = os.environ.get("WANDB_PROJECT") or PROJECT
-        super().__init__(project, config=config.model_dump(mode="json"), **given)
-        self.folder = folder
+        super().__init__(project, config=config.model_dump(mode="json"), **unset)
 
     def start(self) -> None:
-        """Start a run, or continue the one with this run's curves. Raises a UserError if Weights &
-        Biases refuses."""
+        """Start the run and save its id. Raises a UserError if Weights & Biases refuses, such as
+        without a login."""
         import wandb.errors as wandb_errors
 
-        known = _known(self.folder).get("wandb") if self.resumed else None
-        if known and not os.environ.get("WANDB_RUN_ID"):
-            self.init_kwargs["id"] = known
-        # Offline, Weights & Biases only writes files: there it cannot ask what it has already.
-        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-        if known and not os.environ.get("WANDB_RESUME") and not offline:
-            self.init_kwargs["resume"] = "allow"
         try:
             super().start()
         except wandb_errors.Error as error:
-            what = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             raise UserError(
-                f"--wandb: {what} Log in by `wandb login`, or set WANDB_MODE=offline."
+                f"--wandb: {message} Log in by `wandb login`, or set WANDB_MODE=offline."
             ) from error
-        known_now = _known(self.folder) | {"wandb": self.run.id}
-        write_atomically(self.folder / IDS, (json.dumps(known_now) + "\n").encode())
+        write_atomically(self.ids, (json.dumps({"wandb": self.run.id}) + "\n").encode())
 
 
 class _Trackio(TrackioTracker):  # type: ignore[misc]
-    """A run in Trackio's database: in the run's folder, or where its environment variables say."""
+    """Keeps its database in the run's folder, unless its environment variables name another place,
+    and prints nothing."""
 
-    resumed = False
-
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        settings = config.model_dump(mode="json")
-        super().__init__(PROJECT, name=folder.name, config=settings, embed=False)
-        self.folder = folder
+    def __init__(self, config: RunConfig, folder: Path, resumed: bool) -> None:
+        settings, resume = config.model_dump(mode="json"), "allow" if resumed else "never"
+        super().__init__(PROJECT, name=folder.name, config=settings, embed=False, resume=resume)
+        self.folder = folder / "trackio"
 
     def start(self) -> None:
         """Start a run, or continue the one of this name. Raises a UserError if Trackio refuses,
         such as a server without a token."""
-        _import_trackio(self.folder / "trackio")
-        self.init_kwargs["resume"] = "allow" if self.resumed else "never"
+        if "trackio" not in sys.modules and not os.environ.get("TRACKIO_DIR"):
+            os.environ["TRACKIO_DIR"] = str(self.folder.resolve())  # read at import only
+            try:
+                import trackio  # noqa: F401
+            finally:
+                del os.environ["TRACKIO_DIR"]
         try:
-            with redirect_stdout(StringIO()):  # it prints how to look at it, in colours
+            with redirect_stdout(StringIO()):
                 super().start()
         except (ValueError, OSError) as error:
             raise UserError(f"--trackio: {' '.join(str(error).split())}") from error
@@ -138,21 +133,9 @@ class _Trackio(TrackioTracker):  # type: ignore[misc]
             super().finish()
 
 
-def _import_trackio(folder: Path) -> None:
-    """Import Trackio so that it keeps its files in `folder`, which it reads at import only."""
-    if "trackio" in sys.modules or os.environ.get("TRACKIO_DIR"):
-        return
-    os.environ["TRACKIO_DIR"] = str(folder.resolve())
-    try:
-        import trackio  # noqa: F401
-    finally:
-        del os.environ["TRACKIO_DIR"]
-
-
-def _known(folder: Path) -> dict[str, str]:
-    """The trackers' ids of the run in `folder`; empty if they cannot be read."""
-    try:
-        known = read_json(folder / IDS)
-    except UserError:
-        return {}
-    return known if isinstance(known, dict) else {}
+def _saved_id(ids: Path) -> str | None:
+    """The id of the run at Weights & Biases; None if it cannot be read."""
+    with suppress(UserError, AttributeError):
+        run_id = read_json(ids).get("wandb")
+        return run_id if isinstance(run_id, str) else None
+    return None

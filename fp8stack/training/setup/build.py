@@ -1,18 +1,20 @@
-"""Build a new run from its configuration, on one rank or several."""
+"""Build a run from its configuration, on one rank or several: its data, model and optimizer."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
+from fp8stack.backends import Draws, build_backend
 from fp8stack.backends.compiler import is_compiled, require_compiler
+from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import (
@@ -24,127 +26,152 @@ from fp8stack.distributed.parallelize import (
 from fp8stack.distributed.process_group import Ranks, losing_ranks
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
 from fp8stack.optim.grad_scaler import build_scaler
 from fp8stack.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.precision import Hardware, Plan, recipe_from_json
+from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry.operands import Telemetry
+from fp8stack.tokenizer import Tokenizer
+from fp8stack.training.datasets import read
 from fp8stack.training.load import Trained
+from fp8stack.training.memory import Footprint, keep_freed_memory, require_memory
 from fp8stack.training.metrics.trackers import build_trackers
-from fp8stack.training.run import Run, Schedule, Switch, TrainingState, Variant, main_variant
+from fp8stack.training.run import (
+    Run,
+    RunData,
+    Switch,
+    TrainingState,
+    Variant,
+    main_variant,
+    versions,
+)
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup.allocator import keep_freed_memory
-from fp8stack.training.setup.datasets import read
-from fp8stack.training.setup.memory_check import Footprint, require_memory
-from fp8stack.training.setup.variants import Decided, build_variants, never_asked_for, plan_phases
-from fp8stack.version import __version__
+from fp8stack.training.run_plans import (
+    Decided,
+    Schedule,
+    context_of,
+    never_asked_for,
+    plan_phases,
+)
+from fp8stack.training.setup.resume import Resumption, decided_in
 
 
-def build(
-    config: RunConfig,
-    folder: RunFolder,
-    decided: Decided,
-    *,
-    hardware: Hardware,
-    ranks: Ranks,
-    source: Trained | None,
-    tokenizer: Path | None,
-) -> Run:
-    """Build the run before its first step: model, optimizer and data of `config`, on all `ranks`.
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The configuration and the folder of a run, and the state that it begins with."""
 
-    Args:
-        decided: decisions of the run that is resumed.
-        source: the initial weights, None for random ones.
-        tokenizer: the `tokenizer.json` of the initial weights or of the resumed run, if known.
-    """
+    config: RunConfig
+    folder: RunFolder
+    resumption: Resumption | None  # None: a new run
+    source: Trained | None  # the initial weights; None: random ones, or a checkpoint's
+    tokenizer: Tokenizer | None  # the one that `config` names
+    tokenizer_file: Path | None  # the `tokenizer.json` of the initial weights or the resumed run
+    tracker_note: str | None = None  # a line on trackers that are not started
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to resume from, if any."""
+        return None if self.resumption is None else self.resumption.checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plans:
+    """The plans of a run that is possible on this machine."""
+
+    model: GPTConfig
+    context: int
+    plans: list[Plan]
+    compiled: list[bool]  # for each plan
+    schedule: Schedule
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether a phase needs a loss scale."""
+        return any(plan.loss_scaling for plan in self.plans)
+
+
+def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
+    """Build the run before its first step, on all `ranks`. The checkpoint is not yet restored."""
+    config = beginning.config
     with ranks.together():
-        require_divisible(config, ranks.count)
-        shape = load_config(config.model, config.model_overrides)
-        context = context_of(config, shape)
-        tokens = config.batch // (config.accumulate * ranks.count) * context
-        plans, schedule = plan_phases(config, shape, hardware, decided, tokens)
-        for plan in plans:
-            require_possible(plan, config, ranks.count)
-            if config.compile:
-                require_compiler(plan, config.activation_checkpointing)
-        kind = config.activation_checkpointing
-        compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
-        require_optimizer(config, hardware, ranks.count)
-        footprint = Footprint(config, shape, context, ranks.count)
-        left = available_memory(hardware.device)
-        trained = [plans[at] for at in schedule.variants]
-        require_memory(footprint, trained, hardware, left, compiled=any(compiled))
+        planned = _plan(beginning, hardware, ranks.count)
+        plan = planned.plans[0]
         # Operands are observed on the main rank only.
-        wanted = (config.telemetry_every, config.what_if)
-        telemetry = Telemetry(plans[0], *wanted, operands=ranks.is_main)
-        found = read(config, shape.vocabulary, context, tokenizer)
-        if plans[0].device == "cpu":
+        sampling = (config.telemetry_every, config.what_if)
+        telemetry = Telemetry(plan, *sampling, operands=ranks.is_main)
+        tokenizers = (beginning.tokenizer, beginning.tokenizer_file)
+        run_data = read(config, planned.model.vocabulary, planned.context, *tokenizers)
+        if plan.device == "cpu":
             keep_freed_memory()
-        if is_deterministic(config, hardware, any(compiled)):
+        if is_deterministic(config, hardware, any(planned.compiled)):
             _be_deterministic()
-        try:
-            variants = build_variants(plans, shape, config, compiled)
-        except MemoryError as error:
-            raise UserError(
-                f"Model {config.model} does not fit into the memory that is left. Choose a "
-                "smaller one."
-            ) from error
+        variants = _build_variants(planned, config)
         # After the model, whose initialization draws depend on the recipe. Dropout differs by rank.
         torch.manual_seed(config.seed + ranks.index)
-        accelerator = _accelerator(config, folder, plans[0], ranks)
-        device = accelerator.device
+        accelerator = _build_accelerator(beginning, plan, ranks)
         for variant in variants:
             if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared
-                variant.model.to(device)
+                variant.model.to(accelerator.device)
             if variant.compiled:
                 variant.model.compile_blocks(mode=config.compile_mode)
-        in_fp16 = any(plan.loss_scaling for plan in plans)
-        loss_scaler = build_scaler(config, device) if in_fp16 else None
-        model = variants[0].model
-        notes = without_effect(config, in_fp16, ranks.count, compiled=any(compiled))
-        if unasked := never_asked_for(config, schedule.phases):
-            notes += (unasked,)
-        if source is not None:
-            restore_weights(model, source.weights)
-            told = "optimizer, scales and schedule are new"
-            notes += ("; ".join([f"weights of {source.name}", told, *source.notes]),)
-            if source.tokenizer is None and found.tokenizer is not None:
-                theirs = "the tokenizer of the weights is unknown"
-                notes += (f"{theirs}: the data are tokens of {found.tokenizer.name}",)
-            if source.tokenizer is not None and found.tokenizer is None:
-                whose = "they do not say whose they are"
-                notes += (f"the data must be tokens of {source.tokenizer}; {whose}",)
+        loss_scaler = build_scaler(config, accelerator.device) if planned.in_fp16 else None
+        if beginning.source is not None:
+            restore_weights(variants[0].model, beginning.source.weights)
     switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
-    wrapped: nn.Module = switch or model
+    wrapped: nn.Module = switch or variants[0].model
     if ranks.count > 1:
-        same = [[plan.to_json() for plan in plans], str(hardware), hardware.te_version, versions()]
-        ranks.require_equal("plan, hardware or software", json.dumps(same))
+        _require_same_machines(planned, hardware, ranks)
         with losing_ranks():
-            wrapped = spread(
-                wrapped, variants[0].backend, accelerator, config, compiled=variants[0].compiled
-            )
+            first = variants[0]
+            wrapped = spread(wrapped, first.backend, accelerator, config, compiled=first.compiled)
     with ranks.together():
-        optimizer = build_optimizer(model, config)  # of FSDP2's parameters, if it made other ones
+        # After `spread`, because FSDP2 may replace the parameters.
+        optimizer = build_optimizer(variants[0].model, config)
     run = Run(
         config=config,
-        context=context,
-        folder=folder,
+        context=planned.context,
+        folder=beginning.folder,
         hardware=hardware,
         ranks=ranks,
-        schedule=schedule,
+        schedule=planned.schedule,
         wrapped=wrapped,
         switch=switch,
         optimizer=optimizer,
         accelerator=accelerator,
         loss_scaler=loss_scaler,
-        data=found,
+        data=run_data,
         telemetry=telemetry,
-        identity=_identity(shape, variants, schedule, found.fingerprints()),
+        identity=_identity(planned, variants, run_data),
         state=TrainingState(variants=variants),
-        notes=notes,
+        notes=tuple(_notes(beginning, planned, run_data.tokenizer, ranks.count)),
     )
-    run.use(schedule.variants[0])
+    run.use(planned.schedule.variants[0])
     return run
+
+
+def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
+    """Plan the phases of a run. Raises a UserError if the run is not possible, or clearly does not
+    fit into the memory."""
+    config, checkpoint = beginning.config, beginning.checkpoint
+    require_divisible(config, ranks)
+    model = load_config(config.model, config.model_overrides)
+    context = context_of(config, model)
+    tokens = config.batch // (config.accumulate * ranks) * context
+    decided = decided_in(checkpoint.info) if checkpoint else Decided()
+    plans, schedule = plan_phases(config, model, hardware, decided, tokens)
+    kind = config.activation_checkpointing
+    for plan in plans:
+        require_possible(plan, config, ranks)
+        if config.compile:
+            require_compiler(plan, kind)
+    compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
+    require_optimizer(config, hardware, ranks)
+    trained = [plans[place] for place in schedule.variants]
+    free = available_memory(hardware.device)
+    footprint = Footprint(config, model, context, ranks)
+    require_memory(footprint, trained, hardware, free, compiled=any(compiled))
+    return _Plans(model=model, context=context, plans=plans, compiled=compiled, schedule=schedule)
 
 
 def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> bool:
@@ -155,13 +182,106 @@ def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> b
     return config.deterministic and (compiled or hardware.device == "cuda")
 
 
+def _be_deterministic() -> None:
+    """Make CUDA and compiled code deterministic; the latter else sums an embedding's gradient in
+    any order. Eager code on a CPU is, for the same number of threads."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # `warn_only` would neither make attention deterministic nor leave out cuDNN's attention.
+    torch.use_deterministic_algorithms(True)
+    # Otherwise every empty tensor would be filled first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _build_variants(planned: _Plans, config: RunConfig) -> tuple[Variant, ...]:
+    """Build a variant for each plan, all sharing their parameters; compiling happens later, on the
+    device. Raises a UserError if the model does not fit into the memory."""
+    multiple = max(plan.vocabulary_multiple for plan in planned.plans)
+    variants: list[Variant] = []
+    draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
+    for plan, compiled in zip(planned.plans, planned.compiled, strict=True):
+        backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
+        backend.weights.only_told = True  # the run's optimizers change them, and nobody else
+        backend.vocabulary_multiple = multiple
+        try:
+            model = GPT(planned.model, backend, seed=config.seed)
+        except MemoryError as error:
+            raise UserError(
+                f"Model {config.model} does not fit into the memory that is left. Choose a "
+                "smaller one."
+            ) from error
+        model.recompute = config.activation_checkpointing
+        if variants:
+            _share_parameters(variants[0].model, model)
+        variants.append(Variant(plan=plan, backend=backend, model=model, compiled=compiled))
+    return tuple(variants)
+
+
+def _share_parameters(source: nn.Module, model: nn.Module) -> None:
+    """Replace the parameters of `model` by those of `source`, which have the same names."""
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name in module._parameters:
+            if module._parameters[name] is not None:
+                module._parameters[name] = parameters[f"{path}.{name}" if path else name]
+
+
+def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:
+    """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
+    since the layers cast by themselves."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
+        raise UserError(
+            "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
+            "--parallel ddp or fsdp spreads a model over ranks."
+        )
+    config, folder = beginning.config, beginning.folder.path
+    resumed = beginning.resumption is not None
+    trackers = build_trackers(config, folder, resumed=resumed) if ranks.is_main else []
+    accelerator = Accelerator(
+        cpu=plan.device == "cpu",
+        mixed_precision="no",
+        gradient_accumulation_steps=config.accumulate,
+        log_with=trackers or None,  # an empty list would warn
+        project_config=ProjectConfiguration(project_dir=str(folder)),
+        kwargs_handlers=[DDP_OPTIONS],
+    )
+    # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+    accelerator.gradient_accumulation_steps = config.accumulate
+    return accelerator
+
+
+def _require_same_machines(planned: _Plans, hardware: Hardware, ranks: Ranks) -> None:
+    """Raise a UserError if ranks differ in plans, hardware or software."""
+    plans = [plan.to_json() for plan in planned.plans]
+    machine = [plans, str(hardware), hardware.te_version, versions()]
+    ranks.require_equal("plan, hardware or software", json.dumps(machine))
+
+
+def _notes(
+    beginning: Beginning, planned: _Plans, tokenizer: Tokenizer | None, ranks: int
+) -> Iterator[str]:
+    """Notes to print at the start. `tokenizer` is the one of the data."""
+    config, source = beginning.config, beginning.source
+    yield from without_effect(config, planned.in_fp16, ranks, compiled=any(planned.compiled))
+    if warning := never_asked_for(config, planned.schedule.phases):
+        yield warning
+    if source is None:
+        return
+    new = "optimizer, scales and schedule are new"
+    yield "; ".join([f"weights of {source.name}", new, *source.notes])
+    if source.tokenizer is None and tokenizer is not None:
+        unknown = "the tokenizer of the weights is unknown"
+        yield f"{unknown}: the data are tokens of {tokenizer.name}"
+    if source.tokenizer is not None and tokenizer is None:
+        yield f"the data must be tokens of {source.tokenizer}; they do not say whose they are"
+
+
 def without_effect(
     config: RunConfig, in_fp16: bool, ranks: int, *, compiled: bool
 ) -> tuple[str, ...]:
     """A note for each key that is set but has no effect in this run."""
-    known, adaptive = RunConfig.model_fields, config.clip_mode == "adaptive"
-    scaler = tuple(key for key in known if "loss_scale" in key)
-    profile = tuple(key for key in known if key.startswith("profile_"))
+    fields, adaptive = RunConfig.model_fields, config.clip_mode == "adaptive"
+    scaler = tuple(key for key in fields if "loss_scale" in key)
+    profile = tuple(key for key in fields if key.startswith("profile_"))
     reasons = {
         "no phase is in fp16": () if in_fp16 else scaler,
         "the run has no phases": () if config.phases else ("calibration_steps",),
@@ -174,92 +294,26 @@ def without_effect(
         "there is one rank": () if ranks > 1 else ("parallel", "grad_compression"),
     }
     return tuple(
-        f"{key} changes nothing here: {why}"
-        for why, keys in reasons.items()
+        f"{key} changes nothing here: {reason}"
+        for reason, keys in reasons.items()
         for key in keys
-        if getattr(config, key) != known[key].default
+        if getattr(config, key) != fields[key].default
     )
 
 
-def context_of(config: RunConfig, model: GPTConfig) -> int:
-    """Tokens per sequence. Raises a UserError if the model's context is shorter."""
-    context = config.context or model.context
-    if context > model.context:
-        raise UserError(
-            f"--context {context} is more than the {model.context} of model {config.model}. "
-            f"Lower it, or --set model_overrides.context={context}"
-        )
-    return context
-
-
-def _be_deterministic() -> None:
-    """Make CUDA and compiled code deterministic; the latter else sums an embedding's gradient in
-    any order. Eager code on a CPU is, for the same number of threads."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Without warn_only: only then attention is deterministic, and cuDNN's is not used.
-    torch.use_deterministic_algorithms(True)
-    # Otherwise every empty tensor would be filled first.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks) -> Accelerator:
-    """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
-    since the layers cast by themselves."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
-        raise UserError(
-            "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
-            "--parallel ddp or fsdp spreads a model over ranks."
-        )
-    trackers = build_trackers(config, folder.path) if ranks.is_main else []
-    accelerator = Accelerator(
-        cpu=plan.device == "cpu",
-        mixed_precision="no",
-        gradient_accumulation_steps=config.accumulate,
-        log_with=trackers or None,  # an empty list would warn
-        project_config=ProjectConfiguration(project_dir=str(folder.path)),
-        kwargs_handlers=[DDP_OPTIONS],
-    )
-    # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-    accelerator.gradient_accumulation_steps = config.accumulate
-    return accelerator
-
-
-def _identity(
-    model: GPTConfig, variants: Sequence[Variant], schedule: Schedule, data: dict[str, str]
-) -> dict[str, Any]:
-    """What must be the same in a resumed run and its checkpoint, besides the configuration."""
-
-    def recipe(plan: Plan) -> dict[str, Any]:
-        return plan.recipe.to_json(words=False)
-
-    same = {
-        "model": model.model_dump(mode="json"),
-        "recipe": recipe(main_variant(variants).plan),
-        "data": data,
+def _identity(planned: _Plans, variants: Sequence[Variant], run_data: RunData) -> dict[str, Any]:
+    """The model, recipes and data, which must be the same in a resumed run and its checkpoint,
+    besides the configuration."""
+    recipes = [variant.plan.recipe.to_json(words=False) for variant in variants]
+    identity = {
+        "model": planned.model.model_dump(mode="json"),
+        "recipe": main_variant(variants).plan.recipe.to_json(words=False),
+        "data": run_data.fingerprints(),
     }
+    schedule = planned.schedule
     places = {*schedule.variants, schedule.evaluation} - {None}
     if len(places) > 1:  # without the guard's reference, which may come and go
-        numbered = ((place, one) for place, one in enumerate(variants) if place in places)
-        same["recipes"] = {str(place): recipe(one.plan) for place, one in numbered}
-    return same
-
-
-def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's identity, with its recipes in the format of this version."""
-
-    def recipe(told: Mapping[str, Any]) -> dict[str, Any]:
-        return recipe_from_json(told, "identity in checkpoint.json").to_json(words=False)
-
-    same = {**identity, "recipe": recipe(identity["recipe"])}
-    if "recipes" in identity:
-        same["recipes"] = {place: recipe(told) for place, told in identity["recipes"].items()}
-    return same
-
-
-def versions() -> dict[str, str]:
-    """The versions to save in a checkpoint."""
-    return {
-        "fp8stack": __version__,
-        "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
-    }
+        identity["recipes"] = {
+            str(place): recipe for place, recipe in enumerate(recipes) if place in places
+        }
+    return identity

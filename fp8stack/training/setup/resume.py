@@ -1,4 +1,4 @@
-"""Resuming: find the run and its checkpoint, check that the configuration matches, restore."""
+"""Resume a run: find it and its checkpoint, check that the configuration matches, restore it."""
 
 import os
 from collections.abc import Mapping
@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fp8stack import presets
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
-from fp8stack.checkpoint.state import differences, restore
+from fp8stack.checkpoint.state import differences
 from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
 from fp8stack.config import (
     FREE_ON_RESUME,
@@ -26,12 +28,11 @@ from fp8stack.hf import repository_in
 from fp8stack.precision import recipe_from_json
 from fp8stack.terminal import shell_quoted
 from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.load import layers_left_out
+from fp8stack.training.init_from import same_source
+from fp8stack.training.load import layers_left_out, own_tokenizer
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
-from fp8stack.training.setup.datasets import own_tokenizer
-from fp8stack.training.setup.init_from import same_source
-from fp8stack.training.setup.variants import ANY, Decided
+from fp8stack.training.run_plans import ANY, Decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,31 @@ class Resumption:
     unasked: bool = False
 
 
+def find_resumption_together(
+    config: RunConfig, resume: str | None, ranks: Ranks
+) -> Resumption | None:
+    """`find_resumption` on the main rank; then all ranks read the same checkpoint, on a shared file
+    system."""
+    if ranks.count == 1:
+        return find_resumption(config, resume)
+    resumption: Resumption | None = None
+
+    def find() -> str | None:
+        nonlocal resumption
+        resumption = find_resumption(config, resume)
+        if resumption is None:
+            return None
+        folder, checkpoint = resumption.folder, resumption.checkpoint
+        if checkpoint is None:
+            return str(folder.path)
+        return str(checkpoints.path_of(folder.checkpoints, checkpoint.step))
+
+    path = ranks.from_main(find)
+    if ranks.is_main or path is None:
+        return resumption
+    return find_resumption(config, path)
+
+
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     """Find the run to resume; None for a new run. Without `resume`, it is an unfinished run in
     `--out`. Raises a UserError if there is no run at the path, if a process trains it, or if
@@ -56,8 +82,8 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
             RunFolder(Path(config.out)).require_idle()
         if config.out is None or RunFolder(Path(config.out)).cut_at is None:
             return None
-        found = find_resumption(config, "auto")
-        return None if found is None else replace(found, unasked=True)
+        resumption = find_resumption(config, "auto")
+        return None if resumption is None else replace(resumption, unasked=True)
     named = None
     if resume == "auto":
         folder = choose_folder(config, resume=True)
@@ -83,43 +109,6 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
 
 
-def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resumption | None:
-    """`find_resumption` on the main rank; then all ranks read the same checkpoint, on a shared file
-    system."""
-    if ranks.count == 1:
-        return find_resumption(config, resume)
-    found: Resumption | None = None
-
-    def find() -> str | None:
-        nonlocal found
-        found = find_resumption(config, resume)
-        if found is None:
-            return None
-        step = None if found.checkpoint is None else found.checkpoint.step
-        folder = found.folder
-        return str(folder.path if step is None else checkpoints.path_of(folder.checkpoints, step))
-
-    place = ranks.from_main(find)
-    if ranks.is_main or place is None:
-        return found
-    return find_resumption(config, place)
-
-
-def _from_checkpoint(
-    folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
-) -> Resumption:
-    """The resumption from a checkpoint, with its configuration: run.toml may have been edited."""
-    table = at_home(checkpoint.info["config"], folder.path)
-    saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
-    why = "".join(f"; passed over: {reason}" for reason in passed_over)
-    notes = [f"resumed from {path}{why}"]
-    try:
-        parse_config(str(folder.config), {})
-    except UserError as error:
-        notes.append(f"{error} It is written anew from the checkpoint.")
-    return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
-
-
 def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     """The run folder that `path` names, and the checkpoint in it if it names one."""
     places = [(path, None), (path.parent.parent, path)]
@@ -129,6 +118,79 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     raise UserError(
         f"--resume {quoted(str(path))}: there is no run and no checkpoint. Give a run's folder."
     )
+
+
+def _from_checkpoint(
+    folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
+) -> Resumption:
+    """The resumption from a checkpoint, with its configuration: run.toml may have been edited."""
+    table = at_home(checkpoint.info["config"], folder.path)
+    saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
+    reasons = "".join(f"; passed over: {reason}" for reason in passed_over)
+    notes = [f"resumed from {path}{reasons}"]
+    try:
+        parse_config(str(folder.config), {})
+    except UserError as error:
+        notes.append(f"{error} It is written anew from the checkpoint.")
+    return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
+
+
+def left_out_trackers(resumption: Resumption, requested: RunConfig) -> str | None:
+    """A note on the trackers that the saved configuration names and the flags given now do not:
+    the run may be a stranger's. None if there are none."""
+    saved = resumption.saved
+    names = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
+    if not names:
+        return None
+    flags = " ".join(f"--{name}" for name in names)
+    return f"not started: {', '.join(names)}, which only the saved run names; to go on: {flags}"
+
+
+def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
+    """The saved configuration with the flags given now; it starts no tracker of its own. Raises a
+    UserError if a flag changes something that the run's losses depend on, or if only the saved
+    configuration asks for weights of the Hub."""
+    saved, source = resumption.saved, resumption.saved.init_from
+    in_hub = source is not None and repository_in(source) is not None
+    if resumption.checkpoint is None and source and in_hub and requested.init_from is None:
+        raise UserError(
+            f"{resumption.folder.path} has no checkpoint yet and begins with {source}, which is "
+            f"fetched only if you ask for it: add --init-from {shell_quoted(source)}"
+        )
+    if requested.init_from and same_source(requested.init_from, source):
+        requested = requested.model_copy(update={"init_from": source})
+    requested = _with_saved_files(requested, saved)
+    table, flags = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
+    flags |= {"guard": table["guard"] | flags.get("guard", {})}
+    config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
+    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
+    changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))
+    refuse_differences(resumption, list(changes))
+    return config
+
+
+def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
+    """`requested`, with files replaced by the run's copies if their contents are the same."""
+
+    def read(path: str) -> bytes:
+        with suppress(OSError):
+            return Path(path).read_bytes()
+        return path.encode()
+
+    copies: dict[bytes, str] = {}
+    with_files(saved, lambda path: copies.setdefault(read(path), path))
+    return with_files(requested, lambda path: copies.get(read(path), path))
+
+
+def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | None:
+    """The run's `tokenizer.json`, if it has one. Raises a UserError if it is not the tokenizer that
+    the checkpoint records, and `config`, as resumed, names no other file."""
+    file, checkpoint = resumption.folder.tokenizer, resumption.checkpoint
+    names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
+    recorded = None if checkpoint is None else recorded_tokenizer(checkpoint.info)
+    if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
+        own_tokenizer(file, recorded)
+    return file if file.is_file() else None
 
 
 def decided_in(info: Mapping[str, Any]) -> Decided:
@@ -146,102 +208,103 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
     return Decided(left_out=left_out, needs_reference=needs_reference, recipes=recipes)
 
 
-def put_back(run: Run, checkpoint: Checkpoint) -> None:
-    """Restore the run's state and step from `checkpoint`. Raises what `restore` raises."""
-    restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
-    for variant in run.variants:
-        variant.backend.weights.mark()
-    if run.loss_scaler is not None and checkpoint.info["scaler"] is not None:
-        run.loss_scaler.load_state_dict(checkpoint.info["scaler"])
-    run.state.step = checkpoint.step
-
-
-def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags given now; it starts no tracker of its own. Raises a
-    UserError if a flag changes something that the run's losses depend on, or if only the saved
-    configuration asks for weights of the Hub."""
-    source = found.saved.init_from
-    if found.checkpoint is None and source and asked.init_from is None and repository_in(source):
+def restore(run: Run, resumption: Resumption) -> list[str]:
+    """Restore `run` from the checkpoint, if there is one, and return notes. Raises a UserError if
+    the run differs from the one that wrote the checkpoint."""
+    checkpoint, config, saved = resumption.checkpoint, run.config, resumption.saved
+    if checkpoint is None:
+        if run.ranks.is_main:
+            run.folder.forget_after(0)
+        return []
+    notes, info = list[str](), checkpoint.info
+    _require_same_identity(run, resumption, info)
+    if missing := _require_same_tokenizer(resumption, checkpoint, run.data.tokenizer):
+        notes.append(missing)
+    if checkpoint.step > config.steps:
         raise UserError(
-            f"{found.folder.path} has no checkpoint yet and begins with {source}, which is fetched "
-            f"only if you ask for it: add --init-from {shell_quoted(source)}"
+            f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
+            "Give at least as many."
         )
-    if asked.init_from and same_source(asked.init_from, found.saved.init_from):
-        asked = asked.model_copy(update={"init_from": found.saved.init_from})
-    asked = _with_saved_files(asked, found.saved)
-    saved, given = found.saved.model_dump() | dict.fromkeys(TRACKERS, False), asked.given
-    given |= {"guard": saved["guard"] | given.get("guard", {})}
-    merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
-    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
-    saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
-    refuse_differences(found, list(differences(saved, now)))
-    return merged
+    if config.steps != saved.steps:
+        several = len(run.schedule.phases) > 1
+        follows = "and the phases follow" if several else "follows"
+        notes.append(f"steps {saved.steps} -> {config.steps}: the learning rate {follows} the new")
+    if config.threads != saved.threads:
+        before, now = (table.threads or "torch's choice" for table in (saved, config))
+        notes.append(f"threads {before} -> {now}: sums may round differently")
+    if (version := info["versions"].get("torch")) != torch.__version__:
+        notes.append(f"torch {version} -> {torch.__version__}: losses may differ")
+    run.restore(checkpoint)
+    if (guard := info["guard"]) is not None:
+        for layer in guard["demoted"]:
+            run.set_fp8(layer, False)
+        if guard["left_fp16"]:
+            run.leave_fp16()
+            notes.append("the guard left fp16 before: the run goes on in bf16")
+    if config.profile and (config.profile_step or run.step + 1) <= run.step:
+        notes.append(f"profile_step {config.profile_step} is done already: nothing is profiled")
+    if run.ranks.is_main:
+        run.folder.forget_after(run.step)
+    return notes
 
 
-def left_out_trackers(found: Resumption, asked: RunConfig) -> str | None:
-    """A note on the trackers that the saved configuration names and the flags given now do not:
-    the run may be a stranger's. None if there are none."""
-    names = [key for key in TRACKERS if getattr(found.saved, key) and key not in asked.given]
-    if not names:
-        return None
-    flags = " ".join(f"--{name}" for name in names)
-    return f"not started: {', '.join(names)}, which only the saved run names; to go on: {flags}"
+def _require_same_identity(run: Run, resumption: Resumption, info: Mapping[str, Any]) -> None:
+    """Raise a UserError if model, recipes or data differ from those in checkpoint.json."""
+    saved, current = _with_quantizers(info["identity"]), dict(run.identity)
+    if saved["recipe"]["compute_dtype"] != current["recipe"]["compute_dtype"]:
+        by_machine = ", as auto chooses by machine" if run.config.recipe == "auto" else ""
+        names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
+        difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
+        refuse_differences(resumption, [difference + by_machine], weights_go_on=True)
+    refuse_differences(resumption, list(differences(saved, current)))
 
 
-def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
-    """`asked`, with files replaced by the run's copies if their contents are the same."""
+def _with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's identity, with its recipes in the format of this version."""
 
-    def read(path: str) -> bytes:
-        with suppress(OSError):
-            return Path(path).read_bytes()
-        return path.encode()
+    def as_saved_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
+        return recipe_from_json(recipe, "identity in checkpoint.json").to_json(words=False)
 
-    copies: dict[bytes, str] = {}
-    with_files(saved, lambda path: copies.setdefault(read(path), path))
-    return with_files(asked, lambda path: copies.get(read(path), path))
-
-
-def tokenizer_to_resume(found: Resumption, config: RunConfig) -> Path | None:
-    """The run's `tokenizer.json`, if it has one. Raises a UserError if it is not the tokenizer that
-    the checkpoint records, and `config`, as resumed, names no other file."""
-    file = found.folder.tokenizer
-    names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
-    recorded = None if found.checkpoint is None else recorded_tokenizer(found.checkpoint.info)
-    if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
-        own_tokenizer(file, recorded)
-    return file if file.is_file() else None
+    current = {**identity, "recipe": as_saved_now(identity["recipe"])}
+    if "recipes" in identity:
+        recipes = identity["recipes"].items()
+        current["recipes"] = {place: as_saved_now(recipe) for place, recipe in recipes}
+    return current
 
 
-def require_same_tokenizer(found: Resumption, tokenizer: Tokenizer | None) -> str | None:
+def _require_same_tokenizer(
+    resumption: Resumption, checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> str | None:
     """Raise a UserError if `tokenizer`, of the data, is not the one that the checkpoint records.
     Returns a note if the file of the run is missing."""
-    assert found.checkpoint is not None
-    recorded = recorded_tokenizer(found.checkpoint.info)
+    recorded = recorded_tokenizer(checkpoint.info)
     if recorded is None:
         return None
     if tokenizer is None or not recorded.is_alike(tokenizer.identity):
-        ours = "unknown" if tokenizer is None else f"{tokenizer.name} ({tokenizer.sha256[:8]})"
-        theirs = f"{recorded.name} ({recorded.sha256[:8]})"
-        difference = f"the tokenizer is {ours} here and {theirs} in the checkpoint"
-        refuse_differences(found, [difference])
-    file = found.folder.tokenizer
+        current = "unknown" if tokenizer is None else f"{tokenizer.name} ({tokenizer.sha256[:8]})"
+        saved = f"{recorded.name} ({recorded.sha256[:8]})"
+        difference = f"the tokenizer is {current} here and {saved} in the checkpoint"
+        refuse_differences(resumption, [difference])
+    file = resumption.folder.tokenizer
     return None if file.is_file() else f"{file} was missing: it is written again"
 
 
 def refuse_differences(
-    found: Resumption, differing: list[str], weights_go_on: bool = False
+    resumption: Resumption, differing: list[str], weights_go_on: bool = False
 ) -> None:
     """Raise a UserError that names the first of the `differing` things, if there is one;
     `weights_go_on` says that a new run may begin with the weights."""
-    for what in differing[:1]:
-        if what.startswith("data."):
-            what = "the data are not those that the run was trained on"
-        if found.unasked:
-            raise UserError(
-                f"{found.folder.path} holds a run already, and another one: {what}. Give the same "
-                "command to go on with it, another --out, or remove it by --overwrite."
-            )
-        new = "start a new run in another --out"
-        if weights_go_on:
-            new += f", with its weights by --init-from {shell_quoted(str(found.folder.path))}"
-        raise UserError(f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or {new}.")
+    if not differing:
+        return
+    path, difference = resumption.folder.path, differing[0]
+    if difference.startswith("data."):
+        difference = "the data are not those that the run was trained on"
+    if resumption.unasked:
+        raise UserError(
+            f"{path} holds a run already, and another one: {difference}. Give the same command to "
+            "go on with it, another --out, or remove it by --overwrite."
+        )
+    new = "start a new run in another --out"
+    if weights_go_on:
+        new += f", with its weights by --init-from {shell_quoted(str(path))}"
+    raise UserError(f"Cannot resume {path}: {difference}. Leave it as it was, or {new}.")

@@ -1,8 +1,6 @@
-"""The allocations of a step, as `--profile` shows them, and the settings of allocators."""
+"""The allocations of a step, as `--profile` shows them."""
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -10,8 +8,6 @@ import torch
 
 from fp8stack.training.metrics import allocations, profiler
 from fp8stack.training.metrics.allocations import Allocations, on_cpu, on_gpu, words
-from fp8stack.training.setup import build
-from fp8stack.training.setup.allocator import expand_segments
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,70 +121,3 @@ def test_less_is_held_at_once_with_activation_checkpointing(tmp_path):
         assert recorded.allocations is not None
         peaks.append(recorded.allocations.peak_bytes)
     assert peaks[0] > peaks[1] > peaks[2]
-
-
-@pytest.mark.parametrize(
-    ("device", "cuda", "begun", "environment", "done"),
-    [
-        ("auto", "13.0", False, {}, True),
-        ("cuda", "13.0", False, {}, True),
-        ("cpu", "13.0", False, {}, False),
-        ("auto", None, False, {}, False),
-        ("auto", "13.0", True, {}, False),
-        ("auto", "13.0", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
-        ("auto", "13.0", False, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
-    ],
-)
-def test_segments_expand_unless_the_user_says_otherwise(
-    monkeypatch, device, cuda, begun, environment, done
-):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for name in names:  # set first, so that what is set within is taken back
-        monkeypatch.setenv(name, "x")
-        monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert expand_segments(device) is done
-    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if done else environment
-    assert {name: os.environ[name] for name in names if name in os.environ} == expected
-
-
-FAULTS = """
-import resource, torch
-from fp8stack.training.setup.allocator import keep_freed_memory
-
-def faults():
-    def work():
-        held = [torch.ones(24, 2**18) for _ in range(4)]  # 24 MiB each
-    work()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        work()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-torch.set_num_threads(1)
-without = faults()
-assert keep_freed_memory()
-print(without, faults())
-"""
-
-
-@pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
-def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
-    )
-    without, with_setting = map(int, done.stdout.split())
-    assert without >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
-    assert with_setting < without / 10
-    assert with_setting < 100
-
-
-def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
-    called: list[bool] = []
-    monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
-    SmallLoop(tmp_path / "r", "fp32")
-    assert called == [True]

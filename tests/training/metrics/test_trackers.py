@@ -91,7 +91,7 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
 
 
 def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
-    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path)
+    (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path, resumed=False)
     board.start()
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
         board.log({"loss": loss}, step=step)
@@ -154,10 +154,10 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
 def test_wandb_goes_on_with_the_same_run(tmp_path):
     ids = []
     for resumed in (False, True, False):
-        accelerator = Accelerator(
-            cpu=True, log_with=trackers.build_trackers(RunConfig(wandb=True), tmp_path)
-        )
-        trackers.start_trackers(accelerator, tmp_path, resumed)
+        config = RunConfig(wandb=True)
+        built = trackers.build_trackers(config, tmp_path, resumed=resumed)
+        accelerator = Accelerator(cpu=True, log_with=built)
+        trackers.start_trackers(accelerator, tmp_path, resumed=resumed)
         accelerator.log({"loss": 1.0}, step=1)
         ids.append(accelerator.trackers[0].run.id)
         accelerator.trackers[0].finish()
@@ -207,9 +207,9 @@ from fp8stack.training.metrics import trackers
 from fp8stack.config import RunConfig
 folder = Path("r")
 for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
-    found = trackers.build_trackers(RunConfig(trackio=True), folder)
-    accelerator = Accelerator(cpu=True, log_with=found)
-    trackers.start_trackers(accelerator, folder, resumed)
+    built = trackers.build_trackers(RunConfig(trackio=True), folder, resumed=resumed)
+    accelerator = Accelerator(cpu=True, log_with=built)
+    trackers.start_trackers(accelerator, folder, resumed=resumed)
     for step in steps:
         accelerator.log({"loss": float(step)}, step=step)
     accelerator.trackers[0].finish()
@@ -232,8 +232,9 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    config = RunConfig.model_validate({package: True})
     with pytest.raises(UserError, match=f"--{package} needs .*: pip install {package}$"):
-        trackers.build_trackers(RunConfig.model_validate({package: True}), tmp_path)
+        trackers.build_trackers(config, tmp_path, resumed=False)
 
 
 def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch):

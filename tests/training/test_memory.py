@@ -1,17 +1,28 @@
-"""A run that cannot fit into the memory that is left is refused before its first step."""
+"""How allocators are set, and that a run that cannot fit into the memory is refused."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import available_memory
+from fp8stack.training.memory import (
+    Footprint,
+    expand_segments,
+    keep_freed_memory,
+    require_memory,
+)
+from fp8stack.training.metrics import allocations
 from fp8stack.training.setup import build
-from fp8stack.training.setup.memory_check import Footprint, require_memory
 from tests.conftest import TINY
+from tests.support.small_loop import SmallLoop
 
 CPU = Hardware("cpu")
 H100 = Hardware("cuda", (9, 0), has_te=True)
@@ -103,3 +114,75 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
 
 def test_where_the_system_tells_nothing_nothing_is_known(tmp_path):
     assert available_memory("cpu", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "begun", "environment", "done"),
+    [
+        ("auto", "13.0", False, {}, True),
+        ("cuda", "13.0", False, {}, True),
+        ("cpu", "13.0", False, {}, False),
+        ("auto", None, False, {}, False),
+        ("auto", "13.0", True, {}, False),
+        ("auto", "13.0", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ("auto", "13.0", False, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+    ],
+)
+def test_segments_expand_unless_the_user_says_otherwise(
+    monkeypatch, device, cuda, begun, environment, done
+):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:  # set first, so that what is set within is taken back
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expand_segments(device) is done
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if done else environment
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+FAULTS = """
+import resource, torch
+from fp8stack.training.memory import keep_freed_memory
+
+def faults():
+    def work():
+        held = [torch.ones(24, 2**18) for _ in range(4)]  # 24 MiB each
+    work()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+without = faults()
+assert keep_freed_memory()
+print(without, faults())
+"""
+
+
+@pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
+def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
+    )
+    without, kept = map(int, done.stdout.split())
+    assert without >= 10 * 48  # 96 MiB anew each time, in pages of 2 MiB at most
+    assert kept < without / 10
+    assert kept < 100
+
+
+def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
+    called: list[bool] = []
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
+    SmallLoop(tmp_path / "r", "fp32")
+    assert called == [True]
+
+
+def test_the_allocator_is_left_alone_where_the_environment_sets_it(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not keep_freed_memory()

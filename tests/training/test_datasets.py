@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack import tokenizer
 from fp8stack.config import parse_config
 from fp8stack.data import load_corpora, texts
 from fp8stack.distributed.parallelize import part_of
@@ -20,7 +21,7 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
-from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.load import tokenizer_of_run
 from tests.conftest import TINY, exit_code, losses
 from tests.support.made_tokenizers import trained
 from tests.support.small_loop import SmallLoop
@@ -381,6 +382,26 @@ def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_pa
     assert (tmp_path / "r/tokenizer.json").read_text() == model_tokenizer.read_text()
     model_tokenizer.unlink()
     assert command("pretrain", "--resume", "r", "--steps", "3") == 0
+
+
+@pytest.mark.parametrize("data", ["text", "bin"])
+def test_a_new_run_loads_the_tokenizer_that_it_names_once(data, tokens, tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text(TEXT)
+    train = next(tmp_path.glob("tokens/**/*.bin"))
+    shutil.copy(train, tmp_path / "train.bin")
+    loads: list[str] = []
+
+    def load(name: str, end_of_text: str | None) -> tokenizer.Tokenizer:
+        loads.append(name)
+        return load_uncounted(name, end_of_text)
+
+    load_uncounted = tokenizer._load
+    monkeypatch.setattr(tokenizer, "_load", load)
+    file = str(tmp_path / "tokens")
+    path = tmp_path / {"text": "t.txt", "bin": "train.bin"}[data]
+    run = SmallLoop(tmp_path / "r", "fp32", data=str(path), tokenizer=file).run
+    assert run.model.config.vocabulary == 300
+    assert loads == [file]
 
 
 def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):

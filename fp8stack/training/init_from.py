@@ -1,0 +1,99 @@
+"""The initial weights of a new run (`--init-from`): only the weights are taken over, not the
+optimizer, step, scales and schedule."""
+
+from pathlib import Path
+from typing import Any
+
+from fp8stack import hf, presets
+from fp8stack.checkpoint.state import differences
+from fp8stack.config import RunConfig, preset_for
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.training.load import Trained, absolute_source, own_tokenizer
+
+# Keys that may differ from the source's: initialization and dropout.
+FREE = {"dropout", "init_std"}
+
+
+def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
+    """The `tokenizer.json` of initial weights, if they have one. Raises a UserError if it is not
+    the one that their checkpoint records, and `config` names no tokenizer."""
+    recorded = source.recorded_tokenizer
+    if recorded is not None and config.tokenizer is None:
+        own_tokenizer(source.tokenizer or source.path.parent.parent / TOKENIZER_FILE, recorded)
+    return source.tokenizer
+
+
+def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
+    """The preset closest to `shape`, and the overrides that make it `shape`."""
+    keys = _explicit(shape)
+    changes = {}
+    for name in presets.names("models"):
+        preset = _explicit(load_config(name))
+        changes[name] = {key: value for key, value in keys.items() if preset[key] != value}
+    return min(changes.items(), key=lambda item: len(item[1]))
+
+
+def _explicit(shape: GPTConfig) -> dict[str, Any]:
+    """The keys of a shape, with defaults that depend on other keys filled in."""
+    keys = shape.model_dump(mode="json")
+    return keys | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
+
+
+def with_source(config: RunConfig, source: Trained) -> RunConfig:
+    """`config` with the source, and without `--model` its model, so that the source is not needed
+    once the run has a checkpoint. Raises a UserError that names the first difference if the model
+    differs from the source's."""
+    keys: dict[str, Any] = {"init_from": source.name}
+    if "model" not in config.given:
+        if (run := source.config) is not None:
+            model, overrides = run.model, run.model_overrides
+        else:
+            model, overrides = nearest_preset(source.shape)
+        overrides = {**overrides, **config.model_overrides}
+        keys |= {"model": model, "model_overrides": overrides}
+        if not overrides.keys() & {"layers", "width"}:  # it is that model
+            keys |= preset_for(config.given | keys)
+    config = config.model_copy(update=keys)
+    shape = load_config(config.model, config.model_overrides)
+    for difference in differences(_beside(source.shape, shape), _beside(shape, source.shape)):
+        raise UserError(
+            f"Cannot begin with the weights of {source.name}: the model's {difference}. Leave out "
+            "--model and model_overrides, to have the checkpoint's model."
+        )
+    return config
+
+
+def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
+    """The keys of `shape` that weights depend on; defaults that depend on other keys are filled in
+    where `compared` sets them."""
+    keys, explicit = shape.model_dump(mode="json", exclude=FREE), _explicit(shape)
+    return {
+        key: value if getattr(compared, key) is None else explicit[key]
+        for key, value in keys.items()
+    }
+
+
+def _same_repository(requested: hf.Repository, saved: hf.Repository) -> bool:
+    """Whether `requested` may be `saved`, whose revision is a commit."""
+    if requested.name != saved.name:
+        return False
+    commit, revision = saved.revision or "", requested.revision
+    if revision is None or (len(revision) >= 7 and commit.startswith(revision)):
+        return True
+    return hf.commit_in_cache(requested) == commit
+
+
+def same_source(init_from: str, saved: str | None) -> bool:
+    """Whether `init_from`, see `find_source`, names the `saved` source of a run's initial
+    weights."""
+    if saved is None:
+        return False
+    if hf.path_in(init_from) is not None or hf.path_in(saved) is not None:
+        requested, repository = hf.repository_in(init_from), hf.repository_in(saved)
+        if requested is not None and repository is not None:
+            return _same_repository(requested, repository)
+        return absolute_source(init_from) == saved
+    places = (Path(saved), Path(saved).parent.parent)  # RUN/checkpoints/step-000200, and RUN
+    return Path(init_from).resolve() in places
