@@ -152,6 +152,14 @@ def _copy(target, source):
         target[i] = source[i]
 
 
+@njit
+def _nearest(value, magic, least):
+    """See `cast.round_to_format`; `least` is the spacing of subnormals times `magic`."""
+    spacing = _of_bits(_bits(value) & _POWER_OF_TWO) * magic
+    spacing = least if spacing < least else spacing
+    return (value + spacing) - spacing
+
+
 # The scales, one at a time: what multiplies in, and what multiplies out.
 
 
@@ -197,9 +205,7 @@ def _e4m3_scales(largest, into_e4m3):
     """See `quantized.scales_of`."""
     exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
     # E4M3: three bits of mantissa, from 2^-6 on.
-    power = _of_bits(_bits(exact) & _POWER_OF_TWO)
-    spacing = max(power, np.float32(2**-6)) * np.float32(1.5 * 2**20)
-    out = (exact + spacing) - spacing
+    out = _nearest(exact, np.float32(1.5 * 2**20), np.float32(1.5 * 2**14))
     return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
 
 
@@ -248,10 +254,7 @@ def _round(values, into, out, result, length, w):
     for i in range(length):
         scaled = values[i] * into[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
-        power = _of_bits(_bits(scaled) & _POWER_OF_TWO)
-        spacing = power * magic
-        spacing = least if spacing < least else spacing
-        rounded = (scaled + spacing) - spacing
+        rounded = _nearest(scaled, magic, least)
         result[i] = rounded * out[i] if carries else rounded
 
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.formats import FORMATS, Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_sizes,
     split_into_blocks,
     spread,
 )
-from fp8stack.numerics.cast import amax, quotient, saturated
+from fp8stack.numerics.cast import amax, encode, saturated
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import (
@@ -242,30 +242,6 @@ def checked_dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"A tensor of shape {list(x.shape)} has no dimension {dim}")
     return dim % x.ndim
-
-
-def encode(scaled: Tensor, target: Format, bits: Tensor | None) -> Tensor:
-    """The codes of float32 values, saturated: uint8. NaN is 0x7F in FP8, the largest value else.
-
-    Args:
-        scaled: float32.
-        target: of eight bits or fewer.
-        bits: int64 of the shape of `scaled`, for stochastic rounding; None rounds to the nearest,
-            ties to even.
-    """
-    held = scaled.abs().clamp(max=target.max)
-    exponent = ((held.view(torch.int32) >> 23) - 127 + target.bias).clamp(min=1)
-    step = ((exponent - target.bias - target.mantissa_bits + 127) << 23).view(torch.float32)
-    steps = quotient(held, step)  # exact
-    if bits is None:
-        whole = steps.round()
-    else:
-        below = steps.floor()
-        whole = below + (bits < ((steps - below) * 2.0**32).ceil().to(torch.int64))
-    codes = ((exponent - 1) << target.mantissa_bits) + whole.to(torch.int32)
-    codes = codes + (scaled.signbit().to(torch.int32) << (target.bits - 1))
-    nan_code = 0x7F if target.dtype is not None else target.max_code
-    return torch.where(scaled != scaled, nan_code, codes).to(torch.uint8)
 
 
 def _packed(codes: Tensor, dim: int) -> Tensor:

@@ -3,10 +3,6 @@
 An emulated GEMM multiplies these. They equal the bytes of `quantized`, `cast` and `blocks` to the
 bit (only the sign of a zero may differ).
 
-How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
-power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.
-That power is not let below the format's smallest normal, which keeps the subnormals' fixed step.
-
 On a CPU `fused` computes all of it in one sweep. In compiled code, on a GPU, and where numba is
 missing, it is the expressions here: a compiler fuses them with what comes before and after, and a
 GPU is asked for no number.
@@ -26,14 +22,12 @@ from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
-from fp8stack.numerics.cast import amax
+from fp8stack.numerics.cast import amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.operators import seen
 from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
-
-_EXPONENT = 0x7F800000
 
 Block = tuple[int, int]
 """Rows and columns that share a scale; 0 is all of them."""
@@ -221,47 +215,8 @@ def matrix_dim(x: Tensor, dim: int) -> int:
     return checked_dim(x, dim)
 
 
-def _round(scaled: Tensor, target: Format) -> Tensor:
-    """`scaled`, float32, saturated and rounded to `target`, as one expression."""
-    values = scaled.clamp(-target.max, target.max)
-    smallest = target.min_normal * _magic(target)
-    if values.device.type == "cpu":
-        # inductor's vectors cannot look at bits. Veltkamp's splitting (Dekker, 1971) rounds to the
-        # nearest with sums alone, here to even at ties: the tests try every mantissa.
-        split = values * (2.0 ** (23 - target.mantissa_bits) + 1)
-        rounded = split - (split - values)
-        return torch.where(
-            values.abs() < target.min_normal, (values + smallest) - smallest, rounded
-        )
-    # Compilers for GPUs make one operation of a product and a sum; here a limit stands in between.
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    spacing = (power * _magic(target)).clamp_min(smallest)
-    return (values + spacing) - spacing
-
-
 def round_scaled(blocks: Tensor, scales: Scales, target: Format, bits: Tensor | None) -> Tensor:
     """Blocks in float32 rounded to `target`, multiplied by their scales before and after; at random
     by `bits`, int64 of their shape, if there are any."""
-    scaled = blocks * in_memory(scales.into)
-    if bits is None:
-        rounded = _round(scaled, target)
-    else:
-        rounded = _round_at_random(scaled.clamp(-target.max, target.max), bits, target)
+    rounded = round_to_format(blocks * in_memory(scales.into), target, bits)
     return rounded if scales.out is None else rounded * in_memory(scales.out)
-
-
-def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
-    """`values`, float32 and clamped, rounded to `target`: away from zero where the random number is
-    below the place between the two neighbours times 2^32, rounded up. All of it is exact."""
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    step = (power * 2.0**-target.mantissa_bits).clamp_min(float(target.min_subnormal or 0))
-    per_step = ((254 << 23) - step.view(torch.int32)).view(torch.float32)  # 1 / step
-    steps = values * per_step
-    below = steps.trunc()
-    threshold = ((steps - below).abs() * 2.0**32).ceil()
-    away = (bits < threshold.to(torch.int64)).to(torch.float32)
-    return (below + away.copysign(steps)) * step
-
-
-def _magic(target: Format) -> float:
-    return float(1.5 * 2.0 ** (23 - target.mantissa_bits))

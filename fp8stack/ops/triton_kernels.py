@@ -142,11 +142,28 @@ def _load(x, row, column, stride, inside):
 @triton.jit
 def _rounded(values, HOW: tl.constexpr):
     """float32 values, rounded to what the tensors' dtype has."""
-    if tl.bfloat16 == HOW.dtype and not HOW.exact:  # the interpreter does not round to even
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    if tl.bfloat16 == HOW.dtype:
+        return to_bf16(values, HOW)
     return values.to(HOW.dtype).to(tl.float32)
+
+
+@triton.jit
+def to_bf16(values, HOW: tl.constexpr):
+    """float32 values rounded to bfloat16, in float32."""
+    if HOW.exact:
+        return values.to(tl.bfloat16).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True)  # the interpreter does not round to even
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def to_nearest(values, mantissa_bits: tl.constexpr, min_normal: tl.constexpr):
+    """float32 values rounded to a format, see `numerics.cast.round_to_format`."""
+    power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic: tl.constexpr = 1.5 * 2.0 ** (23 - mantissa_bits)
+    spacing = tl.maximum(power * magic, min_normal * magic)
+    return (values + spacing) - spacing
 
 
 @triton.jit
@@ -296,14 +313,10 @@ def _codes(scaled, HOW: tl.constexpr):
     """The bytes of float32 values that were multiplied by their scale: `numerics.cast_to_fp8`."""
     held = tl.clamp(scaled, -HOW.target.max, HOW.target.max, propagate_nan=tl.PropagateNan.ALL)
     if not HOW.exact:
-        # As numerics/rounding.py does, but -0 keeps its sign. A value of the format converts
-        # exactly, whatever the conversion is worth.
-        bits = held.to(tl.int32, bitcast=True)
-        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        magic: tl.constexpr = 1.5 * 2.0 ** (23 - HOW.target.mantissa_bits)
-        spacing = tl.maximum(power * magic, HOW.target.min_normal * magic)
-        rounded = ((held + spacing) - spacing).to(tl.int32, bitcast=True)
-        held = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+        # A value of the format converts exactly on any device; -0 keeps its sign.
+        sign = held.to(tl.int32, bitcast=True) & -0x80000000
+        rounded = to_nearest(held, HOW.target.mantissa_bits, HOW.target.min_normal)
+        held = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
     if not HOW.exact:
         codes = tl.where(scaled == scaled, codes, 0x7F)

@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8stack.ops.triton_kernels import amax_of, inverse_of, packed_at, sizes_of
+from fp8stack.ops.triton_kernels import (
+    amax_of,
+    inverse_of,
+    packed_at,
+    sizes_of,
+    to_bf16,
+    to_nearest,
+)
 
 TILE = tl.constexpr(128)
 BLOCK = tl.constexpr(16)  # elements that share an E4M3 scale, and that a Hadamard transform mixes
@@ -69,24 +76,14 @@ def _load(x, tile, rows, columns):
 def _transformed(values, HOW: tl.constexpr):
     """`numerics.hadamard` of a tile's lines, by 16."""
     if not HOW.bf16:
-        values = _bf16(values, HOW)
+        values = to_bf16(values, HOW)
     sign = (HOW.minus >> (tl.arange(0, TILE) % BLOCK)) & 1
     values = tl.where((sign != 0)[None, :], -values, values)
     values = tl.reshape(values, [TILE * TILE // BLOCK, 2, 2, 2, 2])
     for _ in tl.static_range(4):  # the last bit of a place comes first: strides 1, 2, 4, 8
         one, other = tl.split(values)
         values = tl.permute(tl.join(one + other, one - other), [0, 4, 1, 2, 3])
-    return _bf16(tl.reshape(values, [TILE, TILE]) * 0.25, HOW)
-
-
-@triton.jit
-def _bf16(values, HOW: tl.constexpr):
-    """float32 values, rounded to what bfloat16 has."""
-    if HOW.exact:
-        return values.to(tl.bfloat16).to(tl.float32)
-    bits = values.to(tl.int32, bitcast=True)  # the interpreter does not round to even
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    return to_bf16(tl.reshape(values, [TILE, TILE]) * 0.25, HOW)
 
 
 @triton.jit
@@ -115,7 +112,7 @@ def _put(values, bits, line, place, whole, lines, half, data, scales, HOW: tl.co
         largest = tl.reshape(tl.broadcast_to(square[:, None, :], shape), [TILE, parts])
     into_e4m3 = tl.minimum(tl.div_rn(tl.zeros_like(whole) + 2688.0, whole), FLT_MAX)
     into_e4m3 = tl.where((whole == 0.0) | (into_e4m3 == 0.0), 1.0, into_e4m3)
-    stored = _e4m3(tl.minimum(largest * (into_e4m3 * (1.0 / 6.0)), 448.0))
+    stored = to_nearest(tl.minimum(largest * (into_e4m3 * (1.0 / 6.0)), 448.0), 3, 2.0**-6)
     into = tl.minimum(inverse_of(stored * inverse_of(into_e4m3)), FLT_MAX)
     scaled = tl.reshape(values, [TILE, parts, BLOCK]) * into[:, :, None]
     codes = _e2m1(tl.reshape(scaled, [TILE, TILE]), bits, HOW)
@@ -132,16 +129,8 @@ def _put(values, bits, line, place, whole, lines, half, data, scales, HOW: tl.co
 
 
 @triton.jit
-def _e4m3(values):
-    """Values of 0 to 448, rounded to what E4M3 has."""
-    power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    spacing = tl.maximum(power * 1572864.0, 24576.0)  # 1.5 * 2^20 spacings: its last bits round
-    return (values + spacing) - spacing
-
-
-@triton.jit
 def _e2m1(scaled, bits, HOW: tl.constexpr):
-    """See `numerics.quantized.encode`: int32."""
+    """See `numerics.cast.encode`: int32."""
     size = tl.minimum(tl.abs(scaled), 6.0)
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 126, 1)
     steps = size * ((129 - exponent) << 23).to(tl.float32, bitcast=True)

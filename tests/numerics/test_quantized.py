@@ -32,9 +32,9 @@ from fp8stack.numerics import (
     quantize,
     round_to,
 )
+from fp8stack.numerics.cast import encode
 from fp8stack.numerics.error import quantization_error
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import encode
 from tests.support.oracles import (
     BITS,
     FLOAT_DTYPES,
