@@ -213,24 +213,28 @@ def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
 
 def hadamard(x: Array, size: int, dim: int) -> Array:
     """Each block of `size` along `dim` times `diag(signs) H / sqrt(size)`, rounded to bfloat16.
-    Sums in float64 are exact if the elements are small multiples of one number."""
-    rows = np.moveaxis(x, dim, -1)
-    rows = to_bf16(np.pad(rows, ((0, 0), (0, -rows.shape[-1] % size))))
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    Sums and differences are float32's, over strides 1, 2, 4, ..."""
+    lines = np.moveaxis(x, dim, -1)
+    lines = np.pad(lines, [(0, 0)] * (x.ndim - 1) + [(0, -lines.shape[-1] % size)])
     minus = [3, 5, 6, 7, 8, 9, 10, 12, 14, 15] if size == 16 else []  # TE's get_wgrad_sign_vector
-    matrix[minus] *= -1
-    sums = (rows.astype(np.float64).reshape(len(rows), -1, size) @ matrix).astype(f32)
-    return np.moveaxis(to_bf16(sums * f32(size**-0.5)).reshape(rows.shape), -1, dim)
+    blocks = to_bf16(lines).reshape(-1, size)
+    blocks[:, minus] *= -1
+    stride = 1
+    with np.errstate(all="ignore"):
+        while stride < size:
+            pairs = blocks.reshape(-1, 2, stride)
+            sums = pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]
+            blocks, stride = np.stack(sums, 1), 2 * stride
+        mixed = to_bf16(blocks * f32(size**-0.5))
+    return np.moveaxis(mixed.reshape(lines.shape), -1, dim)
 
 
 def to_bf16(x: Array) -> Array:
     """float32 rounded to the nearest bfloat16, ties to even, as float32."""
     exponent = np.maximum(np.frexp(x)[1], -125) - 8
-    whole: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
-    made: Array = np.ldexp(whole, exponent).astype(f32)
-    return made
+    steps: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
+    rounded: Array = np.ldexp(steps, exponent).astype(f32)
+    return np.where(np.isfinite(x), rounded, x)
 
 
 def philox(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8stack.conform.oracles import Slot
+from fp8stack.conform.oracles import Slot, scale_of
 from fp8stack.errors import UserError
 from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory, Quantizer, amax
@@ -18,7 +18,6 @@ from tests.support.oracles import (
     FLT_MAX,
     STEADY,
     default_dtype,
-    scale_of,
 )
 
 INF, NAN = math.inf, math.nan

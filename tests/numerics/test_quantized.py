@@ -34,7 +34,6 @@ from fp8stack.numerics import (
 )
 from fp8stack.numerics.cast import encode
 from fp8stack.numerics.error import quantization_error
-from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import (
     BITS,
     FLOAT_DTYPES,
@@ -65,13 +64,12 @@ def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **optio
     generator = generator_of(quantizer)
     made = quantize(x, quantizer, dim, generator, **options)
     np.testing.assert_array_equal(to_numpy(x), to_numpy(before))
-    source = to_numpy(hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x)
-    dtype = torch.bfloat16 if quantizer.hadamard else x.dtype
-    bits = None if generator is None else generator.bits(*source.shape).numpy()
-    overflow = min(float(torch.finfo(dtype).max), oracles.FLT_MAX)
-    plain = replace(quantizer, hadamard=0)
-    drawn = None if bits is None else lambda *shape: bits
-    wanted = oracles.quantize(source, plain, dim, overflow=overflow, bits=drawn)
+    source = to_numpy(x)
+    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
+    drawn = None if generator is None else lambda *shape: generator.bits(*shape).numpy()
+    wanted = oracles.quantize(source, quantizer, dim, overflow=overflow, bits=drawn)
+    if quantizer.hadamard:
+        source = oracles.hadamard(source, quantizer.hadamard, dim)
 
     assert (made.quantizer, made.dim, made.shape) == (quantizer, dim, x.shape)
     assert bool(made.has_nan) == bool(np.isnan(source).any())

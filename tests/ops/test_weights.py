@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from fp8stack.conform.casts import known_of, packed_copies
-from fp8stack.conform.oracles import Quantized, quantize
+from fp8stack.conform.oracles import Quantized, amax, quantize
 from fp8stack.formats import Quantizer
 from fp8stack.ops import weights
 from fp8stack.ops.scaled_gemm import Scaled, Scales
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
-from tests.support.oracles import block_amax, to_numpy
+from tests.support.oracles import to_numpy
 from tests.support.triton_code import ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,7 +99,7 @@ def of_given_scales(
     largest = before[:, 0].cpu().numpy()
     for (x, place), copies in zip(cases, kept.copies, strict=True):
         values = to_numpy(x)
-        largest[place] = max(largest[place], block_amax(values))
+        largest[place] = max(largest[place], amax(values).item())
         known = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
         told = f"{x.shape} {x.dtype} {name} {place}"
         wrong += compared(told, copies, known, Scales.PER_TENSOR)
