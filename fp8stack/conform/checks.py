@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.conform import te
+from fp8stack.numerics.error import sqnr_db
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 
 Facts = dict[str, Any]
@@ -177,17 +178,20 @@ def merged(parts: Mapping[str, Facts]) -> Facts:
     return facts | ({"first": first[:_SHOWN]} if first else {})
 
 
-def sqnr_db(found: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio of `found` to `expected` in dB, within `EXACT_DB` of 0; the lowest
-    if one is not finite."""
+def agreement_db(result: Tensor, expected: Tensor) -> float:
+    """The signal-to-noise ratio of a result to the expected one in dB, within `EXACT_DB` of 0; the
+    lowest if one is not finite."""
     reference = expected.double()
-    error = float((found.double() - reference).square().sum())
-    power = float(reference.square().sum())
-    if error == 0:
+    noise = float((result.double() - reference).square().sum())
+    if noise == 0:
         return EXACT_DB
-    if not math.isfinite(error) or not math.isfinite(power) or power == 0:
-        return -EXACT_DB
-    return max(-EXACT_DB, min(EXACT_DB, round(10 * math.log10(power / error), 2)))
+    ratio = sqnr_db(float(reference.square().sum()), noise)
+    return -EXACT_DB if ratio is None else max(-EXACT_DB, min(EXACT_DB, round(ratio, 2)))
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A NumPy array or number as a contiguous tensor of its shape."""
+    return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
 
 
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends import Backend, build_backend
@@ -23,11 +22,12 @@ from fp8stack.conform.checks import (
     Check,
     Context,
     Facts,
+    agreement_db,
     backend_for,
     mark_weights_changed,
     plan_of,
-    sqnr_db,
 )
+from fp8stack.conform.inputs import QUANTIZED_RECIPES
 from fp8stack.conform.layouts import STORED
 from fp8stack.formats import FORMATS, OPERANDS, FormatName, Operand, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig
@@ -35,10 +35,7 @@ from fp8stack.model.gpt import MLP
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Recipe, load_recipe
 
-RECIPES = (
-    *("delayed", "current", "block", "mxfp8", "rowwise"),
-    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
-)
+RECIPES = ("delayed", *QUANTIZED_RECIPES)
 QUANTIZED_DB = 15.0  # for operands quantized after a norm; a wrong scale gives less than 10 dB
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # As a share of the sum of magnitudes, per 32 products in Hopper's FP8 tensor cores, which keep 13
@@ -350,49 +347,33 @@ class Norms(nn.Module):
 
 
 def fused(context: Context, recipe: str, backend: str) -> Facts:
-    """Check outputs and gradients of the fused modules against unquantized float64."""
+    """Check outputs and gradients of the fused modules against those of plain torch in float32."""
     chosen, config, rows = load_recipe(recipe), FUSED, 256
     plan = plan_of(chosen, context, backend)
     shapes = {k: v for k, v in config.linear_shapes().items() if "qkv" in k or "mlp" in k}
     backend_for(plan, shapes)  # skips if a layer would not be in FP8
-    model = Norms(build_backend(plan.for_layers(config.linear_shapes())), config)
+    plain = plan_of(load_recipe("fp32"), context, "reference")
+    model, exact = (
+        Norms(build_backend(each.for_layers(config.linear_shapes())), config)
+        for each in (plan, plain)
+    )
     generator = torch.Generator().manual_seed(context.seed + 6)
     with torch.no_grad():
+        parameters = dict(exact.named_parameters())
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm_weight = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.1 * noise if is_norm_weight else 0.03 * noise)
+            parameters[name].copy_(parameter)
     x = torch.randn(rows, config.width, generator=generator)
     dys = {
         name: (torch.randn(rows, width, generator=generator) * 1e-3).to(context.device)
         for name, width in (("qkv", 3 * config.width), ("mlp", config.width))
     }
-    model, x = model.to(context.device), x.to(context.device)
+    model, exact, x = model.to(context.device), exact.to(context.device), x.to(context.device)
     for _ in range(3 if chosen.delayed else 1):
         results = _once(model, model, x, dys)
-    expected = _exact_norms(model, x, dys)
-    ratios = {name: sqnr_db(results[name], value.to(x.device)) for name, value in expected.items()}
+    expected = _once(exact, exact, x, dys)
+    ratios = {name: agreement_db(results[name], value) for name, value in expected.items()}
     holds = all(value >= QUANTIZED_DB for value in ratios.values())
     return {"holds": holds, "unquantized_db": ratios}
-
-
-def _exact_norms(model: Norms, x: Tensor, dys: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same in float64, by plain torch."""
-    wide = {
-        name: parameter.detach().double().requires_grad_()
-        for name, parameter in model.named_parameters()
-    }
-    x = x.detach().double().requires_grad_()
-
-    def norm(name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], wide[f"{name}.weight"], wide[f"{name}.bias"], 1e-5)
-
-    def multiply(y: Tensor, name: str) -> Tensor:
-        return F.linear(y, wide[f"{name}.weight"], wide[f"{name}.bias"])
-
-    qkv = multiply(norm("first"), "qkv")
-    hidden = F.gelu(multiply(norm("second"), "mlp.up"), approximate="tanh")
-    mlp = multiply(hidden, "mlp.down")
-    torch.autograd.backward([qkv, mlp], [dys[name].double() for name in ("qkv", "mlp")])
-    assert x.grad is not None
-    return {"qkv": qkv.detach(), "mlp": mlp.detach(), "dx": x.grad} | _gradients(wide)

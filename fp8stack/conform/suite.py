@@ -11,12 +11,13 @@ from typing import Any
 
 from fp8stack.benchmark.timing import machine
 from fp8stack.conform.attention import attention
-from fp8stack.conform.casts import casts, quantizers, random_bits, scales
+from fp8stack.conform.casts import casts, scales
 from fp8stack.conform.checks import Check, Context, Facts, brief, broken, run_check
 from fp8stack.conform.gemms import gemms
 from fp8stack.conform.golden import golden
 from fp8stack.conform.histories import histories
 from fp8stack.conform.layouts import layouts
+from fp8stack.conform.quantizers import quantizers
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import write_atomically
 from fp8stack.numerics import fused
@@ -26,7 +27,6 @@ GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "casts": casts,
     "scales": scales,
     "quantizers": quantizers,
-    "random": random_bits,
     "layouts": layouts,
     "histories": histories,
     "gemms": gemms,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.conform import oracles
-from fp8stack.conform.inputs import EVERY, uneven
+from fp8stack.conform.inputs import uneven
 from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
@@ -24,7 +24,7 @@ from tests.support.oracles import (
     fp8_codes,
     to_numpy,
 )
-from tests.support.quantizers import RULES
+from tests.support.quantizers import EVERY, RULES
 
 FORMATS: list[FormatName] = ["e4m3", "e5m2"]
 LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step

@@ -11,18 +11,7 @@ import pytest
 import torch
 
 from fp8stack.conform import oracles
-from fp8stack.conform.inputs import (
-    EVERY,
-    HADAMARD,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    PLAIN,
-    STOCHASTIC,
-    extreme,
-    uneven,
-    with_specials,
-)
+from fp8stack.conform.inputs import MXFP8, NVFP4, extreme, uneven, with_specials
 from fp8stack.formats import FORMATS
 from fp8stack.numerics import (
     Quantizer,
@@ -43,7 +32,17 @@ from tests.support.oracles import (
     nearest_codes,
     to_numpy,
 )
-from tests.support.quantizers import DRAWN, RULES, generator_of, numbers
+from tests.support.quantizers import (
+    DRAWN,
+    EVERY,
+    HADAMARD,
+    MXFP4,
+    PLAIN,
+    RULES,
+    STOCHASTIC,
+    generator_of,
+    numbers,
+)
 
 SMALL_FORMATS = ["e2m1", "e2m3", "e3m2"]
 
