@@ -27,13 +27,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Context:
-    """Where and how checks run.
+    """The machine that checks run on, and their options.
 
     Attributes:
         hardware: the machine; its `device` holds the tensors.
         quick: the short form: smaller inputs, nothing compiled.
         compiler: torch.compile's backend in the checks that compile.
-        seed: of all random inputs.
+        seed: the seed of all random inputs.
     """
 
     hardware: Hardware
@@ -49,10 +49,10 @@ class Context:
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` compiled as one graph, from scratch."""
         torch._dynamo.reset()
-        made: Callable[..., Any] = torch.compile(
+        compiled: Callable[..., Any] = torch.compile(
             function, fullgraph=True, dynamic=False, backend=self.compiler
         )
-        return made
+        return compiled
 
     def need_te(self, scaling: str) -> None:
         """Skip the check unless TE works here and has a GEMM for this scaling."""
@@ -97,7 +97,7 @@ def broken(row: Facts) -> bool:
 
 
 def brief(row: Facts) -> str:
-    """Why a row does not hold or was skipped, in a line; "" if it holds."""
+    """The reason why a row does not hold or was skipped, in a line; "" if it holds."""
     if "skipped" in row:
         return str(row["skipped"])
     if "failed" in row:
@@ -112,8 +112,9 @@ def brief(row: Facts) -> str:
 
 
 def same_bits(pairs: Pairs, **inputs: Tensor) -> Facts:
-    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`. A difference
-    is told with its element of the `inputs`, if one has that name, else with its place."""
+    """Compare tensors with the expected ones bit for bit: `{name: (actual, expected)}`. A
+    difference is reported with its element of the `inputs`, if one has that name, else with its
+    place."""
     return _compared(pairs, _bits, inputs)
 
 
@@ -132,18 +133,18 @@ def _compared(
 ) -> Facts:
     checked = differing = 0
     first: list[str] = []
-    for name, (found, expected) in pairs.items():
-        found, expected = _plain(found), _plain(expected)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
+    for name, (actual, expected) in pairs.items():
+        actual, expected = _plain(actual), _plain(expected)
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             differing += expected.numel()
-            first.append(f"{name}: {_kind(found)} instead of {_kind(expected)}")
+            first.append(f"{name}: {_kind(actual)} instead of {_kind(expected)}")
         else:
-            odd = (bits(found) != bits(expected)).nonzero()
+            odd = (bits(actual) != bits(expected)).nonzero()
             differing += len(odd)
             for index in odd[: max(0, _SHOWN - len(first))]:
                 at = tuple(index.tolist())
                 place = f" = {float(inputs[name][at]):.9g}" if name in inputs else list(at)
-                first.append(f"{name}{place}: {_shown(found[at])}, not {_shown(expected[at])}")
+                first.append(f"{name}{place}: {_shown(actual[at])}, not {_shown(expected[at])}")
         checked += expected.numel()
     facts: Facts = {"holds": differing == 0, "checked": checked, "differing": differing}
     return facts | ({"first": first[:_SHOWN]} if first else {})
@@ -167,14 +168,16 @@ def _shown(x: Tensor) -> str:
     return f"{value}(0x{bits:0{2 * size}x})"
 
 
-def merged(parts: Mapping[str, Facts]) -> Facts:
+def merged(comparisons: Mapping[str, Facts]) -> Facts:
     """Combine several comparisons: counts are added, first differences keep their part's name."""
     facts: Facts = {
-        "holds": all(part["holds"] for part in parts.values()),
-        "checked": sum(part["checked"] for part in parts.values()),
-        "differing": sum(part["differing"] for part in parts.values()),
+        "holds": all(row["holds"] for row in comparisons.values()),
+        "checked": sum(row["checked"] for row in comparisons.values()),
+        "differing": sum(row["differing"] for row in comparisons.values()),
     }
-    first = [f"{name}: {line}" for name, part in parts.items() for line in part.get("first", [])]
+    first = [
+        f"{name}: {line}" for name, row in comparisons.items() for line in row.get("first", [])
+    ]
     return facts | ({"first": first[:_SHOWN]} if first else {})
 
 

@@ -1,7 +1,7 @@
 """Checks delayed scaling step by step: every implementation of amax histories against plain Python.
 
-The model's operands are given layer by layer, so that the rounding of a GEMM does not affect
-another cast. TE's own history is that of its modules, recipe and update, without our code.
+The model's layers have separate inputs, so that the rounding of a GEMM does not affect another
+cast. TE's own history follows from its modules, recipe and update, without our code.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def histories(context: Context) -> Iterator[Check]:
 
 
 def _state(scale: float, window: Sequence[float], name: str) -> State:
-    """What `fp8_state` has of a slot."""
+    """The entries of a slot in `fp8_state`."""
     history = torch.tensor(window, dtype=torch.float32)
     return {f"{name}.scale": torch.tensor(scale), f"{name}.amax_history": history}
 
@@ -88,10 +88,10 @@ def updates(context: Context, compiled: bool) -> Facts:
     return merged(results)
 
 
-def _same(found: State, slots: dict[str, oracles.Slot]) -> Facts:
+def _same(actual: State, slots: dict[str, oracles.Slot]) -> Facts:
     """Compare the scales and windows of `fp8_state` with those of slots."""
     states = [_state(slot.scale, slot.window, name) for name, slot in slots.items()]
-    return same_bits({n: (found[n], value) for state in states for n, value in state.items()})
+    return same_bits({n: (actual[n], value) for state in states for n, value in state.items()})
 
 
 def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
@@ -100,18 +100,17 @@ def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: 
     slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
     steps = spiky_steps(STEPS, ROWS, 64, 32, context.seed)
     states = te_states(context.device, steps, length, algorithm, margin)
-    parts = {}
+    results = {}
     for step, (operands, state) in enumerate(zip(steps, states, strict=True)):
         feed(slots, operands)
-        parts[f"step {step}"] = _same(state, slots)
-    return merged(parts)
+        results[f"step {step}"] = _same(state, slots)
+    return merged(results)
 
 
 def te_states(
     device: str, steps: list[Operands], length: int, algorithm: AmaxAlgorithm, margin: int
 ) -> Iterator[State]:
-    """The state of a TE linear after each step, whose operands it is given, as `fp8_state` has that
-    of a layer of ours."""
+    """The state of a TE linear after each step, with given operands, in the form of `fp8_state`."""
     te.forget()
     recipe = te.recipe(
         "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
@@ -143,8 +142,8 @@ class Separate(nn.Module):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        made = [backend.linear(name, *shape, True) for name, shape in SHAPES.items()]
-        self.layers = nn.ModuleList(made)
+        linears = [backend.linear(name, *shape, True) for name, shape in SHAPES.items()]
+        self.layers = nn.ModuleList(linears)
         backend.attach(self)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -162,13 +161,17 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
         name: {o: oracles.Slot(format, WINDOW, 0, algorithm) for o, format in FORMATS.items()}
         for name in SHAPES
     }
-    named = {f"{name}.{o}": slot for name, each in slots.items() for o, slot in each.items()}
+    named = {
+        f"{name}.{o}": slot
+        for name, operand_slots in slots.items()
+        for o, slot in operand_slots.items()
+    }
     count = 26 if context.quick else STEPS  # each kind of step occurs once
     series = [
         spiky_steps(count, ROWS, *shape, seed=100 * context.seed + 10 * number)
         for number, shape in enumerate(SHAPES.values())
     ]
-    parts = {}
+    results = {}
     for step, layers in enumerate(zip(*series, strict=True)):
         with torch.no_grad():
             for layer, operands in zip(model.layers, layers, strict=True):
@@ -187,8 +190,8 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
             with torch.no_grad():
                 model([operands.x.to(context.device) * 100 for operands in layers])
             model.train()
-        parts[f"step {step}"] = _same(fp8_state(model), named)
-    return merged(parts)
+        results[f"step {step}"] = _same(fp8_state(model), named)
+    return merged(results)
 
 
 def _pass(model: Callable[..., Any], layers: Any, device: str) -> None:

@@ -18,7 +18,7 @@ QUANTIZED_RECIPES = (
     *("current", "block", "mxfp8", "rowwise", "rowwise_wgrad_hp"),
     *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
 )
-"""Shipped recipes whose quantizers, together, are those of every shipped recipe but `delayed`."""
+"""Shipped recipes that have, together, every shipped quantizer of current scaling."""
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
 
@@ -40,20 +40,20 @@ def bf16_values() -> Tensor:
 def fp32_values(seed: int = 0) -> Tensor:
     """Ties of both formats and their neighbours, subnormals, limits, special values, random bits:
     float32 [256, 256]."""
-    parts = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
-    parts.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
+    groups = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
+    groups.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
     for name in FORMAT_NAMES:
         target = FORMATS[name]
         codes = [target.decode(code) for code in range(target.max_code + 1)]
-        known = torch.tensor([*codes, 2 * codes[-1] - codes[-2]], dtype=torch.float32)
-        ties = (known[:-1] + known[1:]) / 2
+        values = torch.tensor([*codes, 2 * codes[-1] - codes[-2]], dtype=torch.float32)
+        ties = (values[:-1] + values[1:]) / 2
         up, down = torch.full_like(ties, torch.inf), torch.zeros_like(ties)
-        parts += [known, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
+        groups += [values, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
     generator = torch.Generator().manual_seed(seed)
-    named = torch.cat([*parts, _of_random_bits(1, 0x800000, 1024, generator)])
+    named = torch.cat([*groups, _of_random_bits(1, 0x800000, 1024, generator)])
     named = torch.cat([named, -named])
-    others = _of_random_bits(-(2**31), 2**31, 2**16 - len(named), generator)
-    return torch.cat([named, others]).view(256, 256)
+    random_values = _of_random_bits(-(2**31), 2**31, 2**16 - len(named), generator)
+    return torch.cat([named, random_values]).view(256, 256)
 
 
 def _of_random_bits(first: int, end: int, count: int, generator: torch.Generator) -> Tensor:

@@ -37,8 +37,8 @@ def grid(name: str) -> Array:
     codes = np.arange(1 << (exponents + mantissa))
     exponent, fraction = codes >> mantissa, codes % (1 << mantissa) / (1 << mantissa)
     values = np.where(exponent > 0, 1 + fraction, 2 * fraction) * 2.0 ** (exponent - bias)
-    kept: Array = values[values <= largest]
-    return kept
+    finite: Array = values[values <= largest]
+    return finite
 
 
 def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
@@ -152,8 +152,8 @@ def quantize(
     """Quantize a float32 matrix, for a GEMM that reduces over `dim`.
 
     `overflow` replaces a block's scale beyond float32's range: the largest value of the matrix's
-    original dtype. `bits(rows, columns)` returns the bits of stochastic rounding, `scale` is that
-    of delayed scaling.
+    original dtype. `bits(rows, columns)` returns the bits of stochastic rounding, `scale` is the
+    scale of delayed scaling.
     """
     name, kind = quantizer.format, quantizer.scale
     if quantizer.hadamard:
@@ -169,14 +169,14 @@ def quantize(
             stored = e8m0_code(largest, name, quantizer.scale_rounding)
             into, out = (np.ldexp(1.0, sign * (stored - 127)).astype(f32) for sign in (-1, 1))
         elif kind == "e4m3":
-            whole = amax(largest)
-            g = np.minimum(f32(2688) / np.where(whole > 0, whole, f32(2688)), f32(FLT_MAX))
+            of_tensor = amax(largest)
+            g = np.minimum(f32(2688) / np.where(of_tensor > 0, of_tensor, f32(2688)), f32(FLT_MAX))
             g = np.where(g == 0, f32(1), g)
             stored = out = decode(
                 encode(np.minimum(largest * (g * f32(1 / 6)), f32(448)), "e4m3"), "e4m3"
             )
             into = np.minimum(f32(1) / (out * (f32(1) / g)), f32(FLT_MAX))
-            factor = whole.reshape(1, 1) * f32(1 / 2688)
+            factor = of_tensor.reshape(1, 1) * f32(1 / 2688)
         else:
             limit = FLT_MAX if isinstance(quantizer.block, str) else overflow
             into = scale_of(largest, name, kind == "power_of_two", quantizer.eps, limit)
@@ -184,7 +184,9 @@ def quantize(
         drawn = None if bits is None else bits(*x.shape)
         codes = encode(restore(blocks * into), name, drawn)
         values = np.where(np.isnan(x), f32(np.nan), decode(codes, name))
-        into, spread = (restore(np.broadcast_to(each, blocks.shape)) for each in (into, out))
+        into, spread = (
+            restore(np.broadcast_to(per_block, blocks.shape)) for per_block in (into, out)
+        )
         if isinstance(quantizer.block, str):
             factor = out[:, 0, :, 0]
         else:
@@ -208,7 +210,7 @@ def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
     (rows, columns), (tall, wide) = x.shape, block
     padded = np.pad(x, ((0, -rows % tall), (0, -columns % wide)))
     blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
-    return blocks, lambda made: made.reshape(padded.shape)[:rows, :columns]
+    return blocks, lambda result: result.reshape(padded.shape)[:rows, :columns]
 
 
 def hadamard(x: Array, size: int, dim: int) -> Array:
@@ -248,7 +250,9 @@ def philox(
     lines = np.arange(rows, dtype=np.uint64) + np.uint64(first_row & 0xFFFFFFFF) & word
     zero = np.zeros((rows, len(lanes)), np.uint64)
     c0, c1 = lanes + zero, lines[:, None] + zero
-    c2, c3 = (zero + np.uint64(part & 0xFFFFFFFF) for part in (counter, counter >> 32))
+    c2, c3 = (
+        zero + np.uint64(word_source & 0xFFFFFFFF) for word_source in (counter, counter >> 32)
+    )
     for turn in range(10):
         k0 = np.uint64(seed + turn * 0x9E3779B9 & 0xFFFFFFFF)
         k1 = np.uint64(stream + turn * 0xBB67AE85 & 0xFFFFFFFF)

@@ -63,8 +63,8 @@ def quantizers(context: Context) -> Iterator[Check]:
     }
     if context.device == "cpu":
         for threads, count in ((1, "1 thread"), (THREADS, f"{THREADS} threads")):
-            options = {"threads": threads}
-            ways[f"values, by numba in {count}"] = in_one_sweep, multiplied_values, options
+            way = f"values, by numba in {count}"
+            ways[way] = in_one_sweep, multiplied_values, {"threads": threads}
     if not context.quick:
         ways["bytes, compiled"] = as_bytes, stored_bytes, {"compiled": True}
         ways["values, compiled"] = as_values, multiplied_values, {"compiled": True}
@@ -151,14 +151,16 @@ def compare_copies(
     """Compare copies with the expected ones, as `layout` lays them out."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for copy, quantized, dim in zip(copies, expected, (1, 0), strict=True):
-        parts = zip(copy, layout(quantized, quantizer, dim), strict=False)
-        for place, (tensor, part) in enumerate(parts):
+        fields = zip(copy, layout(quantized, quantizer, dim), strict=False)
+        for place, (tensor, field) in enumerate(fields):
             if tensor is None:
                 continue
-            wanted = part if isinstance(part, Tensor) else as_tensor(part)
-            if place and wanted.numel() == tensor.numel():  # scales of rows have several shapes
-                wanted = wanted.reshape(tensor.shape)
-            pairs[f"{('data', 'scales', 'upper scale')[place]}, dim {dim}"] = tensor, wanted
+            expected_field = field if isinstance(field, Tensor) else as_tensor(field)
+            if (
+                place and expected_field.numel() == tensor.numel()
+            ):  # scales of rows have several shapes
+                expected_field = expected_field.reshape(tensor.shape)
+            pairs[f"{('data', 'scales', 'upper scale')[place]}, dim {dim}"] = tensor, expected_field
     return same_values(pairs)
 
 

@@ -130,7 +130,7 @@ def amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if torch.compiler.is_compiling() and x.ndim > 1:
-        # By rows first: that fuses with what comes before and after (pytorch issue 133242).
+        # Reducing rows first lets the compiler fuse it with its neighbours (pytorch issue 133242).
         return magnitude(x).amax(dim=-1).max()
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is FakeTensor:
         return magnitude(x).max()  # to look for a NaN first would wait for the device

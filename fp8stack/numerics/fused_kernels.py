@@ -24,14 +24,14 @@ from numba.np.numpy_support import carray
 _INTEGERS = (
     # Counters: the next tile, and how many are done.
     *("next", "done"),
-    # Addresses, 0 for none: the matrix, what becomes of it, and that for its other blocks.
+    # Addresses, 0 for none: the matrix, the result, and the result for other blocks.
     *("source", "result", "other"),
-    # int32: the amax of the matrix, and those of its columns.
+    # int32: the amax of the matrix, and the amaxes of its columns.
     *("amax", "column_amaxes"),
     # float32: a scale that is known; what multiplies out, for all, by row or by column; where the
     # amax is recorded, and a bool that says whether it counts.
     *("scale", "factor", "other_factor", "recorded", "counts"),
-    # Of the source, of what becomes of it (padded for a Hadamard transform), and of a tile.
+    # Sizes of the source, of the results (padded for a Hadamard transform), and of a tile.
     *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
     # The blocks of the two results: 0 is all rows, or all columns.
     *("height", "width", "other_height", "other_width"),
@@ -52,7 +52,7 @@ SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
 
 
 class Work(ctypes.Structure):
-    """What a kernel is to do."""
+    """The addresses and numbers of one cast."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _INTEGERS),
@@ -74,10 +74,11 @@ _SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
 
 
 def _instruction(signature: Any, emit: Callable[..., Any]) -> Any:
-    """What compiles to the instructions that `emit(builder, *arguments)` writes."""
+    """A numba intrinsic that compiles to the instructions that `emit(builder, *arguments)`
+    writes."""
 
     def typed(typing: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-        return signature, lambda context, builder, _, given: emit(builder, *given)
+        return signature, lambda context, builder, _, llvm_arguments: emit(builder, *llvm_arguments)
 
     typed.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
     return intrinsic(typed)
@@ -118,9 +119,9 @@ def _atomic(operation: str, kind: Any) -> Callable[..., Any]:
 _address = _instruction(
     types.voidptr(types.int64), lambda builder, at: builder.inttoptr(at, cgutils.voidptr_t)
 )
-# Add to the int64 at an address, in one step for all threads; what it was before.
+# Add to the int64 at an address, as one atomic step; returns the number before.
 _add = _instruction(types.int64(types.int64, types.int64), _atomic("add", _INT64))
-# Let the int32 at an address be at least a value, in one step for all threads.
+# Raise the int32 at an address to a value if that is larger, as one atomic step.
 _raise = _instruction(types.int32(types.int64, types.int32), _atomic("max", _INT32))
 # The bits of a float32, as int32; and the float32 of these bits.
 _bits = _instruction(types.int32(types.float32), lambda builder, x: builder.bitcast(x, _INT32))
@@ -130,7 +131,7 @@ _of_bits = _instruction(
 # The largest magnitude of the 16 float32 from an address on, as bits, NaN ignored; a loop in Python
 # takes ten times as long.
 _largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
-# Let the 16 float32 from an address on be a value.
+# Set the 16 float32 from an address on to a value.
 _fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
 # The address of the work.
 _start = _instruction(types.int64(_WORK), lambda builder, work: builder.ptrtoint(work, _INT64))
@@ -183,8 +184,8 @@ def _power_above(largest, format_max_inverse):
     """The E8M0 code, rounded up: see `blocks.e8m0_code`."""
     bits = _bits(largest * format_max_inverse)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
-    rest = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
-    return min(exponent + rest, 254)
+    carry = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
+    return min(exponent + carry, 254)
 
 
 @njit
@@ -211,8 +212,7 @@ def _e4m3_scales(largest, into_e4m3):
 
 @njit
 def _scales(largest, into, out, w, into_e4m3):
-    """What multiplies blocks of these amaxes, as bits, into the format, and what multiplies them
-    out."""
+    """Write the scales of blocks, from the bits of their amaxes: into the format, and out of it."""
     # Outside of loops, since numba reads `w` again after each store.
     kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
     power_of_two, mantissa_bits, exponents = w.power_of_two, w.mantissa_bits, w.exponents
@@ -233,11 +233,10 @@ def _scales(largest, into, out, w, into_e4m3):
 
 
 @njit
-def _first_level(whole):
-    """What brings the E4M3 scales of a tensor of this amax into range: see
-    `quantized.scales_of`."""
-    scale = min(np.float32(2688) / whole, _FLT_MAX)
-    if whole == _ZERO or scale == _ZERO:
+def _first_level(tensor_amax):
+    """The scale of NVFP4's E4M3 scales, from the amax of the tensor: see `scales.scales_of`."""
+    scale = min(np.float32(2688) / tensor_amax, _FLT_MAX)
+    if tensor_amax == _ZERO or scale == _ZERO:
         return _ONE
     return scale
 
@@ -281,10 +280,10 @@ def _draw(bits, first_column, length, row, w):
     """Philox4x32-10 of each place, see `random.RandomBits`; `length` is rounded up to fours."""
     low, high = np.uint32(w.counter & 0xFFFFFFFF), np.uint32((w.counter >> 32) & 0xFFFFFFFF)
     row_word = np.uint32(row + w.first_row)
-    one, other = np.uint32(w.seed), np.uint32(w.stream)
+    seed, stream = np.uint32(w.seed), np.uint32(w.stream)
     for lane in range((length + 3) // 4):
         c0, c1, c2, c3 = np.uint32(first_column // 4 + lane), row_word, low, high
-        k0, k1 = one, other
+        k0, k1 = seed, stream
         for _ in range(10):
             p0, p1 = np.uint64(c0) * np.uint64(0xD2511F53), np.uint64(c2) * np.uint64(0xCD9E8D57)
             c0 = np.uint32(p1 >> np.uint64(32)) ^ c1 ^ k0
@@ -300,26 +299,26 @@ def _draw(bits, first_column, length, row, w):
 
 
 @njit
-def _load(tile, w, top, left):
+def _load(tile, w, top, column):
     """A tile of the source, row by row, with zeros where the matrix is over."""
     columns = w.tile_columns
-    there = max(0, min(columns, w.source_columns - left))
+    width = max(0, min(columns, w.source_columns - column))
     tile[:] = _ZERO
     for r in range(min(w.tile_rows, w.source_rows - top)):
-        start = (top + r) * w.source_columns + left
-        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, there))
+        start = (top + r) * w.source_columns + column
+        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, width))
 
 
 @njit
 def _magnitude(word):
-    """The bits of a float32's magnitude, whose order is that of the magnitudes; 0 for NaN."""
+    """The bits of a float32's magnitude, which sort like magnitudes; 0 for NaN."""
     size = word & np.int32(_MAGNITUDE)
     return np.int32(0) if size > np.int32(_EXPONENT) else size
 
 
 @njit
 def _raise_all(largest, row):
-    """Let `largest`, as bits, be the larger of itself and a row's magnitudes."""
+    """Raise `largest`, as bits, to the magnitudes of a row."""
     words = row.view(np.int32)
     for c in range(len(words)):
         size = _magnitude(words[c])
@@ -338,12 +337,12 @@ def _amax(values):
 
 
 @njit
-def _store(tile, w, result, top, left):
+def _store(tile, w, result, top, column):
     """A tile, as far as the matrix goes."""
     columns = w.tile_columns
-    length = min(columns, w.columns - left)
+    length = min(columns, w.columns - column)
     for r in range(min(w.tile_rows, w.rows - top)):
-        start = (top + r) * w.columns + left
+        start = (top + r) * w.columns + column
         _copy(_floats(result + 4 * start, length), tile[r * columns : r * columns + length])
 
 
@@ -384,9 +383,9 @@ def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
     _scales(amaxes, first, last, w, into_e4m3)
     if width > 1:
         for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
-            one, other = first[i], last[i]
-            _fill(into + 4 * i * width, width, one)
-            _fill(out + 4 * i * width, width, other)
+            into_scale, out_scale = first[i], last[i]
+            _fill(into + 4 * i * width, width, into_scale)
+            _fill(out + 4 * i * width, width, out_scale)
 
 
 @njit
@@ -403,17 +402,18 @@ def _mix(values, unit, size):
     stride = unit
     while stride < unit * size:
         for first in range(0, len(values), 2 * stride):
-            one, other = values[first : first + stride], values[first + stride : first + 2 * stride]
+            second = first + stride
+            upper, lower = values[first:second], values[second : second + stride]
             for i in range(stride):
-                a, b = one[i], other[i]
-                one[i] = a + b
-                other[i] = a - b
+                a, b = upper[i], lower[i]
+                upper[i] = a + b
+                lower[i] = a - b
         stride *= 2
 
 
 @njit
 def _rounded_to_bf16(value):
-    """To the nearest, ties to even; NaN stays one."""
+    """Round to bfloat16, to nearest, ties to even; NaN stays NaN."""
     bits = _bits(value)
     if (bits & _MAGNITUDE) > _EXPONENT:
         return value
@@ -440,39 +440,41 @@ def _transform(tile, w):
 
 
 @njit
-def _raise_columns(largest, w, left):
-    """Let the amaxes of the matrix's columns from `left` on be at least `largest`."""
-    for c in range(min(len(largest), w.columns - left)):
-        _raise(w.column_amaxes + 4 * (left + c), largest[c])
+def _raise_columns(largest, w, column):
+    """Raise the amaxes of the matrix's columns from `column` on to `largest`."""
+    for c in range(min(len(largest), w.columns - column)):
+        _raise(w.column_amaxes + 4 * (column + c), largest[c])
 
 
 def _find_tiles(pointer):
-    """Find the amax of a matrix, those of its columns, and transform it first, as far as asked."""
+    """Transform a matrix if the work has a Hadamard transform, and find its amax or the amaxes of
+    its columns."""
     w = carray(pointer, 1)[0]
     start = _start(pointer)
     columns = w.tile_columns
     memory = np.empty(columns * (1 + (w.tile_rows if w.hadamard else 0)), np.float32)
-    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
-    largest = _ints(own, columns)
-    tile = _floats(own + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
+    # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
+    buffer = memory.ctypes.data
+    largest = _ints(buffer, columns)
+    tile = _floats(buffer + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     largest[:] = 0
     while True:
-        here = _add(start, 1)
-        if here >= tiles:
+        tile_index = _add(start, 1)
+        if tile_index >= tiles:
             if w.column_amaxes and across == 1:
                 _raise_columns(largest, w, 0)
-            memory[0] = _ZERO  # until here it is needed
+            memory[0] = _ZERO  # keeps the memory until here
             return
-        top, left = here // across * w.tile_rows, here % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
-        source, stride = w.source + 4 * (top * w.source_columns + left), w.source_columns
+        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        source, stride = w.source + 4 * (top * w.source_columns + column), w.source_columns
         if w.hadamard:
-            _load(tile, w, top, left)
+            _load(tile, w, top, column)
             _transform(tile, w)
-            _store(tile, w, w.result, top, left)
-            source, stride = own + 4 * columns, columns
+            _store(tile, w, w.result, top, column)
+            source, stride = buffer + 4 * columns, columns
         most = np.int32(0)
         for r in range(rows):
             row = _floats(source + 4 * r * stride, length)
@@ -483,7 +485,7 @@ def _find_tiles(pointer):
         if not w.column_amaxes:
             _raise(w.amax, most)
         elif across > 1:
-            _raise_columns(largest, w, left)
+            _raise_columns(largest, w, column)
             largest[:] = 0
 
 
@@ -493,16 +495,18 @@ def _round_tiles(pointer):
     start = _start(pointer)
     columns, stride = w.tile_columns, w.columns
     memory = np.empty(7 * columns + 4, np.float32)
-    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
-    line, bits = _floats(own, columns), carray(_address(own + 4 * columns), columns + 3, np.uint32)
-    largest = own + 8 * columns + 16
+    # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
+    buffer = memory.ctypes.data
+    line = _floats(buffer, columns)
+    bits = carray(_address(buffer + 4 * columns), columns + 3, np.uint32)
+    largest = buffer + 8 * columns + 16
     scales = largest + 4 * columns  # into and out of the first result, into and out of the second
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
-    whole, into_e4m3 = _ZERO, _ONE
+    tensor_amax, into_e4m3 = _ZERO, _ONE
     if not w.recorded:
-        whole = _floats(w.amax, 1)[0]
-        into_e4m3 = _first_level(whole)
+        tensor_amax = _floats(w.amax, 1)[0]
+        into_e4m3 = _first_level(tensor_amax)
     for_all = w.height == 0 and w.width == 0
     if for_all:
         into, out = _floats(scales, columns), _floats(scales + 4 * columns, columns)
@@ -510,20 +514,20 @@ def _round_tiles(pointer):
             into[0] = _floats(w.scale, 1)[0]
             out[0] = _ONE / into[0]
         else:
-            _ints(largest, 1)[0] = _bits(whole)
+            _ints(largest, 1)[0] = _bits(tensor_amax)
             _scales(_ints(largest, 1), into, out, w, into_e4m3)
         into[:], out[:] = into[0], out[0]
-    known = 0  # bits: the results whose scales by column are there for all tiles
+    results_with_scales = 0  # bits: the results whose scales by column are there for all tiles
     while True:
-        here = _add(start, 1)
-        if here >= tiles:
-            memory[0] = _ZERO  # until here it is needed
+        tile_index = _add(start, 1)
+        if tile_index >= tiles:
+            memory[0] = _ZERO  # keeps the memory until here
             return
-        top, left = here // across * w.tile_rows, here % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
-        first = 4 * (top * stride + left)
-        if here == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
-            of_output = whole * _OUT_OF_TWO_LEVELS
+        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        first = 4 * (top * stride + column)
+        if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
+            of_output = tensor_amax * _OUT_OF_TWO_LEVELS
             if w.scale_kind != _E4M3:
                 of_output = _floats(scales + 4 * columns, 1)[0]
             _floats(w.factor, 1)[0] = of_output
@@ -552,32 +556,32 @@ def _round_tiles(pointer):
                 elif height and r % height == 0:
                     _find_group(amaxes, source, stride, min(height, rows - r))
                     _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
-                elif not (height or for_all or r or known >> second & 1):
-                    amaxes[:] = _ints(w.column_amaxes + 4 * left, length)
+                elif not (height or for_all or r or results_with_scales >> second & 1):
+                    amaxes[:] = _ints(w.column_amaxes + 4 * column, length)
                     _set_scales(largest, length, largest, into, out, 1, w, into_e4m3)
-                    known |= (across == 1) << second
+                    results_with_scales |= (across == 1) << second
                 if factor and not for_all and not w.carries:
                     if height == 1:
                         _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
                     elif top == 0 and r == 0:
-                        _floats(factor + 4 * left, length)[:] = _floats(out, length)
+                        _floats(factor + 4 * column, length)[:] = _floats(out, length)
                 values, target = _floats(source, length), _floats(result + place, length)
                 if w.source == w.result:  # loops over memory that overlaps take no vectors
                     _copy(line, values)
                     values = line
-                one, other = _floats(into, length), _floats(out, length)
+                into_scales, out_scales = _floats(into, length), _floats(out, length)
                 if w.random:
-                    _draw(bits, left, length, top + r, w)
-                    _round_at_random(values, one, other, bits, target, length, w)
+                    _draw(bits, column, length, top + r, w)
+                    _round_at_random(values, into_scales, out_scales, bits, target, length, w)
                 else:
-                    _round(values, one, other, target, length, w)
+                    _round(values, into_scales, out_scales, target, length, w)
         if w.recorded and _add(start + 8, 1) == tiles - 1:
-            found = _floats(w.amax, 1)[0]
+            largest_seen = _floats(w.amax, 1)[0]
             if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
-                found = _ZERO
+                largest_seen = _ZERO
             recorded = _floats(w.recorded, 1)
-            if not recorded[0] > found:
-                recorded[0] = found
+            if not recorded[0] > largest_seen:
+                recorded[0] = largest_seen
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:

@@ -1,11 +1,10 @@
-"""FP8, FP6 and FP4 values in float32: what a cast would give, without its bytes.
+"""FP8, FP6 and FP4 values in float32, as an emulated GEMM multiplies them.
 
-An emulated GEMM multiplies these. They equal the bytes of `quantized`, `cast` and `blocks` to the
-bit (only the sign of a zero may differ).
+They equal the bytes of `quantized` and `cast` (only the sign of a zero may differ).
 
-On a CPU `fused` computes all of it in one sweep. In compiled code, on a GPU, and where numba is
-missing, it is the expressions here: a compiler fuses them with what comes before and after, and a
-GPU is asked for no number.
+On a CPU `fused` computes them in one sweep. Compiled code, GPUs and machines without numba take the
+torch expressions here, which a compiler fuses with their neighbours, and which never wait for a
+GPU.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a matrix is rounded, for one GEMM or for two.
+    """A rounding rule of a matrix, for one GEMM or for two.
 
     Attributes:
-        quantizer: by what.
-        blocks: for one result, or for two.
-        dim: what a Hadamard transform mixes.
+        quantizer: the quantizer.
+        blocks: the rows and columns of a block, for each result.
+        dim: the dimension that a Hadamard transform mixes.
     """
 
     quantizer: Quantizer
@@ -74,31 +73,31 @@ class Rounding:
         *,
         fuse: bool = True,
     ) -> list[Rounded]:
-        """`x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
+        """Round `x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
 
         `generator` gives the bits for stochastic rounding, by the place in `x`; `scale`, float32
-        and 0-dim, is that of the whole matrix, if it is known. `recorded`, float32 and 0-dim,
-        becomes at least the amax of `x`, if that `counts`, bool and 0-dim. `bf16` gives bfloat16,
-        which holds the values of `Quantizer.exact_in_bf16`. Without `fuse`, torch's operators
-        compute it wherever `x` is.
+        and 0-dim, is the scale of the matrix, if it is known. `recorded`, float32 and 0-dim, is
+        raised to the amax of `x`, unless `counts`, bool and 0-dim, is false. `bf16` returns
+        bfloat16, which holds the values of quantizers that are `exact_in_bf16`. Without `fuse`,
+        torch's operators compute the result on every device.
         """
         if fuse and fused.serves(x):
             run = fused.op if seen(x) else fused.round
-            found = run(x, self._number, scale, recorded, counts, *_bits(generator))
+            tensors = run(x, self._number, scale, recorded, counts, *_bits(generator))
             if self.has_factor:
-                made = [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
+                copies = [Rounded(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
             else:
-                made = [Rounded(values, None) for values in found]
+                copies = [Rounded(values, None) for values in tensors]
         else:
             if recorded is not None:
                 record_amax(recorded, amax(x), counts)
             dtype = x.dtype
             if self.quantizer.hadamard:
                 x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
-            made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
+            copies = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
         if not bf16:
-            return made
-        return [each._replace(values=each.values.to(torch.bfloat16)) for each in made]
+            return copies
+        return [copy._replace(values=copy.values.to(torch.bfloat16)) for copy in copies]
 
     def _one(
         self,
@@ -108,7 +107,8 @@ class Rounding:
         generator: RandomBits | None,
         scale: Tensor | None,
     ) -> Rounded:
-        """`x`, transformed if it is to be, of a tensor of `dtype`, for one of the blocks."""
+        """Round `x`, already transformed, for one of the blocks; the original tensor has
+        `dtype`."""
         quantizer, x = self.quantizer, x.to(torch.float32).contiguous()
         sizes = [size or max(1, length) for size, length in zip(block, x.shape, strict=True)]
         blocks, restore = split_into_blocks(x, sizes)
@@ -137,7 +137,7 @@ class Rounding:
 
     @cached_property
     def has_factor(self) -> bool:
-        """Whether what multiplies the GEMM's output is not 1."""
+        """Whether the GEMM's output is multiplied by a factor."""
         return not self.carries or self.quantizer.scale == "e4m3"
 
     def shape(self, rows: int, columns: int) -> Block:
@@ -148,7 +148,7 @@ class Rounding:
         return rows, -(-columns // size) * size
 
     def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of what multiplies out for one result."""
+        """The shape of the factor of one result."""
         return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
 
 
@@ -159,27 +159,27 @@ def _bits(generator: RandomBits | None) -> fused.Bits:
 
 
 def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
-    """How `quantizer` rounds for GEMMs that reduce over each of `dims`: 1 the columns, 0 the
-    rows."""
+    """The rounding rule of `quantizer` for GEMMs that reduce over each of `dims`: 1 the columns, 0
+    the rows."""
     across, along = (0, 0) if quantizer.per_tensor else quantizer.blocks or (1, 0)
     blocks = [(across, along) if dim == 1 else (along, across) for dim in dims]
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
 def rounding_of_both(along: Quantizer, across: Quantizer) -> Rounding | None:
-    """How two quantizers round in one sweep, for GEMMs that reduce over the columns and over the
-    rows; None if they differ in more than their blocks."""
+    """The rule that rounds by two quantizers in one sweep, for GEMMs that reduce over the columns
+    and over the rows; None if they differ in more than their blocks."""
     if not alike(along, across):
         return None
     return Rounding(along, rounding(along, [1]).blocks + rounding(across, [0]).blocks)
 
 
-def alike(one: Quantizer, other: Quantizer) -> bool:
+def alike(along: Quantizer, across: Quantizer) -> bool:
     """Whether two quantizers differ in their blocks alone, so that one sweep makes both copies."""
     return (
-        not (one.per_tensor or other.per_tensor or one.stochastic or one.hadamard)
-        and (one.block == "row") == (other.block == "row")
-        and replace(one, block=other.block) == other
+        not (along.per_tensor or across.per_tensor or along.stochastic or along.hadamard)
+        and (along.block == "row") == (across.block == "row")
+        and replace(along, block=across.block) == across
     )
 
 

@@ -75,15 +75,15 @@ def max_of(largest: Tensor) -> Tensor:
 
 def _two_levels(largest: Tensor) -> Scales:
     """NVFP4's scales: E4M3 of each block, below one float32 of the tensor."""
-    whole = max_of(largest)
-    one = torch.ones_like(whole)
-    into_e4m3 = quotient(one * (6.0 * 448.0), whole).clamp(max=FLT_MAX)
-    into_e4m3 = torch.where((whole == 0) | (into_e4m3 == 0), one, into_e4m3)
+    tensor_amax = max_of(largest)
+    unit = torch.ones_like(tensor_amax)
+    into_e4m3 = quotient(unit * (6.0 * 448.0), tensor_amax).clamp(max=FLT_MAX)
+    into_e4m3 = torch.where((tensor_amax == 0) | (into_e4m3 == 0), unit, into_e4m3)
     exact = (largest * (into_e4m3 * _SIXTH)).clamp(max=448.0)
     stored = saturated(exact, FORMATS["e4m3"])
     out = stored.to(torch.float32)
     into = inverse(out * inverse(into_e4m3)).clamp(max=FLT_MAX)
-    return Scales(into, stored, out, whole * OUT_OF_TWO_LEVELS)
+    return Scales(into, stored, out, tensor_amax * OUT_OF_TWO_LEVELS)
 
 
 def e8m0_code(amax: Tensor, format: str, rounding: ScaleRounding) -> Tensor:

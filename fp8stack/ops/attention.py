@@ -1,4 +1,4 @@
-"""Attention by torch: how it is told which keys a query may attend to, and by which kernel it runs.
+"""Attention by torch: masks of the keys that a query may attend to, and the choice of the kernel.
 
 B batch, T queries, S keys, H heads, G key/value heads, E head width.
 """
@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from fp8stack.ops.kernels import TRITON_RUNS
 
 Mask = Tensor | BlockMask
-"""What is added to the scores, [B or 1, 1, T, S]; or which blocks of them are computed."""
+"""The mask that is added to the scores, [B or 1, 1, T, S], or the blocks of scores that are
+computed."""
 
 # cuDNN's gradients of masked attention may be NaN where S % 128 is 64 (pytorch issue 196678): to be
 # deleted when no torch up to 2.13 is supported.

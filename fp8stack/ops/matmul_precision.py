@@ -1,6 +1,6 @@
-"""torch's switch for float32 products, exact or rounded to TF32 or bfloat16, held for a while.
+"""Set torch's precision of float32 products, exact or rounded to TF32 or bfloat16, for a while.
 
-It is one for the whole process, so whoever turns it turns it back.
+The setting is one for the whole process, so code that changes it restores it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 Position = str | tuple[str, str]
-"""Of the switch: the name that torch.set_float32_matmul_precision takes; where it was set by
-torch.backends.*.fp32_precision, of which that knows nothing, those of CUDA and of oneDNN."""
+"""The setting: the name that torch.set_float32_matmul_precision takes, or the fp32_precision of
+CUDA and of oneDNN, where torch.backends set them differently."""
 
 
 def _position() -> Position:
@@ -50,9 +50,9 @@ def exact_matmul() -> Iterator[None]:
 
 @contextmanager
 def bf16_matmul() -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices in bfloat16, and sum in float32, for a while: exact for
-    values that bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX.
-    Values below 2^-126 may become 0."""
+    """Multiply float32 matrices by oneDNN in bfloat16, with sums in float32, for a while: exact for
+    values that bfloat16 holds, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
+    below 2^-126 may become 0."""
     backends: Any = torch.backends
     matmul = backends.mkldnn.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
@@ -63,9 +63,9 @@ def bf16_matmul() -> Iterator[None]:
 
 
 class MatmulPrecision:
-    """Has one precision in the forward and backward passes of models, and whatever was there before
-    in all else. It stays where torch.compile takes a whole model, for compiled code cannot switch,
-    and after a backward pass that failed on its way.
+    """Sets a precision in the forward and backward passes of models, and restores the previous one
+    outside of them. The precision stays set if torch.compile takes a whole model, because compiled
+    code cannot switch, and after a backward pass that failed.
 
     Args:
         precision: see torch.set_float32_matmul_precision.
@@ -104,13 +104,13 @@ class _Pass:
         self.first = torch._C._autograd._get_sequence_nr()  # of the nodes that it records
 
     def enter(self, *_: object) -> None:
-        """Have the precision from now on."""
+        """Set the precision."""
         if self.before is None:
             self.before = _position()
             _turn(self.precision)
 
     def leave(self, *_: object) -> bool:
-        """Have what was there before; whether that is another precision."""
+        """Restore the previous precision. Returns whether it differs."""
         before, self.before = self.before, None
         if before is not None:
             _turn(before)
@@ -130,17 +130,17 @@ class _Pass:
         min(nodes, key=_number).register_hook(self.leave_after)
 
     def _nodes(self, ends: set[Any]) -> set[Node]:
-        """What this pass recorded on the way to `ends`."""
-        found: set[Node] = set()
-        left = list(ends)
-        while left:
-            node = left.pop()
+        """The nodes that this pass recorded on the way to `ends`."""
+        nodes: set[Node] = set()
+        pending = list(ends)
+        while pending:
+            node = pending.pop()
             # A leaf's own node has the largest number of all; it adds, and multiplies nothing.
-            if node in found or _number(node) < self.first or not node.next_functions:
+            if node in nodes or _number(node) < self.first or not node.next_functions:
                 continue
-            found.add(node)
-            left += [other for other, _ in node.next_functions if other is not None]
-        return found
+            nodes.add(node)
+            pending += [next_node for next_node, _ in node.next_functions if next_node is not None]
+        return nodes
 
     def _begin_backward(self, gradients: object) -> None:
         self.enter()

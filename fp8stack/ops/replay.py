@@ -38,8 +38,8 @@ class Replayed:
         return self.__dict__ | {"_graph": None, "_result": None, "_calls": 0}
 
     def __call__(self, device: torch.device, key: Hashable = None) -> Any:
-        """What `function` returns, whose tensors are on `device`. If the `key` is another than
-        before, what was recorded is of no more use."""
+        """Call `function`, whose tensors are on `device`, or replay it. Another `key` than before
+        discards the recorded graph."""
         if not records(device) or self._refused or torch.compiler.is_compiling():
             return self._function()
         if key != self._key:

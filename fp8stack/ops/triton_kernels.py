@@ -36,8 +36,8 @@ def cast_product(
     down, block = tile // wide, tile % wide
     row = down * HOW.rows + tl.arange(0, HOW.rows)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
-    there = column < width
-    inside = (row < rows) & there
+    in_width = column < width
+    inside = (row < rows) & in_width
     if HOW.name == "swiglu":
         gate = _load(x, row, column, 2 * width, inside)
         value = _load(x + width, row, column, 2 * width, inside)
@@ -57,7 +57,7 @@ def cast_product(
     columns = width
     if HOW.name == "swiglu" and HOW.backward:
         columns = 2 * width
-    _put(first, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+    _put(first, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
          inverse_across, sums, HOW)  # fmt: skip
     if HOW.record:
         largest = amax_of(first)
@@ -68,8 +68,8 @@ def cast_product(
             gate = _load(x, row, column, 2 * width, inside)
             gradient = _load(dy, row, column, width, inside)
         second = _of_value(gate, gradient, HOW)
-        _put(second, down, block + width // HOW.columns, row, column + width, there, rows, columns,
-             scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
+        _put(second, down, block + width // HOW.columns, row, column + width, in_width, rows,
+             columns, scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
         if HOW.record:
             largest = tl.maximum(largest, amax_of(second))
     if HOW.record:
@@ -80,8 +80,8 @@ def cast_product(
 def cast_weights(
     table, owners, scales, amaxes, HOW: tl.constexpr, ALIGNED: tl.constexpr, SPACING: tl.constexpr
 ):
-    """One tile of one of many matrices, of which `table` has a row of nine fields for each, and
-    `owners` the row of each tile."""
+    """Cast a tile of one of many matrices. `table` has a row of nine fields for every matrix, and
+    `owners` has the row of every tile."""
     tile = tl.program_id(0)
     entry = table + tl.load(owners + tile).to(tl.int64) * 9
     x = tl.load(entry).to(tl.pointer_type(HOW.dtype))
@@ -130,7 +130,7 @@ def cast_weights(
         _put_scaled(values * scale, data, transposed, inside, HOW)
 
 
-# What a product is computed of
+# Elements of a product
 
 
 @triton.jit
@@ -192,8 +192,8 @@ def _of_x(x, dy, HOW: tl.constexpr):
     else:
         tl.static_assert(HOW.name == "gelu_tanh")
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        share, rest = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
-        slope = share + x * share * rest * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        share, complement = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
+        slope = share + x * share * complement * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
     gradient = _rounded(dy * slope, HOW)
     return tl.where(x <= 0.0, 0.0, gradient) if HOW.name == "relu2" else gradient
 
@@ -213,19 +213,19 @@ def _of_value(gate, dy, HOW: tl.constexpr):
     return _rounded(dy * activated, HOW)
 
 
-# How a tile is cast: its values are float32, and 0 outside of the matrix.
+# Casts of a tile, whose values are float32, and 0 outside of the matrix.
 
 
 @triton.jit
 def _put(
-    values, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+    values, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
     inverse_across, sums, HOW: tl.constexpr,
 ):  # fmt: skip
     """Write what is wanted of a tile of a product."""
     if HOW.sums:
         total = tl.sum(values, axis=0)[None, :]
-        tl.store(sums + down.to(tl.int64) * columns + column, total, mask=there)
-    inside = (row < rows) & there
+        tl.store(sums + down.to(tl.int64) * columns + column, total, mask=in_width)
+    inside = (row < rows) & in_width
     data += row.to(tl.int64) * columns + column
     transposed += column.to(tl.int64) * rows + row
     if HOW.scales == "given":
@@ -238,7 +238,7 @@ def _put(
         if HOW.across:
             scales = _scale_of(tl.max(sizes, axis=0)[None, :], HOW)
             tl.store(transposed, _codes(values * scales, HOW), mask=inside)
-            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=there)
+            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=in_width)
     if HOW.scales == "mx":
         _put_mx(values, row, column, inside, rows, columns, data, transposed, inverse,
                 inverse_across, HOW)  # fmt: skip
@@ -257,25 +257,25 @@ def _put_mx(
     values, row, column, inside, rows, columns, data, transposed, inverse, inverse_across,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """In parts of a row and, if `HOW.across`, of a column that share an E8M0 scale."""
-    sizes, whole = sizes_of(values), inside.to(tl.int32)
+    """Cast a tile in blocks along rows and, if `HOW.across`, along columns, with E8M0 scales."""
+    sizes, is_inside = sizes_of(values), inside.to(tl.int32)
     shape: tl.constexpr = (HOW.rows, HOW.columns // MX_BLOCK, MX_BLOCK)
     scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=2), HOW)
     scaled = tl.reshape(values, shape) * _times(scales)[:, :, None]
     tl.store(data, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
     first = tl.min(tl.reshape(column, [HOW.columns // MX_BLOCK, MX_BLOCK]), axis=1)[None, :]
-    there = tl.max(tl.reshape(whole, shape), axis=2) > 0
+    has_elements = tl.max(tl.reshape(is_inside, shape), axis=2) > 0
     place = packed_at(row, first // MX_BLOCK, tl.cdiv(columns, MX_BLOCK))
-    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
+    tl.store(inverse + place, scales.to(tl.uint8), mask=has_elements)
     if HOW.across:
         turned: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK, HOW.columns)
         scales = _e8m0_code(tl.max(tl.reshape(sizes, turned), axis=1), HOW)
         scaled = tl.reshape(values, turned) * _times(scales)[:, None, :]
         tl.store(transposed, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
         first = tl.min(tl.reshape(row, [HOW.rows // MX_BLOCK, MX_BLOCK]), axis=1)[:, None]
-        there = tl.max(tl.reshape(whole, turned), axis=1) > 0
+        has_elements = tl.max(tl.reshape(is_inside, turned), axis=1) > 0
         place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
-        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
+        tl.store(inverse_across + place, scales.to(tl.uint8), mask=has_elements)
 
 
 @triton.jit
@@ -349,7 +349,8 @@ def _times(code):
 
 
 @triton.jit
-def packed_at(line, part, parts):
-    """Where `scaled_gemm.pack_scales` puts a byte-sized scale of a part of a line."""
-    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
-    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4
+def packed_at(line, block, blocks):
+    """The place of the byte-sized scale of a line's block, as `scaled_gemm.pack_scales` lays scales
+    out."""
+    tile = (line // 128).to(tl.int64) * tl.cdiv(blocks, 4) + block // 4
+    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + block % 4
