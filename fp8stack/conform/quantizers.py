@@ -102,6 +102,7 @@ def quantizers_of(recipe: str) -> list[Quantizer]:
 def rules(quantizer: Quantizer) -> str:
     """The name of a quantizer in the report."""
     words = [quantizer.format, str(quantizer.block), quantizer.scale, f"eps {quantizer.eps:g}"]
+    words += [quantizer.scale_rounding] * (quantizer.scale_rounding != "rceil")
     words += [f"hadamard {quantizer.hadamard}"] * bool(quantizer.hadamard)
     return ", ".join(words + ["stochastic"] * quantizer.stochastic)
 

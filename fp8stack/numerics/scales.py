@@ -73,12 +73,18 @@ def max_of(largest: Tensor) -> Tensor:
     return largest.max() if largest.numel() else largest.new_zeros(())
 
 
+def nvfp4_scale(amax: Tensor) -> Tensor:
+    """The float32 scale by which NVFP4's E4M3 scales are multiplied, from the amax of the tensor;
+    1 for an amax of 0 or inf."""
+    unit = torch.ones_like(amax)
+    scale = quotient(unit * (6.0 * 448.0), amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (scale == 0), unit, scale)
+
+
 def _two_levels(largest: Tensor) -> Scales:
-    """NVFP4's scales: E4M3 of each block, below one float32 of the tensor."""
+    """NVFP4's scales: E4M3 for each block, and one float32 for the tensor."""
     tensor_amax = max_of(largest)
-    unit = torch.ones_like(tensor_amax)
-    into_e4m3 = quotient(unit * (6.0 * 448.0), tensor_amax).clamp(max=FLT_MAX)
-    into_e4m3 = torch.where((tensor_amax == 0) | (into_e4m3 == 0), unit, into_e4m3)
+    into_e4m3 = nvfp4_scale(tensor_amax)
     exact = (largest * (into_e4m3 * _SIXTH)).clamp(max=448.0)
     stored = saturated(exact, FORMATS["e4m3"])
     out = stored.to(torch.float32)
