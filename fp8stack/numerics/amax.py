@@ -80,7 +80,7 @@ class AmaxHistory:
         return list(self._column)
 
     def extend(self, slots: Mapping[str, str | Quantizer]) -> None:
-        """Give each of `slots` a column: nothing seen yet, scale 1.
+        """Add a column for each of `slots`, with an empty window and scale 1.
 
         Raises:
             UserError: a slot is there already.
@@ -111,7 +111,7 @@ class AmaxHistory:
         self.history = history
         self.scales = torch.cat([self.scales, self.scales.new_ones(len(slots))])
         self._rules = _Rules.of(self._quantizers, history)
-        self._chosen: dict[tuple[str, ...], Tensor] = {}  # what `_flags` gave
+        self._chosen: dict[tuple[str, ...], Tensor] = {}  # results of `_flags`
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
@@ -161,7 +161,7 @@ class AmaxHistory:
         """
         recorded = self.recorded(slot)
         largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
-        record_amax(recorded, largest.detach())  # of a history nothing is differentiated
+        record_amax(recorded, largest.detach())  # a history has no gradient
 
     def update(self, slots: Iterable[str] | None = None) -> None:
         """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
@@ -220,7 +220,7 @@ class AmaxHistory:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave.
+        """Load the tensors of `state_dict`.
 
         Raises:
             UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
@@ -293,9 +293,9 @@ def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
     return torch.where(most_recent, newest, history.amax(dim=0))
 
 
-# An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
-# (Triton's float32 division is approximate). It does not write to what was recorded: of tensors
-# that lie within another, inductor of torch 2.11 counts the offsets twice if an operator does.
+# An operator, opaque to torch.compile, so that eager and compiled code divide alike (Triton's
+# float32 division is approximate). It does not write to the recorded amaxes: if an operator writes
+# to views of a tensor, inductor of torch 2.11 counts their offsets twice.
 @torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,

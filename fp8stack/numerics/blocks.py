@@ -13,8 +13,8 @@ from fp8stack.numerics.cast import magnitude
 
 
 def block_sizes(quantizer: Quantizer, shape: Sequence[int], dim: int) -> list[int]:
-    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0; of
-    a row along it where there are no blocks of a fixed size."""
+    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0;
+    blocks of no fixed size are rows along `dim`."""
     sizes = [1] * len(shape)
     if quantizer.blocks is None:
         sizes[dim] = max(1, shape[dim])
@@ -41,10 +41,10 @@ def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable
         unblocked = blocks.reshape(padded.shape)
         if padded is x:
             return unblocked.contiguous()
-        # Stored first: of blocks that were padded, inductor's code for a CPU (torch 2.13) writes
-        # other numbers where it trims them as it computes them.
+        # Stored first: inductor's code for a CPU (torch 2.13) writes wrong numbers if it trims
+        # padded blocks while it computes them.
         trimmed = in_memory(unblocked)[tuple(slice(length) for length in x.shape)]
-        return trimmed.clone(memory_format=torch.contiguous_format)  # not a view of what was padded
+        return trimmed.clone(memory_format=torch.contiguous_format)  # no view of `padded`
 
     return padded.reshape(shape), restore
 

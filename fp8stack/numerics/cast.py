@@ -165,8 +165,8 @@ def tensor_scale(
         format: see `FormatName`.
         margin: headroom in bits.
         power_of_two: round the scale down to a power of two.
-        eps: the smallest amax that is believed.
-        overflow: what an infinite scale becomes; float32's maximum.
+        eps: the least amax.
+        overflow: the replacement of an infinite scale; by default float32's maximum.
 
     Returns:
         float32, of the shape of `amax`. `1 / scale` is the inverse; `amax / fp8_max` is not.
@@ -175,7 +175,7 @@ def tensor_scale(
         ValueError: an unknown format.
     """
     largest = torch.as_tensor(amax, dtype=torch.float32)
-    # Filled on the device: new_tensor would copy from the host, and a GPU be waited for.
+    # Filled on the device: new_tensor would copy from the host and wait for the GPU.
     limit = torch.full_like(largest, quantized_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)

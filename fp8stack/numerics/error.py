@@ -80,7 +80,7 @@ def quantization_error(
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
     target = FORMATS[quantizer.format]
     sizes = [1, 1] if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
-    # A block of all rows has several parts.
+    # A block of all rows spans several chunks.
     tall = sizes[0] >= len(x) > 1
     height = 1 if tall else sizes[0]
     if quantizer.per_tensor:
@@ -165,8 +165,8 @@ def headroom_bits(largest: float, format: str) -> float | None:
 def _figures(
     x: Tensor, sums: list[list[Tensor]], size: Tensor, largest: Tensor, blocks: int, *ends: Tensor
 ) -> Tensor:
-    """`FIGURES` from the sums of the parts of `x`: of clipped elements, what `_losses` gives, and
-    blocks that became all zero."""
+    """`FIGURES` from the counts of clipped elements, the results of `_losses` and the counts of
+    blocks that became all zero, for each chunk of `x`."""
     columns = zip(*sums, strict=True)
     totals = [torch.stack([figure.double() for figure in column]).sum() for column in columns]
     clipped, lost, nonfinite, signal, noise, emptied = totals
@@ -176,8 +176,8 @@ def _figures(
 
 
 def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
-    """The matrix `x` in parts of a multiple of `height` rows, each with its first row: float32,
-    contiguous."""
+    """Chunks of the matrix `x` of a multiple of `height` rows, with the index of their first row:
+    float32, contiguous."""
     rows, columns = x.shape
     chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // columns // height) * height

@@ -28,8 +28,8 @@ _INTEGERS = (
     *("source", "result", "other"),
     # int32: the amax of the matrix, and the amaxes of its columns.
     *("amax", "column_amaxes"),
-    # float32: a scale that is known; what multiplies out, for all, by row or by column; where the
-    # amax is recorded, and a bool that says whether it counts.
+    # float32: a given scale; factors of the output, one for all, by row or by column; the recorded
+    # amax, and a bool that says whether it counts.
     *("scale", "factor", "other_factor", "recorded", "counts"),
     # Sizes of the source, of the results (padded for a Hadamard transform), and of a tile.
     *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
@@ -42,10 +42,10 @@ _INTEGERS = (
 _FLAGS = (
     "scale_kind",  # an index of SCALES
     "power_of_two",
-    "carries",  # whether values are multiplied by what multiplies out
+    "carries",  # whether values carry their scales
     "random",
     "mantissa_bits",
-    "exponents",  # of the largest value, less the bias: what a power-of-two scale leaves to it
+    "exponents",  # the exponent of the format's largest value, without the bias
 )
 _FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
 SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
@@ -61,7 +61,7 @@ class Work(ctypes.Structure):
     ]
 
 
-intrinsic: Any = _intrinsic  # which has another signature than what it makes
+intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(Work)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
@@ -161,7 +161,7 @@ def _nearest(value, magic, least):
     return (value + spacing) - spacing
 
 
-# The scales, one at a time: what multiplies in, and what multiplies out.
+# Scales, one at a time: into the format, and out of it.
 
 
 @njit
@@ -181,7 +181,7 @@ def _quotient_scale(largest, limit, eps, overflow, power_of_two):
 
 @njit
 def _power_above(largest, format_max_inverse):
-    """The E8M0 code, rounded up: see `blocks.e8m0_code`."""
+    """The E8M0 code, rounded up: see `scales.e8m0_code`."""
     bits = _bits(largest * format_max_inverse)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     carry = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
@@ -203,7 +203,7 @@ def _set_powers(code, into, out, i):
 
 @njit
 def _e4m3_scales(largest, into_e4m3):
-    """See `quantized.scales_of`."""
+    """The scales of one block in NVFP4, see `scales.scales_of`."""
     exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
     # E4M3: three bits of mantissa, from 2^-6 on.
     out = _nearest(exact, np.float32(1.5 * 2**20), np.float32(1.5 * 2**14))
@@ -234,7 +234,7 @@ def _scales(largest, into, out, w, into_e4m3):
 
 @njit
 def _first_level(tensor_amax):
-    """The scale of NVFP4's E4M3 scales, from the amax of the tensor: see `scales.scales_of`."""
+    """See `scales.nvfp4_scale`."""
     scale = min(np.float32(2688) / tensor_amax, _FLT_MAX)
     if tensor_amax == _ZERO or scale == _ZERO:
         return _ONE
@@ -300,7 +300,7 @@ def _draw(bits, first_column, length, row, w):
 
 @njit
 def _load(tile, w, top, column):
-    """A tile of the source, row by row, with zeros where the matrix is over."""
+    """Load a tile of the source, row by row, with zeros outside of the matrix."""
     columns = w.tile_columns
     width = max(0, min(columns, w.source_columns - column))
     tile[:] = _ZERO
@@ -338,7 +338,7 @@ def _amax(values):
 
 @njit
 def _store(tile, w, result, top, column):
-    """A tile, as far as the matrix goes."""
+    """Store a tile, without its elements outside of the matrix."""
     columns = w.tile_columns
     length = min(columns, w.columns - column)
     for r in range(min(w.tile_rows, w.rows - top)):
@@ -373,8 +373,8 @@ def _fill(address, width, value):
 
 @njit
 def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
-    """The scales of `width` columns each, from what lies at an address: the values of a row, or the
-    amaxes of columns, at `largest`; `into` and `out` are addresses as well."""
+    """Set the scales of blocks of `width` columns, from the values of a row or, if the address is
+    `largest`, the amaxes of columns; `into` and `out` are addresses as well."""
     blocks = (length + width - 1) // width
     amaxes, first, last = _ints(largest, blocks), _floats(into, blocks), _floats(out, blocks)
     if width > 1 or address != largest:
@@ -585,7 +585,7 @@ def _round_tiles(pointer):
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:
-    """The C function, kept for other processes where there is a folder for it."""
+    """The compiled C function, cached for other processes if numba has a folder for it."""
     options: dict[str, Any] = {"error_model": "numpy"}
     try:
         return cfunc(types.void(_WORK), cache=True, **options)(kernel)

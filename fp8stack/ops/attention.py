@@ -56,9 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None, dropout: float
 
 
 def dense_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The form in which all kernels take which keys a query may attend to.
+    """An additive mask, the form that all kernels take.
 
-    Torch would make the same of booleans in every layer, and keep it for the backward pass.
+    From booleans, torch would make this mask in every layer and keep it for the backward pass.
 
     Args:
         allowed: bool [B or 1, 1, T, S]; every query has one key or more.
@@ -105,7 +105,7 @@ def skips_blocks(device: torch.device) -> bool:
 
 
 def kernels_for_masks(device: torch.device) -> AbstractContextManager[None]:
-    """Leave out the kernels that masks break."""
+    """Exclude the kernels that fail under masks."""
     return sdpa_kernel(_TAKE_MASKS) if device.type == "cuda" else nullcontext()
 
 

@@ -119,7 +119,7 @@ def cast_product(
     return Copies(
         data,
         transposed if across else None,
-        amaxes.max() if record else None,  # here compiled code fuses it with whatever reads it
+        amaxes.max() if record else None,  # fused with its reader in compiled code
         sums=partial_sums.sum(0) if sums else None,
     )
 
@@ -301,7 +301,7 @@ def _launch(product: Product, quantizer: Quantizer, scales: str, **operands: Ten
     }
     exact = converts_exactly(x.device)
     compiled_for = product_variant(product, quantizer, scales, exact, **requested)
-    # An argument that is not used is there all the same. Float8 goes as bytes.
+    # Unused arguments need a tensor as well. Float8 is passed as bytes.
     tensors = [operands.get(name, x) for name in _OPERANDS]
     tensors = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
     dy = x if product.dy is None else product.dy

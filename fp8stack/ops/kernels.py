@@ -66,7 +66,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def converts_exactly(device: torch.device) -> bool:
-    """Whether conversions of float32 are those of `cast_to_fp8`, see `Variant`."""
+    """Whether conversions of float32 equal `cast_to_fp8`, see `Variant`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -80,8 +80,8 @@ class Variant:
         E8M0 per block; or "none", without a cast.
         dtype: Triton's, of the tensors that are read.
         overflow: see `numerics.tensor_scale`.
-        exact: the device's conversion of float32 is that of `cast_to_fp8`, as it is from compute
-            capability 9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
+        exact: the device's conversion of float32 equals `cast_to_fp8`, as from compute capability
+        9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
             Triton's interpreter does not round to even (triton issue 8322): there the kernel rounds
             first.
         rows, columns: of a tile.

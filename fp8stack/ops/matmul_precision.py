@@ -22,7 +22,7 @@ CUDA and of oneDNN, where torch.backends set them differently."""
 def _position() -> Position:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch's answer to a mix of both ways
+    except RuntimeError:  # torch refuses to name a mix of both settings
         backends: Any = torch.backends
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
@@ -100,8 +100,8 @@ class _Pass:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.before: Position | None = None  # what others have, within
-        self.first = torch._C._autograd._get_sequence_nr()  # of the nodes that it records
+        self.before: Position | None = None  # the precision outside of the pass
+        self.first = torch._C._autograd._get_sequence_nr()  # the first node that it records
 
     def enter(self, *_: object) -> None:
         """Set the precision."""
@@ -117,9 +117,9 @@ class _Pass:
         return before not in (None, self.precision)
 
     def follow_backward(self, output: object) -> None:
-        """Enter with the first node of a backward pass that is of this pass, and leave after the
-        last. Autograd runs the latest recorded node first, so those of other models, recorded
-        before or after this pass, do not come in between."""
+        """Enter before the first node of a backward pass that this pass recorded, and leave after
+        the last. Autograd runs the latest recorded node first, so nodes of other models, recorded
+        before or after this pass, do not run in between."""
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         ends = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         nodes = self._nodes(ends)
@@ -144,7 +144,7 @@ class _Pass:
 
     def _begin_backward(self, gradients: object) -> None:
         self.enter()
-        # For a backward pass that does not come to the last node.
+        # Covers a backward pass that does not reach the last node.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self.leave)
 

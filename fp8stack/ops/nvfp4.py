@@ -165,13 +165,13 @@ def _cast_op(
 def _by_torch(
     x: Tensor, quantizer: Quantizer, turned: bool, bits: RandomBits | None
 ) -> tuple[Tensor, Tensor]:
-    """Data and packed scales of one copy. The bits of stochastic rounding go by the place in the
-    matrix, so that the second copy is turned after it is made."""
+    """Data and packed scales of one copy. The bits of stochastic rounding follow from the place in
+    the matrix, so the second copy is transposed after the cast."""
     data, scales = numerics.quantize(x, quantizer, 0 if turned else 1, bits)[:2]
     codes = scales.view(torch.uint8)
     if turned:
         data, codes = transpose_bytes(data), codes.t()
-    if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
+    if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs take scales by row
         codes = codes.repeat_interleave(height, 0)
     return data, pack_scales(codes.contiguous().view(scales.dtype), Scales.NV)
 

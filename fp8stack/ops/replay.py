@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-EAGER = 2  # calls before the one that is recorded: they make what is made once
+EAGER = 2  # calls before the recorded one, which create tensors that are created once
 
 
 def records(device: torch.device) -> bool:

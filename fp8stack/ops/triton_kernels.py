@@ -29,8 +29,8 @@ def cast_product(
     x, dy, scale, data, transposed, inverse, inverse_across, amaxes, sums, rows, width,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a product of `width` columns, see `fused_casts.Product`; of the gradient of
-    SwiGLU's input both sides, which read the same."""
+    """Cast a tile of a product of `width` columns, see `fused_casts.Product`; for the gradient of
+    SwiGLU's input, the tiles of both halves, which read the same values."""
     tile = tl.program_id(0)
     wide = tl.cdiv(width, HOW.columns)
     down, block = tile // wide, tile % wide
@@ -63,8 +63,8 @@ def cast_product(
         largest = amax_of(first)
     if HOW.name == "swiglu" and HOW.backward:
         if HOW.sums or HOW.scales == "rows" or HOW.scales == "mx":
-            # Again, from a cache: kept, they and what was made of `first` fill more registers than
-            # there are.
+            # Loaded again, from a cache: kept, they and the results of `first` would not fit the
+            # registers.
             gate = _load(x, row, column, 2 * width, inside)
             gradient = _load(dy, row, column, width, inside)
         second = _of_value(gate, gradient, HOW)
@@ -93,7 +93,7 @@ def cast_weights(
     columns = tl.load(entry + 6).to(tl.int32)
     tile -= tl.load(entry + 7).to(tl.int32)
     place = tl.load(entry + 8)
-    if ALIGNED:  # what was loaded says nothing about that
+    if ALIGNED:  # loaded pointers and sizes have no alignment for Triton
         x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
         transposed = tl.multiple_of(transposed, 16)
         rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
@@ -221,7 +221,7 @@ def _put(
     values, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
     inverse_across, sums, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Write what is wanted of a tile of a product."""
+    """Write the requested results of a tile of a product."""
     if HOW.sums:
         total = tl.sum(values, axis=0)[None, :]
         tl.store(sums + down.to(tl.int64) * columns + column, total, mask=in_width)
@@ -325,7 +325,7 @@ def _codes(scaled, HOW: tl.constexpr):
 
 @triton.jit
 def _e8m0_code(amax, HOW: tl.constexpr):
-    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
+    """See `numerics.scales.e8m0_code`; an amax is never NaN here."""
     rounding: tl.constexpr = HOW.quantizer.scale_rounding
     if rounding == "rceil":
         bits = (amax * (1.0 / HOW.target.max)).to(tl.int32, bitcast=True)
@@ -343,7 +343,7 @@ def _e8m0_code(amax, HOW: tl.constexpr):
 
 @triton.jit
 def _times(code):
-    """See `numerics.blocks.e8m0_multiplier`."""
+    """See `numerics.scales.e8m0_multiplier`."""
     bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
     return bits.to(tl.float32, bitcast=True)
 

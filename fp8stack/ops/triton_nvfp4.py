@@ -102,9 +102,9 @@ def _bits(counter, stream, seed, first_row, row, column):
 
 @triton.jit
 def _put(values, bits, line, place, tensor_amax, lines, half, data, scales, HOW: tl.constexpr):
-    """Write one copy, of `lines` with `half` as many bytes as elements, of the tile that begins at
-    `line` and `place`, and their scales; `whole` is the amax of the matrix. See `numerics.scales`
-    for the scales."""
+    """Write one copy of the tile that begins at `line` and `place`, and its scales: `lines` of
+    `half` as many bytes as elements. `tensor_amax` is the amax of the matrix. See
+    `numerics.scales` for the scales."""
     blocks: tl.constexpr = TILE // BLOCK
     largest = tl.max(tl.reshape(sizes_of(values), [TILE, blocks, BLOCK]), axis=2)
     if HOW.height > 1:

@@ -35,8 +35,7 @@ class KeptWeights:
     ) -> None:
         self.quantizer = quantizer
         self.device, dtype = weights[0].device, weights[0].dtype
-        # The source of scales: "current" for a tensor's own amax, unless they are given, or that of
-        # blocks.
+        # The source of the scales, unless they are given: "current", the tensor's amax, or blocks.
         self._kind, self._scales = Scales.PER_TENSOR, "current"
         if not quantizer.per_tensor:
             mx = quantizer.scale == "e8m0"
@@ -75,7 +74,7 @@ class KeptWeights:
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         rows, columns = weight.shape
         dtype = fp8_format(self.quantizer.format).dtype
-        inverse = weight.new_zeros((), dtype=torch.float32)  # one for both
+        inverse = weight.new_zeros((), dtype=torch.float32)  # shared by both copies
         copies = []
         for shape in ((rows, columns), (columns, rows)):
             if self._kind is Scales.SQUARES:
