@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 Fp8Name = Literal["e4m3", "e5m2"]
 FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
-"""What an operand can be quantized to."""
+"""Formats that an operand can be quantized to."""
 ScaleRounding = Literal["rceil", "floor", "even"]
-"""How a block's scale becomes a power of two: see `numerics.scales.e8m0_code`."""
+"""Rules that round a block's scale to a power of two: see `numerics.scales.e8m0_code`."""
 AmaxAlgorithm = Literal["max", "most_recent"]
-"""What a window of amaxes gives: see `numerics.AmaxHistory`."""
+"""The choice of a window's amax: see `numerics.AmaxHistory`."""
 
 
 @dataclass(frozen=True)
@@ -152,20 +152,21 @@ ScaleFormat = Literal["float32", "power_of_two", "e8m0", "e4m3"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """How one operand of a GEMM becomes few bits.
+    """The rules by which one operand of a GEMM is quantized.
 
     Attributes:
-        format: of the elements: e4m3, e5m2 (FP8), e2m3, e3m2 (FP6), e2m1 (FP4).
-        block: the elements that share a scale: "tensor" all, "row" those of one row along the
-            GEMM's reduction, (1, n) n in a row along the reduction, (n, n) a square.
+        format: the elements' format: e4m3, e5m2 (FP8), e2m3, e3m2 (FP6), e2m1 (FP4).
+        block: the elements that share a scale: "tensor" all, "row" a row along the GEMM's
+        reduction, (1, n) n in a row along the reduction, (n, n) a square.
         scale: float32, float32 rounded down to a power_of_two, e8m0 (OCP Microscaling), or e4m3 of
             two levels: E4M3 per block, and above it one float32 per tensor (NVFP4).
         scale_rounding: how e8m0 scales are rounded, see `numerics.scales.e8m0_code`.
-        amax: what the scale follows from: the current tensor, or those of earlier passes (delayed).
-        history_length: how many amaxes a window of delayed scaling holds.
-        amax_algorithm: what counts in that window: max, or most_recent.
+        amax: the source of the scale: the current tensor, or the tensors of earlier passes
+        (delayed).
+        history_length: the amaxes that a window of delayed scaling holds.
+        amax_algorithm: the amax of that window: max, or most_recent.
         margin: headroom in bits of delayed scaling.
-        eps: the smallest amax that is believed, for scales in float32.
+        eps: the least amax; smaller ones count as eps, for scales in float32.
         rounding: nearest (ties to even), or stochastic.
         hadamard: 16 or 32 to multiply each block of that many elements along the reduction by a
             Hadamard matrix before the amax is taken, 0 for none.
@@ -194,13 +195,13 @@ class Quantizer:
             if self.block not in ("tensor", "row"):
                 raise ValueError(f"No block '{self.block}'. Known: tensor, row, [1, n], [n, n].")
         elif self.block not in BLOCKS:
-            known = ", ".join(str(list(block)) for block in BLOCKS)
-            told = list(self.block) if isinstance(self.block, tuple) else self.block
-            raise ValueError(f"no block {told}. Known: tensor, row, {known}")
+            choices_text = ", ".join(str(list(block)) for block in BLOCKS)
+            value = list(self.block) if isinstance(self.block, tuple) else self.block
+            raise ValueError(f"no block {value}. Known: tensor, row, {choices_text}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                kind, known = name.replace("_", " "), ", ".join(map(str, choices))
-                raise ValueError(f"No {kind} '{getattr(self, name)}'. Known: {known}.")
+                kind, choices_text = name.replace("_", " "), ", ".join(map(str, choices))
+                raise ValueError(f"No {kind} '{getattr(self, name)}'. Known: {choices_text}.")
         if self.scale in ("e8m0", "e4m3") and isinstance(self.block, str):
             raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
         if self.scale == "e4m3" and self.format != "e2m1":
@@ -267,7 +268,7 @@ class Quantizer:
         return square and not self.hadamard and not self.stochastic
 
 
-# What a field may be that has one of a few values.
+# The values of the fields that have one of a few values.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "scale": get_args(ScaleFormat),
     "scale_rounding": get_args(ScaleRounding),
@@ -285,13 +286,13 @@ OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizers:
-    """What the operands of a linear's three GEMMs are quantized by: y = x w^T (fprop), dx = dy w
-    (dgrad), dw = dy^T x (wgrad).
+    """The quantizers of a linear's three GEMMs: y = x w^T (fprop), dx = dy w (dgrad), dw = dy^T x
+    (wgrad).
 
-    `input` and `weight` are those of fprop, `grad_output` that of dgrad. The second copy of an
-    operand, for the GEMM that reduces over its rows, is `input_wgrad`, `weight_dgrad` and
-    `grad_output_wgrad`. None leaves an operand in the compute dtype; "forward" takes the values
-    that fprop had.
+    `input` and `weight` quantize the operands of fprop, `grad_output` the gradient in dgrad.
+    `input_wgrad`, `weight_dgrad` and `grad_output_wgrad` quantize the second copy of an operand,
+    for the GEMM that reduces over its rows. None leaves an operand in the compute dtype; "forward"
+    takes the values that fprop had.
 
     Raises:
         ValueError: two operands of a GEMM with different Hadamard transforms, or "forward" for
@@ -306,8 +307,8 @@ class Quantizers:
     grad_output_wgrad: Quantizer | None = None
 
     def __post_init__(self) -> None:
-        for gemm, (one, other) in self.gemms.items():
-            transforms = [q.hadamard if isinstance(q, Quantizer) else 0 for q in (one, other)]
+        for gemm, (first, second) in self.gemms.items():
+            transforms = [q.hadamard if isinstance(q, Quantizer) else 0 for q in (first, second)]
             if transforms[0] != transforms[1]:
                 raise ValueError(
                     f"{gemm}: hadamard = {transforms[0]} and {transforms[1]}, which would not "
@@ -322,18 +323,20 @@ class Quantizers:
                 )
 
     def along(self, operand: Operand) -> Quantizer | None:
-        """Of the copy whose columns its GEMM reduces over: fprop's, and dgrad's grad_output."""
-        found: Quantizer | None = getattr(self, operand)
-        return found
+        """The quantizer of the copy whose columns its GEMM reduces over: fprop's, and dgrad's
+        grad_output."""
+        quantizer: Quantizer | None = getattr(self, operand)
+        return quantizer
 
     def across(self, operand: Operand) -> Quantizer | Literal["forward"] | None:
-        """Of the copy whose rows its GEMM reduces over: wgrad's, and dgrad's weight."""
-        found: Quantizer | Literal["forward"] | None = getattr(self, _ACROSS[operand])
-        return found
+        """The quantizer of the copy whose rows its GEMM reduces over: wgrad's, and dgrad's
+        weight."""
+        quantizer: Quantizer | Literal["forward"] | None = getattr(self, _ACROSS[operand])
+        return quantizer
 
     @property
     def gemms(self) -> dict[str, tuple[Quantizer | None, Quantizer | Literal["forward"] | None]]:
-        """Those of the two operands of each GEMM: `fprop`, `dgrad`, `wgrad`."""
+        """The quantizers of both operands of each GEMM: `fprop`, `dgrad`, `wgrad`."""
         return {
             "fprop": (self.input, self.weight),
             "dgrad": (self.grad_output, self.weight_dgrad),
@@ -342,35 +345,35 @@ class Quantizers:
 
     @property
     def each(self) -> dict[str, Quantizer]:
-        """Those that there are, by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
-        found: dict[str, Quantizer] = {}
+        """All quantizers by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
+        quantizers: dict[str, Quantizer] = {}
         for operand in OPERANDS:
             along, across = self.along(operand), self.across(operand)
             if along is not None:
-                found[operand] = along
+                quantizers[operand] = along
             if isinstance(across, Quantizer):
-                found[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
-        return found
+                quantizers[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
+        return quantizers
 
     @property
     def casts(self) -> dict[str, Quantizer]:
-        """Those of `each` that are a cast of their own: one serves both copies of an operand that
-        are quantized alike."""
-        each = self.each
+        """The quantizers that need a cast: if both copies of an operand are quantized alike, one
+        cast serves both."""
+        by_place = self.each
         return {
             place: quantizer
-            for place, quantizer in each.items()
-            if "." not in place or quantizer != each.get(place.partition(".")[0])
+            for place, quantizer in by_place.items()
+            if "." not in place or quantizer != by_place.get(place.partition(".")[0])
         }
 
     def turned(self, operand: Operand) -> bool:
-        """Whether the second copy of an operand is the first one's values, turned."""
+        """Whether the second copy of an operand holds the first one's values, transposed."""
         along, across = self.along(operand), self.across(operand)
         return across == "forward" or (along == across and (along is None or along.turns))
 
     @property
     def bits(self) -> int:
-        """The fewest that an element of any operand has."""
+        """The fewest bits of an element in any operand."""
         return min(FORMATS[q.format].bits for q in self.each.values())
 
     @property
@@ -385,7 +388,7 @@ class Quantizers:
 
     @property
     def exact_in_bf16(self) -> bool:
-        """Whether all that the GEMMs multiply has at most 8 significant bits."""
+        """Whether all values that the GEMMs multiply have at most 8 significant bits."""
         again = [self.along(name) for name in OPERANDS if self.across(name) == "forward"]
         exact = all(q.exact_in_bf16 for q in self.each.values())
         return exact and all(q is None or q.exact_across_in_bf16 for q in again)
@@ -393,11 +396,11 @@ class Quantizers:
     def bf16_holds(self, gemm: str) -> bool:
         """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
         most 8 significant bits."""
-        one, other = self.gemms[gemm]
-        if other == "forward":
+        first, second = self.gemms[gemm]
+        if second == "forward":
             again = self.weight if gemm == "dgrad" else self.input
-            other = again if again is not None and again.exact_across_in_bf16 else None
-        return all(q is not None and q.exact_in_bf16 for q in (one, other))
+            second = again if again is not None and again.exact_across_in_bf16 else None
+        return all(q is not None and q.exact_in_bf16 for q in (first, second))
 
 
 _ACROSS: dict[str, str] = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.gpu import gpu_report, references
 from fp8stack.conform import histories
 from fp8stack.conform import te as te_raw
-from fp8stack.conform.casts import SCALES, TE_QUANTIZERS, rules
+from fp8stack.conform.casts import SCALES
 from fp8stack.conform.checks import Context, Facts, Skipped
 from fp8stack.conform.golden import FOLDER
 from fp8stack.conform.inputs import (
@@ -33,6 +33,7 @@ from fp8stack.conform.inputs import (
     spiky_steps,
     values_of,
 )
+from fp8stack.conform.quantizers import TE_QUANTIZERS, rules
 from fp8stack.formats import AmaxAlgorithm, Quantizer
 from fp8stack.precision import probe
 

@@ -35,8 +35,8 @@ class Size(NamedTuple):
     documents: int
 
     def __str__(self) -> str:
-        what = f"documents of {self.documents}" if self.documents else "causal"
-        return f"{what}, {self.tokens} tokens, {self.heads}/{self.groups} heads of {self.width}"
+        mask = f"documents of {self.documents}" if self.documents else "causal"
+        return f"{mask}, {self.tokens} tokens, {self.heads}/{self.groups} heads of {self.width}"
 
 
 # 192 % 128 is 64, where cuDNN's gradients under a mask may be NaN (pytorch issue 196678).
@@ -58,28 +58,28 @@ def gradients(context: Context, size: Size, dtype: torch.dtype, steep: float) ->
     B, T, H, G, E, length = size
     generator = torch.Generator().manual_seed(context.seed)
     shapes = {"q": (B, H, T, E), "k": (B, G, T, E), "v": (B, G, T, E), "y": (B, H, T, E)}
-    given = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
-    given["q"] *= steep
-    leaves = {n: given[n].to(context.device).detach().requires_grad_() for n in "qkv"}
+    inputs = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+    inputs["q"] *= steep
+    leaves = {n: inputs[n].to(context.device).detach().requires_grad_() for n in "qkv"}
     documents = torch.arange(T).expand(B, T) // (length or T)
     mask = None
     if length:
         on_device = documents.to(context.device)
         mask = document_mask(on_device, dtype, head_width=E, all=False)
     y = attend(leaves["q"], leaves["k"], leaves["v"], mask=mask, dropout=0.0)
-    torch.autograd.backward(y, given["y"].to(context.device))
-    found = {"y": y} | {f"d{n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+    torch.autograd.backward(y, inputs["y"].to(context.device))
+    results = {"y": y} | {f"d{n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
     return within(
-        found, _exact({n: x.double() for n, x in given.items()}, allowed, ROUNDOFF[dtype])
+        results, _exact({n: x.double() for n, x in inputs.items()}, allowed, ROUNDOFF[dtype])
     )
 
 
 def _exact(
-    given: dict[str, Tensor], allowed: Tensor, roundoff: float
+    inputs: dict[str, Tensor], allowed: Tensor, roundoff: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """y, dq, dk and dv in float64, each with its error bound."""
-    q, k, v, dy = given["q"], given["k"], given["v"], given["y"]
+    q, k, v, dy = inputs["q"], inputs["k"], inputs["v"], inputs["y"]
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5
@@ -87,8 +87,8 @@ def _exact(
     weights = scores.softmax(-1)
     dp = dy @ v.mT
     ds = weights * (dp - (weights * dp).sum(-1, keepdim=True))
-    # A score's error is that of its sum, times what the exponential makes of it. Inside, sums are
-    # float32's; ds is a difference, as exact as its two parts are.
+    # A score's error is its sum's, which the exponential scales by the weight. Sums are float32; ds
+    # is a difference, as exact as its two terms.
     of_score = 2.0**-24 * (q.shape[-1] + 4) * (q.abs() @ k.abs().mT * scale)
     of_score = (of_score + roundoff).masked_fill(~allowed, 0)
     mean = (weights * of_score).sum(-1, keepdim=True)
@@ -101,7 +101,7 @@ def _exact(
     def summed(x: Tensor) -> Tensor:
         return torch.unflatten(x, 1, (groups, repeat)).sum(2)
 
-    found = {
+    results = {
         "y": (weights @ v, w_error @ v.abs() + roundoff * (weights @ v.abs())),
         "dq": (ds @ k * scale, (ds_error + roundoff * ds.abs()) @ k.abs() * scale),
         "dk": (
@@ -110,4 +110,4 @@ def _exact(
         ),
         "dv": (summed(weights.mT @ dy), summed((w_error + roundoff * weights).mT @ dy.abs())),
     }
-    return {name: (value, _ROUNDINGS * bound + 1e-30) for name, (value, bound) in found.items()}
+    return {name: (value, _ROUNDINGS * bound + 1e-30) for name, (value, bound) in results.items()}

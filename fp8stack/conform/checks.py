@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.conform import te
+from fp8stack.numerics.error import sqnr_db
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 
 Facts = dict[str, Any]
@@ -26,13 +27,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Context:
-    """Where and how checks run.
+    """The machine that checks run on, and their options.
 
     Attributes:
         hardware: the machine; its `device` holds the tensors.
         quick: the short form: smaller inputs, nothing compiled.
         compiler: torch.compile's backend in the checks that compile.
-        seed: of all random inputs.
+        seed: the seed of all random inputs.
     """
 
     hardware: Hardware
@@ -48,10 +49,10 @@ class Context:
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` compiled as one graph, from scratch."""
         torch._dynamo.reset()
-        made: Callable[..., Any] = torch.compile(
+        compiled: Callable[..., Any] = torch.compile(
             function, fullgraph=True, dynamic=False, backend=self.compiler
         )
-        return made
+        return compiled
 
     def need_te(self, scaling: str) -> None:
         """Skip the check unless TE works here and has a GEMM for this scaling."""
@@ -96,7 +97,7 @@ def broken(row: Facts) -> bool:
 
 
 def brief(row: Facts) -> str:
-    """Why a row does not hold or was skipped, in a line; "" if it holds."""
+    """The reason why a row does not hold or was skipped, in a line; "" if it holds."""
     if "skipped" in row:
         return str(row["skipped"])
     if "failed" in row:
@@ -111,8 +112,9 @@ def brief(row: Facts) -> str:
 
 
 def same_bits(pairs: Pairs, **inputs: Tensor) -> Facts:
-    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`. A difference
-    is told with its element of the `inputs`, if one has that name, else with its place."""
+    """Compare tensors with the expected ones bit for bit: `{name: (actual, expected)}`. A
+    difference is reported with its element of the `inputs`, if one has that name, else with its
+    place."""
     return _compared(pairs, _bits, inputs)
 
 
@@ -131,18 +133,18 @@ def _compared(
 ) -> Facts:
     checked = differing = 0
     first: list[str] = []
-    for name, (found, expected) in pairs.items():
-        found, expected = _plain(found), _plain(expected)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
+    for name, (actual, expected) in pairs.items():
+        actual, expected = _plain(actual), _plain(expected)
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             differing += expected.numel()
-            first.append(f"{name}: {_kind(found)} instead of {_kind(expected)}")
+            first.append(f"{name}: {_kind(actual)} instead of {_kind(expected)}")
         else:
-            odd = (bits(found) != bits(expected)).nonzero()
+            odd = (bits(actual) != bits(expected)).nonzero()
             differing += len(odd)
             for index in odd[: max(0, _SHOWN - len(first))]:
                 at = tuple(index.tolist())
                 place = f" = {float(inputs[name][at]):.9g}" if name in inputs else list(at)
-                first.append(f"{name}{place}: {_shown(found[at])}, not {_shown(expected[at])}")
+                first.append(f"{name}{place}: {_shown(actual[at])}, not {_shown(expected[at])}")
         checked += expected.numel()
     facts: Facts = {"holds": differing == 0, "checked": checked, "differing": differing}
     return facts | ({"first": first[:_SHOWN]} if first else {})
@@ -166,28 +168,33 @@ def _shown(x: Tensor) -> str:
     return f"{value}(0x{bits:0{2 * size}x})"
 
 
-def merged(parts: Mapping[str, Facts]) -> Facts:
+def merged(comparisons: Mapping[str, Facts]) -> Facts:
     """Combine several comparisons: counts are added, first differences keep their part's name."""
     facts: Facts = {
-        "holds": all(part["holds"] for part in parts.values()),
-        "checked": sum(part["checked"] for part in parts.values()),
-        "differing": sum(part["differing"] for part in parts.values()),
+        "holds": all(row["holds"] for row in comparisons.values()),
+        "checked": sum(row["checked"] for row in comparisons.values()),
+        "differing": sum(row["differing"] for row in comparisons.values()),
     }
-    first = [f"{name}: {line}" for name, part in parts.items() for line in part.get("first", [])]
+    first = [
+        f"{name}: {line}" for name, row in comparisons.items() for line in row.get("first", [])
+    ]
     return facts | ({"first": first[:_SHOWN]} if first else {})
 
 
-def sqnr_db(found: Tensor, expected: Tensor) -> float:
-    """The signal-to-noise ratio of `found` to `expected` in dB, within `EXACT_DB` of 0; the lowest
-    if one is not finite."""
+def agreement_db(result: Tensor, expected: Tensor) -> float:
+    """The signal-to-noise ratio of a result to the expected one in dB, within `EXACT_DB` of 0; the
+    lowest if one is not finite."""
     reference = expected.double()
-    error = float((found.double() - reference).square().sum())
-    power = float(reference.square().sum())
-    if error == 0:
+    noise = float((result.double() - reference).square().sum())
+    if noise == 0:
         return EXACT_DB
-    if not math.isfinite(error) or not math.isfinite(power) or power == 0:
-        return -EXACT_DB
-    return max(-EXACT_DB, min(EXACT_DB, round(10 * math.log10(power / error), 2)))
+    ratio = sqnr_db(float(reference.square().sum()), noise)
+    return -EXACT_DB if ratio is None else max(-EXACT_DB, min(EXACT_DB, round(ratio, 2)))
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A NumPy array or number as a contiguous tensor of its shape."""
+    return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
 
 
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:

@@ -1,7 +1,7 @@
 """Checks GEMMs of each backend and recipe, forward and backward, against exact operands.
 
-The reference multiplies in float64 what `oracles.quantize` makes of the operands, so the remaining
-error is rounding. A float32 sum of K products, in any order, is off by at most K 2^-24 of the sum
+The reference multiplies the operands of `oracles.quantize` in float64, so the remaining error is
+rounding. A float32 sum of K products, in any order, is off by at most K 2^-24 of the sum
 of their magnitudes, and the output is rounded once more, with a bias twice. Tensor cores add FP8
 products with fewer bits: see `_ACCUMULATION`.
 """
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends import Backend, build_backend
@@ -23,11 +22,12 @@ from fp8stack.conform.checks import (
     Check,
     Context,
     Facts,
+    agreement_db,
     backend_for,
     mark_weights_changed,
     plan_of,
-    sqnr_db,
 )
+from fp8stack.conform.inputs import QUANTIZED_RECIPES
 from fp8stack.conform.layouts import STORED
 from fp8stack.formats import FORMATS, OPERANDS, FormatName, Operand, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig
@@ -35,15 +35,12 @@ from fp8stack.model.gpt import MLP
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Recipe, load_recipe
 
-RECIPES = (
-    *("delayed", "current", "block", "mxfp8", "rowwise"),
-    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
-)
+RECIPES = ("delayed", *QUANTIZED_RECIPES)
 QUANTIZED_DB = 15.0  # for operands quantized after a norm; a wrong scale gives less than 10 dB
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# As a share of the sum of magnitudes, per 32 products in Hopper's FP8 tensor cores, which keep 13
-# bits behind the point. With slow accumulation each four steps are added up in float32. Believed,
-# not measured: no GPU has run this.
+# The error of Hopper's FP8 tensor cores, which keep 13 bits behind the point, per 32 products, as a
+# share of the sum of magnitudes. With slow accumulation four steps are added up in float32.
+# Published, not measured: no GPU has run this.
 _ACCUMULATION = 2.0**-13
 _STEP, _PROMOTED = 32, 4
 
@@ -81,14 +78,14 @@ FUSED = GPTConfig(vocabulary=256, context=128, layers=1, width=256, heads=4)
 def gemms(context: Context) -> Iterator[Check]:
     """Check products of long rows, with slow and fast accumulation, and linears by backend and
     recipe."""
-    for recipe, (kind, other) in LONG.items():
-        name, alone = f"scales {kind.value} x {other.value}", kind is Scales.PER_TENSOR
+    for recipe, (kind_a, kind_b) in LONG.items():
+        name, alone = f"scales {kind_a.value} x {kind_b.value}", kind_a is Scales.PER_TENSOR
         formats: tuple[FormatName, ...] = ("e4m3", "e5m2") if alone else ("e4m3",)
-        for format in ("e2m1",) if kind is Scales.NV else formats:
+        for format in ("e2m1",) if kind_a is Scales.NV else formats:
             for fast in (False, True) if alone else (False,):
-                how = f", {'fast' if fast else 'slow'} accumulation" if alone else ""
+                accumulation = f", {'fast' if fast else 'slow'} accumulation" if alone else ""
                 check = partial(long_rows, context, recipe, format, fast)
-                yield Check(f"{' x '.join(_formats(format))}, {name}{how}", check)
+                yield Check(f"{' x '.join(_formats(format))}, {name}{accumulation}", check)
     for shape in QUICK if context.quick else SHAPES:
         check = partial(linear, context, "bf16", "reference", shape)
         yield Check(f"bf16 by reference, {shape}", check)
@@ -107,14 +104,14 @@ def gemms(context: Context) -> Iterator[Check]:
             yield Check(f"norms and MLP in {recipe} by {backend}", check)
 
 
-def within(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, Tensor]]) -> Facts:
+def within(actual: dict[str, Tensor], expected: dict[str, tuple[Tensor, Tensor]]) -> Facts:
     """Check that tensors are within their bounds: `{name: (value, bound)}`, float64. `worst` is the
     largest error as a share of its bound."""
     worst = {}
     for name, (value, bound) in expected.items():
-        made = found[name].detach().double().cpu()
-        part = ((made - value).abs() / bound.clamp_min(1e-300)).nan_to_num(nan=np.inf)
-        worst[name] = float(f"{float(part.max()):.3g}") if made.shape == value.shape else np.inf
+        result = actual[name].detach().double().cpu()
+        share = ((result - value).abs() / bound.clamp_min(1e-300)).nan_to_num(nan=np.inf)
+        worst[name] = float(f"{float(share.max()):.3g}") if result.shape == value.shape else np.inf
     return {
         "holds": max(worst.values()) <= 1.0,
         "worst": {k: min(v, 1e9) for k, v in worst.items()},
@@ -135,7 +132,7 @@ def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> 
     plan_of(load_recipe(recipe.split()[0]), context, "torch")
     K, size = (1024 if context.quick else 8192), 128
     generator = np.random.default_rng(context.seed)
-    given, exact = [], []
+    operands, exact = [], []
     blocks = {  # rows and columns that share a scale
         Scales.PER_TENSOR: (size, K), Scales.PER_ROW: (1, K), Scales.MX: (1, 32),
         Scales.NV: (1, 16), Scales.ROWS: (1, 128), Scales.SQUARES: (128, 128),
@@ -148,19 +145,19 @@ def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> 
         scales = np.ldexp(1.0, generator.integers(-3, 4, (size // tall, K // wide)))
         spread = scales.repeat(tall, 0).repeat(wide, 1)
         exact.append(torch.from_numpy(oracles.decode(codes, name) * spread))
-        whole = None
+        upper_scale = None
         if kind is Scales.NV:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
-            whole = torch.tensor(0.75).to(context.device)
+            upper_scale = torch.tensor(0.75).to(context.device)
             exact[-1] *= 0.75
         held = torch.from_numpy(scales).to(STORED.get(kind, torch.float32)).to(context.device)
         packed = held.reshape(()) if kind is Scales.PER_TENSOR else pack_scales(held, kind)
         data = torch.from_numpy(codes).view(FORMATS[name].dtype or torch.uint8)
-        given.append(Scaled(data.to(context.device), packed, kind, whole))
+        operands.append(Scaled(data.to(context.device), packed, kind, upper_scale))
     dtype = torch.float32 if LONG[recipe][0] is Scales.PER_TENSOR else torch.bfloat16
-    found = scaled_gemm(given[0], given[1], dtype, fast_accumulation=fast)
+    product = scaled_gemm(operands[0], operands[1], dtype, fast_accumulation=fast)
     value = exact[0] @ exact[1].t()
-    return within({"y": found}, {"y": (value, _bound(context, value, value, K, dtype, fast))})
+    return within({"y": product}, {"y": (value, _bound(context, value, value, K, dtype, fast))})
 
 
 def _bound(
@@ -173,12 +170,12 @@ def _bound(
     fp8_cores: bool = True,
 ) -> Tensor:
     """The error bound of a result `value`, whose products' magnitudes sum up to `magnitudes`."""
-    part = (reduced + 8) * 2.0**-24
+    share = (reduced + 8) * 2.0**-24
     if context.device == "cuda":
-        part *= 4  # tensor cores may truncate
+        share *= 4  # tensor cores may truncate
         if fp8_cores:
-            part += _ACCUMULATION * (reduced / _STEP if fast else _PROMOTED)
-    return part * magnitudes + ROUNDOFF[dtype] * 1.01 * value.abs()
+            share += _ACCUMULATION * (reduced / _STEP if fast else _PROMOTED)
+    return share * magnitudes + ROUNDOFF[dtype] * 1.01 * value.abs()
 
 
 # One linear
@@ -192,30 +189,30 @@ def linear(
     compiled: bool = False,
     **overrides: Any,
 ) -> Facts:
-    """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16. `overrides` are
-    those of the recipe."""
+    """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16. `overrides`
+    change the recipe."""
     chosen = load_recipe(recipe, overrides)
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
-        # Its bits only TE knows.
+        # TE does not show its random bits.
         chosen = load_recipe(recipe, overrides | {"rounding": "nearest"})
     plan = plan_of(chosen, context, backend)
-    made = backend_for(plan, {"linear": shape[1:3]})
+    backend_of_layer = backend_for(plan, {"linear": shape[1:3]})
     quantizers = chosen.quantizers.each.values() if chosen.quantizers else ()
-    given = _operands(shape, context.seed, not any(q.hadamard for q in quantizers))
-    layer = made.linear("linear", *shape[1:])
+    tensors = _operands(shape, context.seed, not any(q.hadamard for q in quantizers))
+    layer = backend_of_layer.linear("linear", *shape[1:])
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(given[name])
-    made.attach(layer)
+            parameter.copy_(tensors[name])
+    backend_of_layer.attach(layer)
     layer.to(context.device)
-    x, dy = (given[name].to(context.device) for name in ("input", "grad_output"))
+    x, dy = (tensors[name].to(context.device) for name in ("input", "grad_output"))
     called = context.compiled(layer) if compiled else layer
     for _ in range(3 if chosen.delayed else 1):  # until the scales are found
         draws = getattr(getattr(layer, "operands", None), "draws", None)
         results = _once(layer, called, x, {"y": dy})
     for name in ("weight", "bias")[: 1 + shape.bias]:
         results[f"d{name[0]}"] = results.pop(f"d {name}")
-    expected = _expected(context, chosen, shape, given, draws, results, backend)
+    expected = _expected(context, chosen, shape, tensors, draws, results, backend)
     return within(results, expected)
 
 
@@ -232,27 +229,27 @@ def _operands(shape: Shape, seed: int, wide: bool) -> dict[str, Tensor]:
         "bias": (shape.outputs,),
     }
     factors = {"input": 0, "weight": -6, "grad_output": -10, "bias": -6}
-    made = {
+    operands = {
         name: (32 * torch.randn(size, generator=generator)).round().clamp(-255, 255)
         * 2.0 ** (factors[name] - 5)
         for name, size in sizes.items()
     }
     for name in ("input", "grad_output"):
-        place = torch.arange(made[name].shape[1])
-        made[name] *= 2.0 ** (5 * place % 29 - 14 if wide else place % 7 - 3)
-    return {name: value.bfloat16() for name, value in made.items()}
+        place = torch.arange(operands[name].shape[1])
+        operands[name] *= 2.0 ** (5 * place % 29 - 14 if wide else place % 7 - 3)
+    return {name: value.bfloat16() for name, value in operands.items()}
 
 
 def _once(model: nn.Module, called: Any, x: Tensor, dys: dict[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of one pass, by the names in `dys`, "dx", and the gradient of each parameter."""
     mark_weights_changed(model)
     x = x.detach().clone().requires_grad_()
-    made = called(x)
-    ys = dict(zip(dys, made if isinstance(made, tuple) else (made,), strict=True))
+    output = called(x)
+    ys = dict(zip(dys, output if isinstance(output, tuple) else (output,), strict=True))
     torch.autograd.backward([*ys.values()], [dys[name].to(y.dtype) for name, y in ys.items()])
     assert x.grad is not None
-    found = {name: y.detach() for name, y in ys.items()} | {"dx": x.grad}
-    return found | _gradients(dict(model.named_parameters()))
+    results = {name: y.detach() for name, y in ys.items()} | {"dx": x.grad}
+    return results | _gradients(dict(model.named_parameters()))
 
 
 def _gradients(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -264,14 +261,14 @@ def _expected(
     context: Context,
     recipe: Recipe,
     shape: Shape,
-    given: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     draws: Any,
     results: dict[str, Tensor],
     backend: str,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """y, dx, dw and db in float64, each with its error bound."""
     x, w, dy = (
-        [_quantized(recipe, given[name], name, across, draws) for across in (False, True)]
+        [_quantized(recipe, tensors[name], name, across, draws) for across in (False, True)]
         for name in OPERANDS
     )
     products = {
@@ -279,8 +276,8 @@ def _expected(
         "dx": (dy[0], w[1], shape.outputs),
         "dw": (dy[1].t(), x[1], shape.rows),
     }
-    found = {}
-    bias = given["bias"].double() if shape.bias else torch.zeros(())
+    bounded = {}
+    bias = tensors["bias"].double() if shape.bias else torch.zeros(())
     for name, (a, b, reduced) in products.items():
         value, magnitudes = a @ b, a.abs() @ b.abs()
         if name == "y":
@@ -292,13 +289,13 @@ def _expected(
         )
         if name == "y" and shape.bias:  # the product may be rounded before the bias is added
             bound = bound + ROUNDOFF[dtype] * (value.abs() + bias.abs())
-        found[name] = value, bound
+        bounded[name] = value, bound
     if shape.bias:
-        rows = given["grad_output"].double()
+        rows = tensors["grad_output"].double()
         value, magnitudes = rows.sum(0), rows.abs().sum(0)
         bound = _bound(context, value, magnitudes, shape.rows, dtype, False, False)
-        found["db"] = value, bound
-    return found
+        bounded["db"] = value, bound
+    return bounded
 
 
 def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: Any) -> Tensor:
@@ -315,15 +312,15 @@ def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: An
 def multiplied(
     x: Tensor, quantizer: Quantizer, name: Operand, dim: int, draws: Any, scale: float | None = None
 ) -> Tensor:
-    """What a GEMM that reduces the operand `name` over `dim` multiplies, in float64. `draws` are
-    the layer's, in its first pass; `scale` is that of delayed scaling."""
+    """The values of the operand `name` in a GEMM that reduces it over `dim`, in float64. `draws`
+    are the layer's, in its first pass; `scale` is delayed scaling's."""
     bits = None
     if quantizer.stochastic:
         drawn = draws.bits(name, dim == 0, len(x))
         bits = partial(oracles.philox, drawn.seed, int(drawn.stream), 0)
     values, largest = x.float().numpy(), torch.finfo(x.dtype).max
-    made = oracles.quantize(values, quantizer, dim, overflow=largest, bits=bits, scale=scale)
-    return torch.from_numpy(made.exact)  # Hadamard transforms of both operands cancel
+    quantized = oracles.quantize(values, quantizer, dim, overflow=largest, bits=bits, scale=scale)
+    return torch.from_numpy(quantized.exact)  # Hadamard transforms of both operands cancel
 
 
 # Norms and an MLP, which TE fuses
@@ -350,49 +347,33 @@ class Norms(nn.Module):
 
 
 def fused(context: Context, recipe: str, backend: str) -> Facts:
-    """Check outputs and gradients of the fused modules against unquantized float64."""
+    """Check outputs and gradients of the fused modules against those of plain torch in float32."""
     chosen, config, rows = load_recipe(recipe), FUSED, 256
     plan = plan_of(chosen, context, backend)
     shapes = {k: v for k, v in config.linear_shapes().items() if "qkv" in k or "mlp" in k}
     backend_for(plan, shapes)  # skips if a layer would not be in FP8
-    model = Norms(build_backend(plan.for_layers(config.linear_shapes())), config)
+    plain = plan_of(load_recipe("fp32"), context, "reference")
+    model, exact = (
+        Norms(build_backend(plan_of_model.for_layers(config.linear_shapes())), config)
+        for plan_of_model in (plan, plain)
+    )
     generator = torch.Generator().manual_seed(context.seed + 6)
     with torch.no_grad():
+        parameters = dict(exact.named_parameters())
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm_weight = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.1 * noise if is_norm_weight else 0.03 * noise)
+            parameters[name].copy_(parameter)
     x = torch.randn(rows, config.width, generator=generator)
     dys = {
         name: (torch.randn(rows, width, generator=generator) * 1e-3).to(context.device)
         for name, width in (("qkv", 3 * config.width), ("mlp", config.width))
     }
-    model, x = model.to(context.device), x.to(context.device)
+    model, exact, x = model.to(context.device), exact.to(context.device), x.to(context.device)
     for _ in range(3 if chosen.delayed else 1):
         results = _once(model, model, x, dys)
-    expected = _exact_norms(model, x, dys)
-    ratios = {name: sqnr_db(results[name], value.to(x.device)) for name, value in expected.items()}
+    expected = _once(exact, exact, x, dys)
+    ratios = {name: agreement_db(results[name], value) for name, value in expected.items()}
     holds = all(value >= QUANTIZED_DB for value in ratios.values())
     return {"holds": holds, "unquantized_db": ratios}
-
-
-def _exact_norms(model: Norms, x: Tensor, dys: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same in float64, by plain torch."""
-    wide = {
-        name: parameter.detach().double().requires_grad_()
-        for name, parameter in model.named_parameters()
-    }
-    x = x.detach().double().requires_grad_()
-
-    def norm(name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], wide[f"{name}.weight"], wide[f"{name}.bias"], 1e-5)
-
-    def multiply(y: Tensor, name: str) -> Tensor:
-        return F.linear(y, wide[f"{name}.weight"], wide[f"{name}.bias"])
-
-    qkv = multiply(norm("first"), "qkv")
-    hidden = F.gelu(multiply(norm("second"), "mlp.up"), approximate="tanh")
-    mlp = multiply(hidden, "mlp.down")
-    torch.autograd.backward([qkv, mlp], [dys[name].double() for name in ("qkv", "mlp")])
-    assert x.grad is not None
-    return {"qkv": qkv.detach(), "mlp": mlp.detach(), "dx": x.grad} | _gradients(wide)

@@ -51,10 +51,10 @@ def golden(context: Context) -> Iterator[Check]:
 
 def compared(case: Case, tensors: Tensors, device: str = "cpu") -> Facts:
     """Compare one case, computed here, with the file: bytes, scales and histories."""
-    given = {
+    inputs = {
         name: tensor.to(device) for name, tensor in tensors.items() if name.startswith("inputs/")
     }
-    return CHECKS[case["kind"]](case, fields_of(f"{case['name']}/", tensors), given)
+    return CHECKS[case["kind"]](case, fields_of(f"{case['name']}/", tensors), inputs)
 
 
 def fields_of(prefix: str, tensors: Tensors) -> Tensors:
@@ -69,39 +69,41 @@ def fields_of(prefix: str, tensors: Tensors) -> Tensors:
     return fields
 
 
-def _cast(case: Case, fields: Tensors, given: Tensors) -> Facts:
-    x, parts = given[case["input"]], {}
+def _cast(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
+    x, comparisons = inputs[case["input"]], {}
     for place, scale in enumerate(fields["scales"].to(x.device)):
-        found = {
+        results = {
             "bytes": numerics.cast_to_fp8(x, scale, case["format"]),
             "inverses": numerics.inverse(scale),
             "amax": numerics.amax(x),
         }
-        pairs = {name: (tensor, fields[name][place]) for name, tensor in found.items()}
-        parts[f"scale {float(scale):g}"] = same_bits(pairs)
-    return merged(parts)
+        pairs = {name: (tensor, fields[name][place]) for name, tensor in results.items()}
+        comparisons[f"scale {float(scale):g}"] = same_bits(pairs)
+    return merged(comparisons)
 
 
-def _history(case: Case, fields: Tensors, given: Tensors) -> Facts:
+def _history(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
     kind = {key: case[key] for key in ("length", "margin", "algorithm")}
     if "input" in case:
-        amaxes = given[case["input"]]
+        amaxes = inputs[case["input"]]
     else:
-        operands = [given[f"inputs/steps {name}"] for name in ("x", "w", "dy")]
+        operands = [inputs[f"inputs/steps {name}"] for name in ("x", "w", "dy")]
         amaxes = torch.stack([torch.stack([*map(numerics.amax, x)]) for x in operands], 1)
     history = AmaxHistory(SLOTS, **kind, device=amaxes.device)
-    parts = {}
+    comparisons = {}
     for step, scales in enumerate(fields["scales"]):
         for slot, amax in zip(SLOTS, amaxes[step], strict=True):
             history.record(slot, amax)
         history.update()
-        parts[f"step {step}"] = same_bits({"scales": (history.scales, scales)})
+        comparisons[f"step {step}"] = same_bits({"scales": (history.scales, scales)})
     state = history.state_dict()
-    found = torch.stack([state[f"{slot}.amax_history"] for slot in SLOTS], dim=1)
-    return merged(parts | {"at the end": same_bits({"histories": (found, fields["histories"])})})
+    saved_amaxes = torch.stack([state[f"{slot}.amax_history"] for slot in SLOTS], dim=1)
+    return merged(
+        comparisons | {"at the end": same_bits({"histories": (saved_amaxes, fields["histories"])})}
+    )
 
 
-def _quantizer(case: Case, fields: Tensors, given: Tensors) -> Facts:
+def _quantizer(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
     """`along` and, if the file has it, `across`: bytes and scales of a quantizer."""
     fixed: dict[str, Any] = {
         key: tuple(v) if isinstance(v, list) else v for key, v in case["quantizer"].items()
@@ -109,15 +111,15 @@ def _quantizer(case: Case, fields: Tensors, given: Tensors) -> Facts:
     pairs = {}
     for way, dim in (("along", 1), ("across", 0)):
         if f"bytes {way}" in fields:
-            made = numerics.quantize(given[case["input"]], Quantizer(**fixed), dim)
-            for name, tensor in (("scales", made.scales), ("bytes", made.data)):
+            quantized = numerics.quantize(inputs[case["input"]], Quantizer(**fixed), dim)
+            for name, tensor in (("scales", quantized.scales), ("bytes", quantized.data)):
                 expected = fields[f"{name} {way}"]
                 pairs[f"{name} {way}"] = tensor.reshape(expected.shape), expected
     return same_bits(pairs)
 
 
-def _layout(case: Case, fields: Tensors, given: Tensors) -> Facts:
-    codes = given[case["input"]].view(torch.float8_e8m0fnu)
+def _layout(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
+    codes = inputs[case["input"]].view(torch.float8_e8m0fnu)
     return same_bits(
         {"scales": (pack_scales(codes, Scales.MX).reshape(-1), fields["scales"].view(-1))}
     )

@@ -4,7 +4,6 @@ with spikes."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,68 +14,13 @@ from fp8stack.formats import FORMATS, Quantizer
 FORMAT_NAMES = ("e4m3", "e5m2")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
+QUANTIZED_RECIPES = (
+    *("current", "block", "mxfp8", "rowwise", "rowwise_wgrad_hp"),
+    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
+)
+"""Shipped recipes that have, together, every shipped quantizer of current scaling."""
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
-MXFP4 = replace(MXFP8, format="e2m1")
 NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
-# Rounding to nearest, no Hadamard transform.
-PLAIN = {
-    "tensor": Quantizer(),
-    "tensor e5m2": Quantizer(format="e5m2", scale="power_of_two", eps=3.0),
-    "row": Quantizer(block="row", eps=0.5),
-    "row e5m2": Quantizer(format="e5m2", block="row", scale="power_of_two"),
-    "1x128": Quantizer(block=(1, 128), scale="power_of_two"),
-    "1x64": Quantizer(block=(1, 64)),
-    "128x128": Quantizer(block=(128, 128), scale="power_of_two"),
-    "32x32": Quantizer(format="e5m2", block=(32, 32), eps=0.01),
-    "fp4 float32": Quantizer(format="e2m1", block=(1, 16)),
-    "fp6 power of two": Quantizer(format="e3m2", block=(16, 16), scale="power_of_two"),
-    "mxfp8": MXFP8,
-    "mxfp8 e5m2 floor": replace(MXFP8, format="e5m2", scale_rounding="floor"),
-    "mxfp4": MXFP4,
-    "mxfp4 floor": replace(MXFP4, scale_rounding="floor"),
-    "mxfp4 even": replace(MXFP4, scale_rounding="even"),
-    "mxfp4 32x32": replace(MXFP4, block=(32, 32)),
-    "mxfp6 e2m3": replace(MXFP8, format="e2m3"),
-    "mxfp6 e2m3 even": replace(MXFP8, format="e2m3", scale_rounding="even"),
-    "mxfp6 e3m2": replace(MXFP8, format="e3m2"),
-    "mxfp6 e3m2 floor": replace(MXFP8, format="e3m2", scale_rounding="floor"),
-    "nvfp4": NVFP4,
-    "nvfp4 16x16": replace(NVFP4, block=(16, 16)),
-}
-HADAMARD = {
-    "hadamard nvfp4": replace(NVFP4, hadamard=16),
-    "hadamard mxfp4": replace(MXFP4, hadamard=32),
-    "hadamard mxfp4 of 16": replace(MXFP4, hadamard=16),
-    "hadamard tensor": Quantizer(hadamard=16),
-    "hadamard row": Quantizer(block="row", hadamard=32),
-    "hadamard 1x128": Quantizer(block=(1, 128), hadamard=16),
-}
-STOCHASTIC = {
-    f"stochastic {name}": replace(quantizer, rounding="stochastic")
-    for name, quantizer in (PLAIN | HADAMARD).items()
-    if name
-    in (
-        *("tensor", "tensor e5m2", "row e5m2", "1x128", "mxfp8", "mxfp4", "mxfp6 e2m3", "nvfp4"),
-        *("mxfp6 e3m2 floor", "nvfp4 16x16", "hadamard nvfp4", "hadamard mxfp4", "hadamard row"),
-    )
-}
-EVERY = PLAIN | HADAMARD | STOCHASTIC
-
-
-def families() -> dict[str, dict[str, Quantizer]]:
-    """Quantizers by kind: per tensor, rowwise, blocks, mxfp8, mxfp6, mxfp4, nvfp4."""
-    found: dict[str, dict[str, Quantizer]] = {}
-    for name, quantizer in EVERY.items():
-        found.setdefault(_family(quantizer), {})[name] = quantizer
-    return found
-
-
-def _family(quantizer: Quantizer) -> str:
-    if quantizer.scale == "e8m0":
-        return f"mxfp{FORMATS[quantizer.format].bits}"
-    if quantizer.scale == "e4m3":
-        return "nvfp4"
-    return {"tensor": "per tensor", "row": "rowwise"}.get(str(quantizer.block), "blocks")
 
 
 class Operands(NamedTuple):
@@ -96,20 +40,20 @@ def bf16_values() -> Tensor:
 def fp32_values(seed: int = 0) -> Tensor:
     """Ties of both formats and their neighbours, subnormals, limits, special values, random bits:
     float32 [256, 256]."""
-    parts = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
-    parts.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
+    groups = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
+    groups.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
     for name in FORMAT_NAMES:
         target = FORMATS[name]
         codes = [target.decode(code) for code in range(target.max_code + 1)]
-        known = torch.tensor([*codes, 2 * codes[-1] - codes[-2]], dtype=torch.float32)
-        ties = (known[:-1] + known[1:]) / 2
+        values = torch.tensor([*codes, 2 * codes[-1] - codes[-2]], dtype=torch.float32)
+        ties = (values[:-1] + values[1:]) / 2
         up, down = torch.full_like(ties, torch.inf), torch.zeros_like(ties)
-        parts += [known, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
+        groups += [values, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
     generator = torch.Generator().manual_seed(seed)
-    named = torch.cat([*parts, _of_random_bits(1, 0x800000, 1024, generator)])
+    named = torch.cat([*groups, _of_random_bits(1, 0x800000, 1024, generator)])
     named = torch.cat([named, -named])
-    others = _of_random_bits(-(2**31), 2**31, 2**16 - len(named), generator)
-    return torch.cat([named, others]).view(256, 256)
+    random_values = _of_random_bits(-(2**31), 2**31, 2**16 - len(named), generator)
+    return torch.cat([named, random_values]).view(256, 256)
 
 
 def _of_random_bits(first: int, end: int, count: int, generator: torch.Generator) -> Tensor:

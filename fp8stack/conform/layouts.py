@@ -32,22 +32,22 @@ def layout(context: Context, kind: Scales) -> Facts:
     """Check a layout with scales that differ as far as there are codes."""
     pairs = {}
     for rows, columns in SIZES:
-        given = torch.arange(rows * columns).view(rows, columns)
+        scales = torch.arange(rows * columns).view(rows, columns)
         if kind in STORED:
-            given = (given * 37 % 251 + 1).to(torch.uint8)
-            packed = pack_scales(given.view(STORED[kind]).to(context.device), kind)
-            found, expected = packed.view(torch.uint8).reshape(-1), tiles(given)
+            scales = (scales * 37 % 251 + 1).to(torch.uint8)
+            packed = pack_scales(scales.view(STORED[kind]).to(context.device), kind)
+            actual, expected = packed.view(torch.uint8).reshape(-1), tiles(scales)
         else:
-            given = given.float()
-            packed, padded = pack_scales(given.to(context.device), kind), -(-columns // 4) * 4
+            scales = scales.float()
+            packed, padded = pack_scales(scales.to(context.device), kind), -(-columns // 4) * 4
             if kind is Scales.ROWS:
-                expected, lies = given.t().reshape(-1), packed.stride(0) == 1 or rows == 1
-                found = packed.t().reshape(-1) if lies else packed
+                expected, lies = scales.t().reshape(-1), packed.stride(0) == 1 or rows == 1
+                actual = packed.t().reshape(-1) if lies else packed
             else:
-                expected = F.pad(given, (0, padded - columns))
+                expected = F.pad(scales, (0, padded - columns))
                 lies = packed.stride() == (1, padded) and packed.shape == (padded, rows)
-                found = packed.t() if lies else packed
-        pairs[f"{rows} x {columns}"] = found, expected
+                actual = packed.t() if lies else packed
+        pairs[f"{rows} x {columns}"] = actual, expected
     return same_bits(pairs)
 
 
@@ -56,8 +56,8 @@ def tiles(codes: Tensor) -> Tensor:
     the scale of row r and column c is at 16 (r % 32) + 4 (r // 32) + c."""
     rows, columns = codes.shape
     across = -(-columns // 4)
-    made = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    packed = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
     r, c = torch.arange(rows)[:, None], torch.arange(columns)
     tile = r // 128 * across + c // 4
-    made[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes
-    return made
+    packed[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes
+    return packed

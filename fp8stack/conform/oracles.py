@@ -37,8 +37,8 @@ def grid(name: str) -> Array:
     codes = np.arange(1 << (exponents + mantissa))
     exponent, fraction = codes >> mantissa, codes % (1 << mantissa) / (1 << mantissa)
     values = np.where(exponent > 0, 1 + fraction, 2 * fraction) * 2.0 ** (exponent - bias)
-    kept: Array = values[values <= largest]
-    return kept
+    finite: Array = values[values <= largest]
+    return finite
 
 
 def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
@@ -152,8 +152,8 @@ def quantize(
     """Quantize a float32 matrix, for a GEMM that reduces over `dim`.
 
     `overflow` replaces a block's scale beyond float32's range: the largest value of the matrix's
-    original dtype. `bits(rows, columns)` returns the bits of stochastic rounding, `scale` is that
-    of delayed scaling.
+    original dtype. `bits(rows, columns)` returns the bits of stochastic rounding, `scale` is the
+    scale of delayed scaling.
     """
     name, kind = quantizer.format, quantizer.scale
     if quantizer.hadamard:
@@ -169,14 +169,14 @@ def quantize(
             stored = e8m0_code(largest, name, quantizer.scale_rounding)
             into, out = (np.ldexp(1.0, sign * (stored - 127)).astype(f32) for sign in (-1, 1))
         elif kind == "e4m3":
-            whole = amax(largest)
-            g = np.minimum(f32(2688) / np.where(whole > 0, whole, f32(2688)), f32(FLT_MAX))
+            of_tensor = amax(largest)
+            g = np.minimum(f32(2688) / np.where(of_tensor > 0, of_tensor, f32(2688)), f32(FLT_MAX))
             g = np.where(g == 0, f32(1), g)
             stored = out = decode(
                 encode(np.minimum(largest * (g * f32(1 / 6)), f32(448)), "e4m3"), "e4m3"
             )
             into = np.minimum(f32(1) / (out * (f32(1) / g)), f32(FLT_MAX))
-            factor = whole.reshape(1, 1) * f32(1 / 2688)
+            factor = of_tensor.reshape(1, 1) * f32(1 / 2688)
         else:
             assert kind in ("float32", "power_of_two"), kind
             limit = FLT_MAX if isinstance(quantizer.block, str) else overflow
@@ -185,7 +185,9 @@ def quantize(
         drawn = None if bits is None else bits(*x.shape)
         codes = encode(restore(blocks * into), name, drawn)
         values = np.where(np.isnan(x), f32(np.nan), decode(codes, name))
-        into, spread = (restore(np.broadcast_to(each, blocks.shape)) for each in (into, out))
+        into, spread = (
+            restore(np.broadcast_to(per_block, blocks.shape)) for per_block in (into, out)
+        )
         if isinstance(quantizer.block, str):
             factor = out[:, 0, :, 0]
         else:
@@ -209,29 +211,33 @@ def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
     (rows, columns), (tall, wide) = x.shape, block
     padded = np.pad(x, ((0, -rows % tall), (0, -columns % wide)))
     blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
-    return blocks, lambda made: made.reshape(padded.shape)[:rows, :columns]
+    return blocks, lambda result: result.reshape(padded.shape)[:rows, :columns]
 
 
 def hadamard(x: Array, size: int, dim: int) -> Array:
     """Each block of `size` along `dim` times `diag(signs) H / sqrt(size)`, rounded to bfloat16.
-    Sums in float64 are exact if the elements are small multiples of one number."""
-    rows = np.moveaxis(x, dim, -1)
-    rows = to_bf16(np.pad(rows, ((0, 0), (0, -rows.shape[-1] % size))))
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    Sums and differences are float32's, over strides 1, 2, 4, ..."""
+    lines = np.moveaxis(x, dim, -1)
+    lines = np.pad(lines, [(0, 0)] * (x.ndim - 1) + [(0, -lines.shape[-1] % size)])
     minus = [3, 5, 6, 7, 8, 9, 10, 12, 14, 15] if size == 16 else []  # TE's get_wgrad_sign_vector
-    matrix[minus] *= -1
-    sums = (rows.astype(np.float64).reshape(len(rows), -1, size) @ matrix).astype(f32)
-    return np.moveaxis(to_bf16(sums * f32(size**-0.5)).reshape(rows.shape), -1, dim)
+    blocks = to_bf16(lines).reshape(-1, size)
+    blocks[:, minus] *= -1
+    stride = 1
+    with np.errstate(all="ignore"):
+        while stride < size:
+            pairs = blocks.reshape(-1, 2, stride)
+            sums = pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]
+            blocks, stride = np.stack(sums, 1), 2 * stride
+        mixed = to_bf16(blocks * f32(size**-0.5))
+    return np.moveaxis(mixed.reshape(lines.shape), -1, dim)
 
 
 def to_bf16(x: Array) -> Array:
     """float32 rounded to the nearest bfloat16, ties to even, as float32."""
     exponent = np.maximum(np.frexp(x)[1], -125) - 8
-    whole: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
-    made: Array = np.ldexp(whole, exponent).astype(f32)
-    return made
+    steps: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
+    rounded: Array = np.ldexp(steps, exponent).astype(f32)
+    return np.where(np.isfinite(x), rounded, x)
 
 
 def philox(
@@ -245,7 +251,9 @@ def philox(
     lines = np.arange(rows, dtype=np.uint64) + np.uint64(first_row & 0xFFFFFFFF) & word
     zero = np.zeros((rows, len(lanes)), np.uint64)
     c0, c1 = lanes + zero, lines[:, None] + zero
-    c2, c3 = (zero + np.uint64(part & 0xFFFFFFFF) for part in (counter, counter >> 32))
+    c2, c3 = (
+        zero + np.uint64(word_source & 0xFFFFFFFF) for word_source in (counter, counter >> 32)
+    )
     for turn in range(10):
         k0 = np.uint64(seed + turn * 0x9E3779B9 & 0xFFFFFFFF)
         k1 = np.uint64(stream + turn * 0xBB67AE85 & 0xFFFFFFFF)

@@ -11,12 +11,13 @@ from typing import Any
 
 from fp8stack.benchmark.timing import machine
 from fp8stack.conform.attention import attention
-from fp8stack.conform.casts import casts, quantizers, random_bits, scales
+from fp8stack.conform.casts import casts, scales
 from fp8stack.conform.checks import Check, Context, Facts, brief, broken, run_check
 from fp8stack.conform.gemms import gemms
 from fp8stack.conform.golden import golden
 from fp8stack.conform.histories import histories
 from fp8stack.conform.layouts import layouts
+from fp8stack.conform.quantizers import quantizers
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import write_atomically
 from fp8stack.numerics import fused
@@ -26,7 +27,6 @@ GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "casts": casts,
     "scales": scales,
     "quantizers": quantizers,
-    "random": random_bits,
     "layouts": layouts,
     "histories": histories,
     "gemms": gemms,
@@ -47,10 +47,10 @@ def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]
     if only is None:
         return every
     pattern = only if any(char in only for char in "*?[") else f"*{only}*"
-    found = [each for each in every if fnmatchcase(f"{each[0]}: {each[1]}", pattern)]
-    if not found:
+    chosen = [named for named in every if fnmatchcase(f"{named[0]}: {named[1]}", pattern)]
+    if not chosen:
         raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(GROUPS)}.")
-    return found
+    return chosen
 
 
 def run(context: Context, only: str | None = None, tell: Callable[[str], object] = len) -> Facts:
@@ -69,9 +69,9 @@ def run(context: Context, only: str | None = None, tell: Callable[[str], object]
     rows = []
     for group, check in checks(context, only):
         tell(f"{group}: {check}")
-        found = run_check(check)
-        verdict = "skipped" if "skipped" in found else "FAIL" if broken(found) else "pass"
-        rows.append({"group": group, "verdict": verdict, "why": brief(found), **found})
+        result = run_check(check)
+        verdict = "skipped" if "skipped" in result else "FAIL" if broken(result) else "pass"
+        rows.append({"group": group, "verdict": verdict, "why": brief(result), **result})
     counts = Counter(row["verdict"] for row in rows)
     return {
         "machine": facts(context),
@@ -84,13 +84,13 @@ def run(context: Context, only: str | None = None, tell: Callable[[str], object]
 
 
 def facts(context: Context) -> dict[str, Any]:
-    """What was checked: the machine, its driver, and the versions of the libraries that compute."""
+    """The machine, its driver, and the versions of the libraries that compute."""
     packages = ("numba", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13")
-    known = machine(*packages, device=context.device)
+    versions = machine(*packages, device=context.device)
     hardware = context.hardware
     te = hardware.te_version if hardware.has_te else hardware.te_problem or "not installed"
-    known |= {"transformer-engine": te, "casts without numba": fused.why_not()}
-    return {name: value for name, value in known.items() if value is not None}
+    versions |= {"transformer-engine": te, "casts without numba": fused.why_not()}
+    return {name: value for name, value in versions.items() if value is not None}
 
 
 def file_for(out: str | None) -> Path | None:
@@ -121,15 +121,15 @@ def as_text(report: Facts) -> list[str]:
     lines = [f"machine: {report['machine']['machine']}", versions, ""]
     rows, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
     for row in report["rows"]:
-        group, check, verdict, why = (row[key] for key in ("group", "check", "verdict", "why"))
+        group, check, verdict, reason = (row[key] for key in ("group", "check", "verdict", "why"))
         if verdict == "skipped":
-            skipped[why] += 1
+            skipped[reason] += 1
             continue
         rows.append((group, check, verdict, f"{row['seconds']:.2f}"))
         if verdict == "FAIL":
-            failed.append(f"FAIL {group}: {check}: {why}")
+            failed.append(f"FAIL {group}: {check}: {reason}")
     lines += [*aligned(rows), ""]
-    lines += [*(f"skipped {count}: {why}" for why, count in skipped.items()), *failed]
+    lines += [*(f"skipped {count}: {reason}" for reason, count in skipped.items()), *failed]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items())
     seconds = sum(row["seconds"] for row in report["rows"])
     return [*lines, f"{counts} after {seconds:.0f} s, seed {report['seed']}"]

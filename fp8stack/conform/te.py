@@ -20,7 +20,7 @@ MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 class Quantized(NamedTuple):
     """Bytes (uint8, in the input's shape; FP4 half as many) and inverse scales, both directions.
 
-    `across` and its scales are those of the copy that reduces over rows; None if TE made none.
+    `across` and its scales belong to the copy that reduces over rows; None if TE made none.
     """
 
     along: Tensor
@@ -56,26 +56,26 @@ def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
     import transformer_engine.pytorch as te
 
     format, square = dtype_of(quantizer.format), quantizer.turns
-    both: dict[str, Any] = {"rowwise": True, "columnwise": True}
+    directions: dict[str, Any] = {"rowwise": True, "columnwise": True}
     power_of_two = quantizer.scale == "power_of_two"
     rules = {"force_pow_2_scales": power_of_two, "amax_epsilon": quantizer.eps}
     if quantizer.blocks is None:
-        cast = te.Float8CurrentScalingQuantizer(format, device=x.device, **both, **rules)
+        cast = te.Float8CurrentScalingQuantizer(format, device=x.device, **directions, **rules)
         return _per_tensor(cast(x))
-    made: Any
+    tensor: Any
     if quantizer.scale == "e8m0":
-        made = te.MXFP8Quantizer(format, **both)(x)
+        tensor = te.MXFP8Quantizer(format, **directions)(x)
     elif quantizer.scale == "e4m3":
-        made = te.NVFP4Quantizer(**both, with_2d_quantization=square)(x)
+        tensor = te.NVFP4Quantizer(**directions, with_2d_quantization=square)(x)
     else:
         dims = 2 if square else 1
-        made = te.Float8BlockQuantizer(format, **both, **rules, block_scaling_dim=dims)(x)
-    data, turned = made._rowwise_data, made._columnwise_data
-    along, across = made._rowwise_scale_inv, made._columnwise_scale_inv
+        tensor = te.Float8BlockQuantizer(format, **directions, **rules, block_scaling_dim=dims)(x)
+    data, turned = tensor._rowwise_data, tensor._columnwise_data
+    along, across = tensor._rowwise_scale_inv, tensor._columnwise_scale_inv
     (rows, columns), (tall, wide) = x.shape, quantizer.blocks
     if quantizer.scale == "e4m3":  # TE repeats the scales of squares
-        codes = (one[::tall].contiguous() for one in (along, across))
-        along, across = (one.view(torch.float8_e4m3fn).float() for one in codes)
+        codes = (scales[::tall].contiguous() for scales in (along, across))
+        along, across = (scales.view(torch.float8_e4m3fn).float() for scales in codes)
     if quantizer.scale != "e8m0":
         turned = turned.t()
         if wide == 128 and not square:
@@ -87,14 +87,14 @@ def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
     return Quantized(data, along, turned, across)
 
 
-def _per_tensor(made: Any) -> Quantized:
-    transposed = made._transpose  # None if GEMMs need none (10.x), or none was requested
+def _per_tensor(tensor: Any) -> Quantized:
+    transposed = tensor._transpose  # None if GEMMs need none (10.x), or none was requested
     across = None if transposed is None else transposed.t()
-    return Quantized(made._data, made._scale_inv.reshape(()), across, None)
+    return Quantized(tensor._data, tensor._scale_inv.reshape(()), across, None)
 
 
 def serves(scaling: str) -> str:
-    """Why TE has no GEMM for this scaling on this machine; "" if it has one."""
+    """The reason why TE has no GEMM for this scaling on this machine; "" if it has one."""
     import transformer_engine.pytorch as te
 
     asks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
@@ -109,12 +109,12 @@ def recipe(scaling: str, **options: Any) -> Any:
 
     if scaling == "delayed":
         return recipes.DelayedScaling(reduce_amax=False, **options)
-    made = {
+    classes = {
         "current": recipes.Float8CurrentScaling,
         "block": recipes.Float8BlockScaling,
         "mxfp8": recipes.MXFP8BlockScaling,
     }
-    return made[scaling](**options)
+    return classes[scaling](**options)
 
 
 def module(
@@ -153,7 +153,7 @@ def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
     meta: Mapping[str, Any] = layer.fp8_meta  # type: ignore[assignment]
     forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
-    found = {}
+    by_operand = {}
     for gemm in range(1, meta["num_gemms"] + 1):
         places = {
             "input": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
@@ -162,8 +162,8 @@ def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         }
         for operand, (state, index) in places.items():
             name = f"gemm{gemm}.{operand}"
-            found[name] = (state.scale[index].clone(), state.amax_history[:, index].clone())
-    return found
+            by_operand[name] = (state.scale[index].clone(), state.amax_history[:, index].clone())
+    return by_operand
 
 
 def forget() -> None:

@@ -21,6 +21,7 @@ from fp8stack.errors import UserError
 from fp8stack.exports.files import Files, Source, as_json, hf_files
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.hf import HfModule, layout_of, modules_of
+from fp8stack.numerics.scales import nvfp4_scale
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import recipe_from_json
 
@@ -237,10 +238,7 @@ def _cast(
         if scheme.format != PLAIN:
             cast = {"weight_packed": _dense(cast["weight"], quantizer)}
         if scheme.format == _NVFP4:  # the reader divides scales by it
-            global_scale = (6.0 * 448.0 / quantized.amax).clamp(max=torch.finfo(torch.float32).max)
-            cast["weight_global_scale"] = torch.where(
-                quantized.amax == 0, 1.0, global_scale
-            ).reshape(1)
+            cast["weight_global_scale"] = nvfp4_scale(quantized.amax).reshape(1)
         if quantizer.per_tensor:
             cast["weight_scale"] = scales.reshape(1).clone()
         else:

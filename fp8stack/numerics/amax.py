@@ -68,10 +68,11 @@ class AmaxHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # pickle gives each tensor memory of its own; who holds a slot's tensor goes on with it.
-        self.all_recorded, parts = _cells(self.all_recorded)
-        for mine, part in zip(self._recorded, parts, strict=True):
-            mine.set_(part.untyped_storage(), part.storage_offset(), (), ())
+        # pickle gives each tensor separate memory. Modules that hold a slot's tensor must still see
+        # it.
+        self.all_recorded, cells = _cells(self.all_recorded)
+        for mine, cell in zip(self._recorded, cells, strict=True):
+            mine.set_(cell.untyped_storage(), cell.storage_offset(), (), ())
 
     @property
     def slots(self) -> list[str]:
@@ -79,7 +80,7 @@ class AmaxHistory:
         return list(self._column)
 
     def extend(self, slots: Mapping[str, str | Quantizer]) -> None:
-        """Give each of `slots` a column: nothing seen yet, scale 1.
+        """Add a column for each of `slots`, with an empty window and scale 1.
 
         Raises:
             UserError: a slot is there already.
@@ -87,16 +88,18 @@ class AmaxHistory:
                 Then none of `slots` is added.
         """
         added = []
-        for slot, told in slots.items():
+        for slot, quantizer in slots.items():
             if slot in self._column:
                 raise UserError(
                     f"The amax history has a slot '{slot}' already. Give it another name."
                 )
-            if isinstance(told, str):
-                told = replace(self._default, format=cast(Fp8Name, fp8_format(told).name))
-            if not told.per_tensor:
-                raise ValueError(f"Slot '{slot}': a history has no scale for block = {told.block}")
-            added.append(told)
+            if isinstance(quantizer, str):
+                quantizer = replace(self._default, format=cast(Fp8Name, fp8_format(quantizer).name))
+            if not quantizer.per_tensor:
+                raise ValueError(
+                    f"Slot '{slot}': a history has no scale for block = {quantizer.block}"
+                )
+            added.append(quantizer)
         self._column |= {slot: len(self._column) + n for n, slot in enumerate(slots)}
         self._quantizers += added
         new = self.history.new_zeros(len(self._column) - len(self._recorded))
@@ -108,7 +111,7 @@ class AmaxHistory:
         self.history = history
         self.scales = torch.cat([self.scales, self.scales.new_ones(len(slots))])
         self._rules = _Rules.of(self._quantizers, history)
-        self._chosen: dict[tuple[str, ...], Tensor] = {}  # what `_flags` gave
+        self._chosen: dict[tuple[str, ...], Tensor] = {}  # results of `_flags`
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
@@ -120,14 +123,14 @@ class AmaxHistory:
         return self
 
     def read(self) -> Tensor:
-        """What was recorded for all slots: float32 [slots]. Compiled code, whose casts write to the
-        slots' own tensors, must not see one more in the same memory."""
+        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to a tensor per
+        slot, and must not see another tensor in the same memory."""
         if torch.compiler.is_compiling():
             return torch.stack(self._recorded)
         return self.all_recorded
 
     def write(self, values: Tensor | None) -> None:
-        """Record `values`, float32 [slots], in place of what `read` gives; None is zeros."""
+        """Replace the recorded amaxes with `values`, float32 [slots]; None is zeros."""
         compiling = torch.compiler.is_compiling()
         if values is None:
             torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
@@ -137,7 +140,7 @@ class AmaxHistory:
             self.all_recorded.copy_(values)
 
     def column(self, slot: str) -> int:
-        """Where `slot` is in `history` and `scales`."""
+        """The index of `slot` in `history` and `scales`."""
         try:
             return self._column[slot]
         except KeyError:
@@ -148,7 +151,7 @@ class AmaxHistory:
         return self.scales[self.column(slot)]
 
     def recorded(self, slot: str) -> Tensor:
-        """What was recorded for `slot` since the last update: float32, 0-dim, written in place."""
+        """The amax recorded for `slot` since the last update: float32, 0-dim, written in place."""
         return self._recorded[self.column(slot)]
 
     def record(self, slot: str, amax: Tensor | float) -> None:
@@ -157,8 +160,8 @@ class AmaxHistory:
         A NaN is ignored.
         """
         recorded = self.recorded(slot)
-        seen = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
-        record_amax(recorded, seen.detach())  # of a history nothing is differentiated
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
+        record_amax(recorded, largest.detach())  # a history has no gradient
 
     def update(self, slots: Iterable[str] | None = None) -> None:
         """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
@@ -183,9 +186,9 @@ class AmaxHistory:
         return self._chosen[slots]
 
     def clear_nonfinite(self) -> Tensor:
-        """Forget amaxes that are not finite, which would freeze their slot's scale until they left
-        the window; the scale is then that of the other amaxes in it, or 1 if there are none. A
-        scale that is not finite, or not above 0, is made anew as well.
+        """Clear amaxes that are not finite, which would freeze their slot's scale until they left
+        the window. The scale then follows from the other amaxes in the window, or is 1 without any.
+        A scale that is not finite, or not above 0, is computed again as well.
 
         Returns:
             bool [slots]: which slots held one, on the history's device.
@@ -203,7 +206,7 @@ class AmaxHistory:
 
     @property
     def most_recent(self) -> Tensor:
-        """Which slots follow the newest amax of their window: bool [slots]."""
+        """True for slots whose scale follows the newest amax of their window: bool [slots]."""
         return self._rules.most_recent
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -217,7 +220,7 @@ class AmaxHistory:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave.
+        """Load the tensors of `state_dict`.
 
         Raises:
             UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
@@ -246,8 +249,8 @@ class AmaxHistory:
 
 
 def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
-    """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored, and an
-    amax that does not count, bool and 0-dim, too."""
+    """Raise `recorded` to `amax` if that is larger; both are float32 and 0-dim. A NaN is ignored,
+    and so is an amax where `counts`, bool and 0-dim, is false."""
     if counts is not None:
         amax = torch.where(counts, amax, 0.0)
     # fmax, unlike maximum, takes the number where the other side is NaN.
@@ -255,7 +258,7 @@ def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) ->
 
 
 class _Rules(NamedTuple):
-    """What the update of each slot goes by, on the history's device.
+    """The rules by which each slot is updated, on the history's device.
 
     Attributes:
         target: fp8_max * 2^-margin, float32 [slots].
@@ -290,9 +293,9 @@ def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
     return torch.where(most_recent, newest, history.amax(dim=0))
 
 
-# An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
-# (Triton's float32 division is approximate). It does not write to what was recorded: of tensors
-# that lie within another, inductor of torch 2.11 counts the offsets twice if an operator does.
+# An operator, opaque to torch.compile, so that eager and compiled code divide alike (Triton's
+# float32 division is approximate). It does not write to the recorded amaxes: if an operator writes
+# to views of a tensor, inductor of torch 2.11 counts their offsets twice.
 @torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,
@@ -321,7 +324,7 @@ def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:
     casts write to one, and what serves all slots does it by one operation."""
     memory = values.new_zeros(len(values), 4)
     memory[:, 0] = values
-    parts = [values.new_empty(0) for _ in values]
-    for place, part in enumerate(parts):
-        part.set_(memory.untyped_storage(), 4 * place, (), ())
-    return memory[:, 0], parts
+    cells = [values.new_empty(0) for _ in values]
+    for place, cell in enumerate(cells):
+        cell.set_(memory.untyped_storage(), 4 * place, (), ())
+    return memory[:, 0], cells

@@ -1,4 +1,4 @@
-"""Blocks of a tensor that share a scale: how it is cut into them, and their amaxes."""
+"""Blocks of a tensor that share a scale: splitting a tensor, and the amaxes of its blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fp8stack.numerics.cast import magnitude
 
 
 def block_sizes(quantizer: Quantizer, shape: Sequence[int], dim: int) -> list[int]:
-    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0; of
-    a row along it where there are no blocks of a fixed size."""
+    """The size of a block in each dimension of a tensor that a GEMM reduces over `dim`, from 0;
+    blocks of no fixed size are rows along `dim`."""
     sizes = [1] * len(shape)
     if quantizer.blocks is None:
         sizes[dim] = max(1, shape[dim])
@@ -38,13 +38,13 @@ def split_into_blocks(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Callable
         shape += [length // size, size]
 
     def restore(blocks: Tensor) -> Tensor:
-        whole = blocks.reshape(padded.shape)
+        unblocked = blocks.reshape(padded.shape)
         if padded is x:
-            return whole.contiguous()
-        # Stored first: of blocks that were padded, inductor's code for a CPU (torch 2.13) writes
-        # other numbers where it trims them as it computes them.
-        here = in_memory(whole)[tuple(slice(length) for length in x.shape)]
-        return here.clone(memory_format=torch.contiguous_format)  # not a view of what was padded
+            return unblocked.contiguous()
+        # Stored first: inductor's code for a CPU (torch 2.13) writes wrong numbers if it trims
+        # padded blocks while it computes them.
+        trimmed = in_memory(unblocked)[tuple(slice(length) for length in x.shape)]
+        return trimmed.clone(memory_format=torch.contiguous_format)  # no view of `padded`
 
     return padded.reshape(shape), restore
 
@@ -55,7 +55,7 @@ def block_amax(blocks: Tensor) -> Tensor:
 
 
 def spread(scales: Tensor, sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The scale of each element of a tensor of `shape`, from those of its blocks."""
+    """The scale of each element of a tensor of `shape`, from the scales of its blocks."""
     for axis, size in enumerate(sizes):
         if size > 1:
             scales = in_memory(scales.repeat_interleave(size, axis)).narrow(axis, 0, shape[axis])
@@ -63,5 +63,6 @@ def spread(scales: Tensor, sizes: Sequence[int], shape: Sequence[int]) -> Tensor
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """`x`, which compiled code for a CPU stores instead of computing it anew for each use."""
+    """`x`, stored once by compiled code for a CPU, which would otherwise compute it for every
+    use."""
     return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x

@@ -1,4 +1,4 @@
-"""The FP8 cast and the per-tensor scale, to the bit.
+"""Casts to FP8, FP6 and FP4, and the per-tensor scale, to the bit.
 
 `scale` multiplies into FP8, `inv_scale` multiplies out. All scale arithmetic is IEEE float32.
 The rules are those of Transformer Engine 2.20, written out in docs/numerics.md.
@@ -14,6 +14,7 @@ from fp8stack.formats import Format, fp8_format, quantized_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 _NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.
+_EXPONENT = 0x7F800000
 _POWER_OF_TWO_MASK = -0x800000  # 0xFF800000 as int32: sign and exponent, no mantissa.
 
 
@@ -40,23 +41,88 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
     return saturated(scaled, target)
 
 
+def codes_of_cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """The bytes of `cast_to_fp8`, uint8. In compiled code, bytes that an operator reads and others
+    read as float8 are written once."""
+    return _saturated_codes(x.to(torch.float32) * scale, fp8_format(format))
+
+
 def saturated(scaled: Tensor, target: Format) -> Tensor:
     """float32 values, scaled already, cast to an FP8 format: float8, of the same shape."""
+    assert target.dtype is not None
+    return _saturated_codes(scaled, target).view(target.dtype)
+
+
+def _saturated_codes(scaled: Tensor, target: Format) -> Tensor:
+    """The bytes of `saturated`: uint8."""
     # Clamp first: torch's own cast saturates on some versions, overflows on others.
     assert target.dtype is not None
-    data = scaled.clamp(-target.max, target.max).to(target.dtype)
-    data.view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
-    return data
+    codes = scaled.clamp(-target.max, target.max).to(target.dtype).view(torch.uint8)
+    return torch.where(scaled.isnan(), _NAN_CODE, codes)
 
 
-def codes_of_cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """The bytes of `cast_to_fp8`, uint8, for compiled code: what an operator reads, and others
-    as float8, are written once."""
-    target = fp8_format(format)
-    assert target.dtype is not None
-    scaled = x.to(torch.float32) * scale
-    bits = scaled.clamp(-target.max, target.max).to(target.dtype).view(torch.uint8)
-    return torch.where(scaled.isnan(), _NAN_CODE, bits)
+def round_to_format(scaled: Tensor, target: Format, bits: Tensor | None = None) -> Tensor:
+    """Values of a format, in float32: `scaled`, saturated and rounded. A zero may lose its sign.
+
+    Rounds to nearest, ties to even, or at random by `bits`: away from zero where they are below the
+    distance from the neighbour nearer to zero, in steps times 2^32, rounded up.
+
+    Args:
+        scaled: float32; NaN gives NaN if `bits` is None.
+        target: a format of at most eight bits.
+        bits: int64 in [0, 2^32), of the shape of `scaled`.
+    """
+    values = scaled.clamp(-target.max, target.max)
+    if bits is None:
+        return _round_to_nearest(values, target)
+    step = _power_of_two(values) * 2.0**-target.mantissa_bits
+    step = step.clamp_min(float(target.min_subnormal or 0))
+    per_step = ((254 << 23) - step.view(torch.int32)).view(torch.float32)  # 1 / step
+    steps = values * per_step
+    below = steps.trunc()
+    threshold = ((steps - below).abs() * 2.0**32).ceil()
+    away = (bits < threshold.to(torch.int64)).to(torch.float32)
+    return (below + away.copysign(steps)) * step
+
+
+def _round_to_nearest(values: Tensor, target: Format) -> Tensor:
+    """Saturated values rounded to nearest, ties to even.
+
+    Adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times a value's power of two leaves
+    `mantissa_bits` of mantissa, by float32's own addition. The power is at least the format's
+    smallest normal, which gives subnormals their fixed step.
+    """
+    magic = 1.5 * 2.0 ** (23 - target.mantissa_bits)
+    smallest = target.min_normal * magic
+    if values.device.type == "cpu":
+        # inductor's vectors cannot look at bits. Veltkamp's splitting (Dekker, 1971) rounds to the
+        # nearest with sums alone, here to even at ties: the tests try every mantissa.
+        split = values * (2.0 ** (23 - target.mantissa_bits) + 1)
+        rounded = split - (split - values)
+        return torch.where(
+            values.abs() < target.min_normal, (values + smallest) - smallest, rounded
+        )
+    # Compilers for GPUs fuse a product and a sum into one operation; the limit keeps them apart.
+    spacing = (_power_of_two(values) * magic).clamp_min(smallest)
+    return (values + spacing) - spacing
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    """The power of two of each float32 value; 0 for subnormals."""
+    return (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def encode(scaled: Tensor, target: Format, bits: Tensor | None = None) -> Tensor:
+    """The codes of float32 values, saturated and rounded as `round_to_format` does: uint8. NaN is
+    0x7F in FP8, the largest value in other formats."""
+    size = round_to_format(scaled, target, bits).abs()
+    mantissa = target.mantissa_bits
+    normal = (size.view(torch.int32) >> (23 - mantissa)) - ((127 - target.bias) << mantissa)
+    steps = size * (1.0 / float(target.min_subnormal or 1))  # exact
+    codes = torch.where(size < target.min_normal, steps.to(torch.int32), normal)
+    codes = codes + (scaled.signbit().to(torch.int32) << (target.bits - 1))
+    nan_code = _NAN_CODE if target.dtype is not None else target.max_code
+    return torch.where(scaled.isnan(), nan_code, codes).to(torch.uint8)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -64,7 +130,7 @@ def amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if torch.compiler.is_compiling() and x.ndim > 1:
-        # By rows first: that fuses with what comes before and after (pytorch issue 133242).
+        # Reducing rows first lets the compiler fuse it with its neighbours (pytorch issue 133242).
         return magnitude(x).amax(dim=-1).max()
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is FakeTensor:
         return magnitude(x).max()  # to look for a NaN first would wait for the device
@@ -99,8 +165,8 @@ def tensor_scale(
         format: see `FormatName`.
         margin: headroom in bits.
         power_of_two: round the scale down to a power of two.
-        eps: the smallest amax that is believed.
-        overflow: what an infinite scale becomes; float32's maximum.
+        eps: the least amax.
+        overflow: the replacement of an infinite scale; by default float32's maximum.
 
     Returns:
         float32, of the shape of `amax`. `1 / scale` is the inverse; `amax / fp8_max` is not.
@@ -109,7 +175,7 @@ def tensor_scale(
         ValueError: an unknown format.
     """
     largest = torch.as_tensor(amax, dtype=torch.float32)
-    # Filled on the device: new_tensor would copy from the host, and a GPU be waited for.
+    # Filled on the device: new_tensor would copy from the host and wait for the GPU.
     limit = torch.full_like(largest, quantized_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)

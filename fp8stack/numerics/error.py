@@ -1,8 +1,8 @@
-"""What a quantization does to a tensor: clipped, lost to zero, noise.
+"""The error of a quantization: shares of elements that are clipped or become zero, and noise.
 
-The functions give all figures of a matrix as one tensor on its device, `FIGURES`; nothing there is
-read by the host but on a CPU, which has it anyway. Sums are float64, in which no float32 squared
-leaves the range. The values are those of `rounding`, which equal the bytes.
+The functions return all figures of a matrix as one tensor on its device, see `FIGURES`. On a GPU
+the host waits for none of them. Sums are float64, which holds the square of any float32. The
+quantized values come from `rounding` and equal the bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIGURES = (
     *("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest"),
     *("zero_blocks", "least_scale", "largest_scale"),
 )
-"""What the tensors of this file hold, float64 [10]:
+"""The figures in the tensors that this file returns, float64 [10]:
 
 amax: the largest magnitude, NaN ignored.
 saturated: the share of elements that clipping changes by more than rounding could: those whose
@@ -41,7 +41,8 @@ zero_blocks: the share of blocks that became all zero and were not; 0 where ther
 least_scale, largest_scale: the range of the scales that multiply into the format, of blocks that
     are not all zero if there are such; 1 without scales.
 """
-# In the cache of a CPU's core; on a GPU small beside what a pass keeps, in float64 too.
+# Elements of a chunk: what fits the cache of a CPU's core; on a GPU, float64 chunks that are small
+# compared with the activations of a pass.
 _CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
 
 
@@ -55,7 +56,8 @@ def quantization_error(
 ) -> Tensor:
     """The figures of `quantize(x, quantizer, dim, generator, scale=scale)`.
 
-    With a Hadamard transform they are those of the transformed matrix, against itself in bfloat16.
+    With a Hadamard transform they describe the transformed matrix, compared with itself in
+    bfloat16.
 
     Args:
         x: a matrix, float32, bfloat16, float16 or float64, which counts as float32.
@@ -78,14 +80,14 @@ def quantization_error(
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
     target = FORMATS[quantizer.format]
     sizes = [1, 1] if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
-    # A block of all rows has several parts.
+    # A block of all rows spans several chunks.
     tall = sizes[0] >= len(x) > 1
     height = 1 if tall else sizes[0]
     if quantizer.per_tensor:
         amaxes = amax(x.to(torch.float32))
     else:
-        found = [block_amax(_blocks(part, sizes)) for _, part in _parts(x, height)]
-        amaxes = torch.stack(found).amax(0) if tall else torch.cat(found)
+        chunk_amaxes = [block_amax(_blocks(chunk, sizes)) for _, chunk in _parts(x, height)]
+        amaxes = torch.stack(chunk_amaxes).amax(0) if tall else torch.cat(chunk_amaxes)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
     if scales.out is not None and quantizer.scale == "e4m3":
         # A block whose scale rounded to zero is lost to zero, not clipped.
@@ -96,28 +98,28 @@ def quantization_error(
     limit = target.max + last_step / 2
     clips = largest.device.type != "cpu" or float(largest) > limit
     sums = []
-    for start, part in _parts(x, height):
-        blocks = _blocks(part, sizes)
-        here = slice(None)
+    for start, chunk in _parts(x, height):
+        blocks = _blocks(chunk, sizes)
+        chunk_blocks = slice(None)
         if amaxes.ndim and len(amaxes) > 1:
-            here = slice(start // height, start // height + len(blocks))
-        into = scales.into[here] if amaxes.ndim else scales.into
-        out = None if scales.out is None else scales.out[here]
+            chunk_blocks = slice(start // height, start // height + len(blocks))
+        into = scales.into[chunk_blocks] if amaxes.ndim else scales.into
+        out = None if scales.out is None else scales.out[chunk_blocks]
         bits = None
         if quantizer.stochastic and generator is not None:
             drawn = replace(generator, first_row=generator.first_row + start)
-            bits = _blocks(drawn.bits(*part.shape), sizes)
+            bits = _blocks(drawn.bits(*chunk.shape), sizes)
         rounded = round_scaled(blocks, Scales(into, into, out, None), target, bits)
-        clipped = emptied = part.new_zeros(())
+        clipped = emptied = chunk.new_zeros(())
         if clips:  # a comparison with NaN is false
             clipped = ((blocks * into).abs() > limit).sum()
         factor = scales.factor
         if quantizer.blocks is None:
-            # One in float64, which has no error beside that of the values.
+            # Divided in float64, so that the figures hold no error but the values'.
             factor = (1.0 / into.to(torch.float64)).expand(blocks.shape)
         else:
-            left = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
-            emptied = ((left == 0) & (amaxes[here] > 0)).sum()
+            survivors = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
+            emptied = ((survivors == 0) & (amaxes[chunk_blocks] > 0)).sum()
         sums.append([clipped, *_losses(blocks, rounded, factor), emptied])
     used = (amaxes * scales.into > 0) | ~(amaxes > 0).any()
     least = torch.where(used, scales.into, torch.inf).min()
@@ -125,10 +127,10 @@ def quantization_error(
     return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)
 
 
-def _blocks(part: Tensor, sizes: list[int]) -> Tensor:
-    """Some rows in blocks, with zeros up to whole ones, which change no figure; those of a block of
-    all rows are one."""
-    return split_into_blocks(part, [min(sizes[0], len(part)), sizes[1]])[0]
+def _blocks(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Some rows in blocks, padded with zeros, which change no figure. If a block spans all rows,
+    these rows are one block."""
+    return split_into_blocks(rows, [min(sizes[0], len(rows)), sizes[1]])[0]
 
 
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,12 +139,12 @@ def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.numel():
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     sums = []
-    for _, part in _parts(x, 1):
-        values = part.to(dtype).to(torch.float32)
-        sums.append([values.isinf().sum(), *_losses(part, values, None), part.new_zeros(())])
+    for _, chunk in _parts(x, 1):
+        values = chunk.to(dtype).to(torch.float32)
+        sums.append([values.isinf().sum(), *_losses(chunk, values, None), chunk.new_zeros(())])
     size = amax(x.to(torch.float32))
-    one = torch.ones_like(size)
-    return _figures(x, sums, size, size, 1, one, one)
+    scale = torch.ones_like(size)
+    return _figures(x, sums, size, size, 1, scale, scale)
 
 
 def sqnr_db(signal: float, noise: float) -> float | None:
@@ -153,8 +155,8 @@ def sqnr_db(signal: float, noise: float) -> float | None:
 
 
 def headroom_bits(largest: float, format: str) -> float | None:
-    """How many bits a format's maximum is above the largest scaled magnitude, negative where that
-    is clipped; None for zeros and what is not finite."""
+    """The distance in bits from the largest scaled magnitude to a format's maximum, negative if it
+    is clipped; None for zeros and values that are not finite."""
     if not 0 < largest < math.inf:
         return None
     return math.log2(FORMATS[format].max) - math.log2(largest)
@@ -163,19 +165,19 @@ def headroom_bits(largest: float, format: str) -> float | None:
 def _figures(
     x: Tensor, sums: list[list[Tensor]], size: Tensor, largest: Tensor, blocks: int, *ends: Tensor
 ) -> Tensor:
-    """`FIGURES` from the sums of the parts of `x`: of clipped elements, what `_losses` gives, and
-    blocks that became all zero."""
+    """`FIGURES` from the counts of clipped elements, the results of `_losses` and the counts of
+    blocks that became all zero, for each chunk of `x`."""
     columns = zip(*sums, strict=True)
-    whole = [torch.stack([one.double() for one in column]).sum() for column in columns]
-    clipped, lost, nonfinite, signal, noise, emptied = whole
+    totals = [torch.stack([figure.double() for figure in column]).sum() for column in columns]
+    clipped, lost, nonfinite, signal, noise, emptied = totals
     shares = [count / x.numel() for count in (clipped, lost, nonfinite)]
-    found = [size, *shares, signal, noise, largest, emptied / blocks, *ends]
-    return torch.stack([figure.to(torch.float64) for figure in found])
+    figures = [size, *shares, signal, noise, largest, emptied / blocks, *ends]
+    return torch.stack([figure.to(torch.float64) for figure in figures])
 
 
 def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
-    """The matrix `x` in parts of a multiple of `height` rows, each with its first row: float32,
-    contiguous."""
+    """Chunks of the matrix `x` of a multiple of `height` rows, with the index of their first row:
+    float32, contiguous."""
     rows, columns = x.shape
     chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // columns // height) * height
@@ -183,18 +185,19 @@ def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
         yield start, x[start : start + step].to(torch.float32).contiguous()
 
 
-def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:
-    """How many elements of a part became zero and are not finite; the sums of the squares of the
-    others and of their errors, in float64. `values` times `factor` are what the cast left."""
-    part, values = part.reshape(-1), values.reshape(-1)
-    exact, decoded = part.to(torch.float64), values.to(torch.float64)
+def _losses(source: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:
+    """Counts of elements that became zero and that are not finite, and in float64 the sums of
+    squares of the finite elements and of their errors. `values` times `factor` is the result of the
+    cast."""
+    source, values = source.reshape(-1), values.reshape(-1)
+    exact, decoded = source.to(torch.float64), values.to(torch.float64)
     factor = decoded.new_ones(()) if factor is None else factor
     error = torch.addcmul(exact, decoded, factor.reshape(-1) if factor.ndim else factor, value=-1)
-    lost = _nonzeros(part) - _nonzeros(values)
+    lost = _nonzeros(source) - _nonzeros(values)
     signal, noise = torch.dot(exact, exact), torch.dot(error, error)
-    nonfinite = part.new_zeros(())
+    nonfinite = source.new_zeros(())
     # No finite float32 makes a sum of squares in float64 that is not finite.
-    if part.device.type != "cpu" or not math.isfinite(float(signal)):
+    if source.device.type != "cpu" or not math.isfinite(float(signal)):
         finite = torch.isfinite(exact)
         exact, error = (torch.where(finite, t, 0.0) for t in (exact, error))
         signal, noise = torch.dot(exact, exact), torch.dot(error, error)
@@ -203,7 +206,7 @@ def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]
 
 
 def _nonzeros(x: Tensor) -> Tensor:
-    """How many elements are not zero, exact up to 2^24: a CPU's `count_nonzero` takes 20 times as
-    long where zeros are many and at random, as after a ReLU."""
-    found = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    return torch.ne(x, 0, out=found).sum()
+    """The number of elements that are not zero, exact up to 2^24. On a CPU `count_nonzero` takes 20
+    times as long if many zeros are at random places, as after a ReLU."""
+    flags = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return torch.ne(x, 0, out=flags).sum()

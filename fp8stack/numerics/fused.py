@@ -39,24 +39,24 @@ Bits = tuple[Tensor | None, int, int, int]
 _ALONE = 1 << 15
 # Elements of a tile, which a thread takes at a time.
 _TILE = 1 << 13
-# Of one with blocks of several rows at most: whole rows if they fit, since memory is read faster in
-# order, but enough tiles for all threads.
+# The most elements of a tile whose blocks span several rows, and the least number of tiles. Whole
+# rows are faster, since memory is then read in order, but every thread needs tiles.
 _TALL_TILE, _SHARES = 1 << 18, 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def number(rule: Rounding) -> int:
-    """By what `round` and the operator know a rule."""
+    """The integer id of a rounding rule, by which `round` and the operator find it."""
     with _LOCK:
-        found = _NUMBERS.setdefault(rule, len(_RULES))
-        if found == len(_RULES):
+        index = _NUMBERS.setdefault(rule, len(_RULES))
+        if index == len(_RULES):
             _RULES.append(rule)
-    return found
+    return index
 
 
 def serves(x: Tensor) -> bool:
-    """Whether `x` is rounded here: on a CPU, not in compiled code. A tensor without memory takes
-    the operator, which needs no kernel, while a dispatch mode records operators."""
+    """Whether numba's kernels round `x`: on a CPU, outside of compiled code. While a dispatch mode
+    records operators, a tensor without memory takes the operator, which needs no kernel."""
     if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
         return False
     if x.is_meta or isinstance(x, FakeTensor):
@@ -65,12 +65,12 @@ def serves(x: Tensor) -> bool:
 
 
 def why_not() -> str | None:
-    """Why casts on this machine are not compiled by numba; None if they are."""
+    """The reason why casts on this machine are not compiled by numba; None if they are."""
     return _loaded()[1]
 
 
 def _loaded() -> tuple[Any, str | None]:
-    """The kernels, or why there are none."""
+    """The kernels and None, or None and the reason why there are none."""
     if _load.cache_info().currsize:  # a fork may begin while another thread holds the lock
         return _load()
     with _LOCK:
@@ -79,19 +79,19 @@ def _loaded() -> tuple[Any, str | None]:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[Any, str | None]:
-    """`_loaded`, the first time: numba compiles the kernels, and keeps them."""
+    """Import the kernels, which numba compiles and caches."""
     try:
         from numba.core import event
 
         class Tell(event.Listener):
-            """Says it when numba begins to compile, which it does not where it kept the code."""
+            """Warns when numba begins to compile, which it does only without cached code."""
 
-            said = False
+            warned = False
 
             def on_start(self, event: object) -> None:
-                if not self.said:
+                if not self.warned:
                     warn(_COMPILING)
-                self.said = True
+                self.warned = True
 
             def on_end(self, event: object) -> None:
                 pass
@@ -143,16 +143,16 @@ def _tile(rule: Rounding, rows: int, columns: int) -> tuple[int, int]:
         shared = rows * columns // _SHARES if tall > 1 else 0
         elements = max(_TILE, min(_TALL_TILE, shared))
         across = -(-columns // (max(1, elements // tall // wide) * wide))
-        most = -(-columns // across // wide) * wide  # tiles beside each other are alike
+        most = -(-columns // across // wide) * wide  # equal widths
     return max(1, min(_TILE // most, rows) // tall) * tall, most
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    number: int, rows: int, columns: int, dtype: torch.dtype, given: bool
+    number: int, rows: int, columns: int, dtype: torch.dtype, has_scale: bool
 ) -> tuple[Work, bool, list[tuple[int, ...]]]:
-    """What there is to do but for its addresses, whether an amax is to be found first, and the
-    shapes of what is made."""
+    """The work of a cast without its addresses, whether it needs an amax first, and the shapes of
+    its results."""
     rule = _RULES[number]
     shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
@@ -168,7 +168,7 @@ def _plan(
     work.hadamard, work.dim = quantizer.hadamard, rule.dim
     work.minus = MINUS.get(quantizer.hadamard, 0)
     kind = quantizer.scale_rounding if scale == "e8m0" else "e4m3" if scale == "e4m3" else "float32"
-    work.scale_kind = kernels.SCALES.index("given" if given else kind)
+    work.scale_kind = kernels.SCALES.index("given" if has_scale else kind)
     work.power_of_two = scale == "power_of_two"
     work.carries = rule.carries
     work.random = quantizer.stochastic
@@ -182,7 +182,7 @@ def _plan(
     largest = torch.finfo(held if rule.carries else torch.float32).max
     work.overflow = min(largest, torch.finfo(torch.float32).max)
     finds = bool(quantizer.hadamard) or (0, 1) in rule.blocks
-    finds = finds or scale == "e4m3" or ((0, 0) in rule.blocks and not given)
+    finds = finds or scale == "e4m3" or ((0, 0) in rule.blocks and not has_scale)
     return work, finds, shapes
 
 
@@ -197,20 +197,20 @@ def round(
     stream: int,
     first_row: int,
 ) -> list[Tensor]:
-    """`x` by the rule of a number: for each of its blocks the values and, if `Rounding.has_factor`,
-    what multiplies out; see `rounding.Rounding`."""
+    """Round `x` by the rule with this id: for each of the rule's blocks the values and, if
+    `Rounding.has_factor`, the factor of the output; see `rounding.Rounding`."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = _loaded()[0]
     work = type(planned).from_buffer_copy(planned)
-    made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+    results = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
     work.source = source.data_ptr()
-    addresses = [part.data_ptr() for part in made]
+    addresses = [tensor.data_ptr() for tensor in results]
     if rule.has_factor:
         work.factor, work.other_factor = addresses[1], addresses[-1]
     work.result = addresses[0]
     if len(rule.blocks) > 1:
-        work.other = addresses[len(made) // 2]
+        work.other = addresses[len(results) // 2]
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row
@@ -231,15 +231,15 @@ def round(
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
     _run(kernels.round_tiles, work, threads)
-    return made
+    return results
 
 
 def _shapes(rule: Rounding, rows: int, columns: int) -> list[tuple[int, ...]]:
-    """Those of the values and factors for each block."""
+    """The shapes of the values and factors for each block."""
     shape = rule.shape(rows, columns)
     if not rule.has_factor:
         return [shape] * len(rule.blocks)
-    return [one for block in rule.blocks for one in (shape, rule.factor_shape(block, *shape))]
+    return [size for block in rule.blocks for size in (shape, rule.factor_shape(block, *shape))]
 
 
 def _fake(x: Tensor, number: int, *_: Any) -> list[Tensor]:

@@ -24,14 +24,14 @@ from numba.np.numpy_support import carray
 _INTEGERS = (
     # Counters: the next tile, and how many are done.
     *("next", "done"),
-    # Addresses, 0 for none: the matrix, what becomes of it, and that for its other blocks.
+    # Addresses, 0 for none: the matrix, the result, and the result for other blocks.
     *("source", "result", "other"),
-    # int32: the amax of the matrix, and those of its columns.
+    # int32: the amax of the matrix, and the amaxes of its columns.
     *("amax", "column_amaxes"),
-    # float32: a scale that is known; what multiplies out, for all, by row or by column; where the
-    # amax is recorded, and a bool that says whether it counts.
+    # float32: a given scale; factors of the output, one for all, by row or by column; the recorded
+    # amax, and a bool that says whether it counts.
     *("scale", "factor", "other_factor", "recorded", "counts"),
-    # Of the source, of what becomes of it (padded for a Hadamard transform), and of a tile.
+    # Sizes of the source, of the results (padded for a Hadamard transform), and of a tile.
     *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
     # The blocks of the two results: 0 is all rows, or all columns.
     *("height", "width", "other_height", "other_width"),
@@ -42,17 +42,17 @@ _INTEGERS = (
 _FLAGS = (
     "scale_kind",  # an index of SCALES
     "power_of_two",
-    "carries",  # whether values are multiplied by what multiplies out
+    "carries",  # whether values carry their scales
     "random",
     "mantissa_bits",
-    "exponents",  # of the largest value, less the bias: what a power-of-two scale leaves to it
+    "exponents",  # the exponent of the format's largest value, without the bias
 )
 _FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
 SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
 
 
 class Work(ctypes.Structure):
-    """What a kernel is to do."""
+    """The addresses and numbers of one cast."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _INTEGERS),
@@ -61,7 +61,7 @@ class Work(ctypes.Structure):
     ]
 
 
-intrinsic: Any = _intrinsic  # which has another signature than what it makes
+intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(Work)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
@@ -74,10 +74,11 @@ _SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
 
 
 def _instruction(signature: Any, emit: Callable[..., Any]) -> Any:
-    """What compiles to the instructions that `emit(builder, *arguments)` writes."""
+    """A numba intrinsic that compiles to the instructions that `emit(builder, *arguments)`
+    writes."""
 
     def typed(typing: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-        return signature, lambda context, builder, _, given: emit(builder, *given)
+        return signature, lambda context, builder, _, llvm_arguments: emit(builder, *llvm_arguments)
 
     typed.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
     return intrinsic(typed)
@@ -118,9 +119,9 @@ def _atomic(operation: str, kind: Any) -> Callable[..., Any]:
 _address = _instruction(
     types.voidptr(types.int64), lambda builder, at: builder.inttoptr(at, cgutils.voidptr_t)
 )
-# Add to the int64 at an address, in one step for all threads; what it was before.
+# Add to the int64 at an address, as one atomic step; returns the number before.
 _add = _instruction(types.int64(types.int64, types.int64), _atomic("add", _INT64))
-# Let the int32 at an address be at least a value, in one step for all threads.
+# Raise the int32 at an address to a value if that is larger, as one atomic step.
 _raise = _instruction(types.int32(types.int64, types.int32), _atomic("max", _INT32))
 # The bits of a float32, as int32; and the float32 of these bits.
 _bits = _instruction(types.int32(types.float32), lambda builder, x: builder.bitcast(x, _INT32))
@@ -130,7 +131,7 @@ _of_bits = _instruction(
 # The largest magnitude of the 16 float32 from an address on, as bits, NaN ignored; a loop in Python
 # takes ten times as long.
 _largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
-# Let the 16 float32 from an address on be a value.
+# Set the 16 float32 from an address on to a value.
 _fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
 # The address of the work.
 _start = _instruction(types.int64(_WORK), lambda builder, work: builder.ptrtoint(work, _INT64))
@@ -152,7 +153,15 @@ def _copy(target, source):
         target[i] = source[i]
 
 
-# The scales, one at a time: what multiplies in, and what multiplies out.
+@njit
+def _nearest(value, magic, least):
+    """See `cast.round_to_format`; `least` is the spacing of subnormals times `magic`."""
+    spacing = _of_bits(_bits(value) & _POWER_OF_TWO) * magic
+    spacing = least if spacing < least else spacing
+    return (value + spacing) - spacing
+
+
+# Scales, one at a time: into the format, and out of it.
 
 
 @njit
@@ -172,11 +181,11 @@ def _quotient_scale(largest, limit, eps, overflow, power_of_two):
 
 @njit
 def _power_above(largest, format_max_inverse):
-    """The E8M0 code, rounded up: see `blocks.e8m0_code`."""
+    """The E8M0 code, rounded up: see `scales.e8m0_code`."""
     bits = _bits(largest * format_max_inverse)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
-    rest = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
-    return min(exponent + rest, 254)
+    carry = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
+    return min(exponent + carry, 254)
 
 
 @njit
@@ -194,19 +203,16 @@ def _set_powers(code, into, out, i):
 
 @njit
 def _e4m3_scales(largest, into_e4m3):
-    """See `quantized.scales_of`."""
+    """The scales of one block in NVFP4, see `scales.scales_of`."""
     exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
     # E4M3: three bits of mantissa, from 2^-6 on.
-    power = _of_bits(_bits(exact) & _POWER_OF_TWO)
-    spacing = max(power, np.float32(2**-6)) * np.float32(1.5 * 2**20)
-    out = (exact + spacing) - spacing
+    out = _nearest(exact, np.float32(1.5 * 2**20), np.float32(1.5 * 2**14))
     return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
 
 
 @njit
 def _scales(largest, into, out, w, into_e4m3):
-    """What multiplies blocks of these amaxes, as bits, into the format, and what multiplies them
-    out."""
+    """Write the scales of blocks, from the bits of their amaxes: into the format, and out of it."""
     # Outside of loops, since numba reads `w` again after each store.
     kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
     power_of_two, mantissa_bits, exponents = w.power_of_two, w.mantissa_bits, w.exponents
@@ -227,11 +233,10 @@ def _scales(largest, into, out, w, into_e4m3):
 
 
 @njit
-def _first_level(whole):
-    """What brings the E4M3 scales of a tensor of this amax into range: see
-    `quantized.scales_of`."""
-    scale = min(np.float32(2688) / whole, _FLT_MAX)
-    if whole == _ZERO or scale == _ZERO:
+def _first_level(tensor_amax):
+    """See `scales.nvfp4_scale`."""
+    scale = min(np.float32(2688) / tensor_amax, _FLT_MAX)
+    if tensor_amax == _ZERO or scale == _ZERO:
         return _ONE
     return scale
 
@@ -248,10 +253,7 @@ def _round(values, into, out, result, length, w):
     for i in range(length):
         scaled = values[i] * into[i]
         scaled = high if scaled > high else (low if scaled < low else scaled)
-        power = _of_bits(_bits(scaled) & _POWER_OF_TWO)
-        spacing = power * magic
-        spacing = least if spacing < least else spacing
-        rounded = (scaled + spacing) - spacing
+        rounded = _nearest(scaled, magic, least)
         result[i] = rounded * out[i] if carries else rounded
 
 
@@ -278,10 +280,10 @@ def _draw(bits, first_column, length, row, w):
     """Philox4x32-10 of each place, see `random.RandomBits`; `length` is rounded up to fours."""
     low, high = np.uint32(w.counter & 0xFFFFFFFF), np.uint32((w.counter >> 32) & 0xFFFFFFFF)
     row_word = np.uint32(row + w.first_row)
-    one, other = np.uint32(w.seed), np.uint32(w.stream)
+    seed, stream = np.uint32(w.seed), np.uint32(w.stream)
     for lane in range((length + 3) // 4):
         c0, c1, c2, c3 = np.uint32(first_column // 4 + lane), row_word, low, high
-        k0, k1 = one, other
+        k0, k1 = seed, stream
         for _ in range(10):
             p0, p1 = np.uint64(c0) * np.uint64(0xD2511F53), np.uint64(c2) * np.uint64(0xCD9E8D57)
             c0 = np.uint32(p1 >> np.uint64(32)) ^ c1 ^ k0
@@ -297,26 +299,26 @@ def _draw(bits, first_column, length, row, w):
 
 
 @njit
-def _load(tile, w, top, left):
-    """A tile of the source, row by row, with zeros where the matrix is over."""
+def _load(tile, w, top, column):
+    """Load a tile of the source, row by row, with zeros outside of the matrix."""
     columns = w.tile_columns
-    there = max(0, min(columns, w.source_columns - left))
+    width = max(0, min(columns, w.source_columns - column))
     tile[:] = _ZERO
     for r in range(min(w.tile_rows, w.source_rows - top)):
-        start = (top + r) * w.source_columns + left
-        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, there))
+        start = (top + r) * w.source_columns + column
+        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, width))
 
 
 @njit
 def _magnitude(word):
-    """The bits of a float32's magnitude, whose order is that of the magnitudes; 0 for NaN."""
+    """The bits of a float32's magnitude, which sort like magnitudes; 0 for NaN."""
     size = word & np.int32(_MAGNITUDE)
     return np.int32(0) if size > np.int32(_EXPONENT) else size
 
 
 @njit
 def _raise_all(largest, row):
-    """Let `largest`, as bits, be the larger of itself and a row's magnitudes."""
+    """Raise `largest`, as bits, to the magnitudes of a row."""
     words = row.view(np.int32)
     for c in range(len(words)):
         size = _magnitude(words[c])
@@ -335,12 +337,12 @@ def _amax(values):
 
 
 @njit
-def _store(tile, w, result, top, left):
-    """A tile, as far as the matrix goes."""
+def _store(tile, w, result, top, column):
+    """Store a tile, without its elements outside of the matrix."""
     columns = w.tile_columns
-    length = min(columns, w.columns - left)
+    length = min(columns, w.columns - column)
     for r in range(min(w.tile_rows, w.rows - top)):
-        start = (top + r) * w.columns + left
+        start = (top + r) * w.columns + column
         _copy(_floats(result + 4 * start, length), tile[r * columns : r * columns + length])
 
 
@@ -371,8 +373,8 @@ def _fill(address, width, value):
 
 @njit
 def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
-    """The scales of `width` columns each, from what lies at an address: the values of a row, or the
-    amaxes of columns, at `largest`; `into` and `out` are addresses as well."""
+    """Set the scales of blocks of `width` columns, from the values of a row or, if the address is
+    `largest`, the amaxes of columns; `into` and `out` are addresses as well."""
     blocks = (length + width - 1) // width
     amaxes, first, last = _ints(largest, blocks), _floats(into, blocks), _floats(out, blocks)
     if width > 1 or address != largest:
@@ -381,9 +383,9 @@ def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
     _scales(amaxes, first, last, w, into_e4m3)
     if width > 1:
         for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
-            one, other = first[i], last[i]
-            _fill(into + 4 * i * width, width, one)
-            _fill(out + 4 * i * width, width, other)
+            into_scale, out_scale = first[i], last[i]
+            _fill(into + 4 * i * width, width, into_scale)
+            _fill(out + 4 * i * width, width, out_scale)
 
 
 @njit
@@ -400,17 +402,18 @@ def _mix(values, unit, size):
     stride = unit
     while stride < unit * size:
         for first in range(0, len(values), 2 * stride):
-            one, other = values[first : first + stride], values[first + stride : first + 2 * stride]
+            second = first + stride
+            upper, lower = values[first:second], values[second : second + stride]
             for i in range(stride):
-                a, b = one[i], other[i]
-                one[i] = a + b
-                other[i] = a - b
+                a, b = upper[i], lower[i]
+                upper[i] = a + b
+                lower[i] = a - b
         stride *= 2
 
 
 @njit
 def _rounded_to_bf16(value):
-    """To the nearest, ties to even; NaN stays one."""
+    """Round to bfloat16, to nearest, ties to even; NaN stays NaN."""
     bits = _bits(value)
     if (bits & _MAGNITUDE) > _EXPONENT:
         return value
@@ -437,39 +440,41 @@ def _transform(tile, w):
 
 
 @njit
-def _raise_columns(largest, w, left):
-    """Let the amaxes of the matrix's columns from `left` on be at least `largest`."""
-    for c in range(min(len(largest), w.columns - left)):
-        _raise(w.column_amaxes + 4 * (left + c), largest[c])
+def _raise_columns(largest, w, column):
+    """Raise the amaxes of the matrix's columns from `column` on to `largest`."""
+    for c in range(min(len(largest), w.columns - column)):
+        _raise(w.column_amaxes + 4 * (column + c), largest[c])
 
 
 def _find_tiles(pointer):
-    """Find the amax of a matrix, those of its columns, and transform it first, as far as asked."""
+    """Transform a matrix if the work has a Hadamard transform, and find its amax or the amaxes of
+    its columns."""
     w = carray(pointer, 1)[0]
     start = _start(pointer)
     columns = w.tile_columns
     memory = np.empty(columns * (1 + (w.tile_rows if w.hadamard else 0)), np.float32)
-    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
-    largest = _ints(own, columns)
-    tile = _floats(own + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
+    # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
+    buffer = memory.ctypes.data
+    largest = _ints(buffer, columns)
+    tile = _floats(buffer + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     largest[:] = 0
     while True:
-        here = _add(start, 1)
-        if here >= tiles:
+        tile_index = _add(start, 1)
+        if tile_index >= tiles:
             if w.column_amaxes and across == 1:
                 _raise_columns(largest, w, 0)
-            memory[0] = _ZERO  # until here it is needed
+            memory[0] = _ZERO  # keeps the memory until here
             return
-        top, left = here // across * w.tile_rows, here % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
-        source, stride = w.source + 4 * (top * w.source_columns + left), w.source_columns
+        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        source, stride = w.source + 4 * (top * w.source_columns + column), w.source_columns
         if w.hadamard:
-            _load(tile, w, top, left)
+            _load(tile, w, top, column)
             _transform(tile, w)
-            _store(tile, w, w.result, top, left)
-            source, stride = own + 4 * columns, columns
+            _store(tile, w, w.result, top, column)
+            source, stride = buffer + 4 * columns, columns
         most = np.int32(0)
         for r in range(rows):
             row = _floats(source + 4 * r * stride, length)
@@ -480,7 +485,7 @@ def _find_tiles(pointer):
         if not w.column_amaxes:
             _raise(w.amax, most)
         elif across > 1:
-            _raise_columns(largest, w, left)
+            _raise_columns(largest, w, column)
             largest[:] = 0
 
 
@@ -490,16 +495,18 @@ def _round_tiles(pointer):
     start = _start(pointer)
     columns, stride = w.tile_columns, w.columns
     memory = np.empty(7 * columns + 4, np.float32)
-    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
-    line, bits = _floats(own, columns), carray(_address(own + 4 * columns), columns + 3, np.uint32)
-    largest = own + 8 * columns + 16
+    # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
+    buffer = memory.ctypes.data
+    line = _floats(buffer, columns)
+    bits = carray(_address(buffer + 4 * columns), columns + 3, np.uint32)
+    largest = buffer + 8 * columns + 16
     scales = largest + 4 * columns  # into and out of the first result, into and out of the second
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
-    whole, into_e4m3 = _ZERO, _ONE
+    tensor_amax, into_e4m3 = _ZERO, _ONE
     if not w.recorded:
-        whole = _floats(w.amax, 1)[0]
-        into_e4m3 = _first_level(whole)
+        tensor_amax = _floats(w.amax, 1)[0]
+        into_e4m3 = _first_level(tensor_amax)
     for_all = w.height == 0 and w.width == 0
     if for_all:
         into, out = _floats(scales, columns), _floats(scales + 4 * columns, columns)
@@ -507,20 +514,20 @@ def _round_tiles(pointer):
             into[0] = _floats(w.scale, 1)[0]
             out[0] = _ONE / into[0]
         else:
-            _ints(largest, 1)[0] = _bits(whole)
+            _ints(largest, 1)[0] = _bits(tensor_amax)
             _scales(_ints(largest, 1), into, out, w, into_e4m3)
         into[:], out[:] = into[0], out[0]
-    known = 0  # bits: the results whose scales by column are there for all tiles
+    results_with_scales = 0  # bits: the results whose scales by column are there for all tiles
     while True:
-        here = _add(start, 1)
-        if here >= tiles:
-            memory[0] = _ZERO  # until here it is needed
+        tile_index = _add(start, 1)
+        if tile_index >= tiles:
+            memory[0] = _ZERO  # keeps the memory until here
             return
-        top, left = here // across * w.tile_rows, here % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
-        first = 4 * (top * stride + left)
-        if here == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
-            of_output = whole * _OUT_OF_TWO_LEVELS
+        top, column = tile_index // across * w.tile_rows, tile_index % across * columns
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        first = 4 * (top * stride + column)
+        if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
+            of_output = tensor_amax * _OUT_OF_TWO_LEVELS
             if w.scale_kind != _E4M3:
                 of_output = _floats(scales + 4 * columns, 1)[0]
             _floats(w.factor, 1)[0] = of_output
@@ -549,36 +556,36 @@ def _round_tiles(pointer):
                 elif height and r % height == 0:
                     _find_group(amaxes, source, stride, min(height, rows - r))
                     _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
-                elif not (height or for_all or r or known >> second & 1):
-                    amaxes[:] = _ints(w.column_amaxes + 4 * left, length)
+                elif not (height or for_all or r or results_with_scales >> second & 1):
+                    amaxes[:] = _ints(w.column_amaxes + 4 * column, length)
                     _set_scales(largest, length, largest, into, out, 1, w, into_e4m3)
-                    known |= (across == 1) << second
+                    results_with_scales |= (across == 1) << second
                 if factor and not for_all and not w.carries:
                     if height == 1:
                         _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
                     elif top == 0 and r == 0:
-                        _floats(factor + 4 * left, length)[:] = _floats(out, length)
+                        _floats(factor + 4 * column, length)[:] = _floats(out, length)
                 values, target = _floats(source, length), _floats(result + place, length)
                 if w.source == w.result:  # loops over memory that overlaps take no vectors
                     _copy(line, values)
                     values = line
-                one, other = _floats(into, length), _floats(out, length)
+                into_scales, out_scales = _floats(into, length), _floats(out, length)
                 if w.random:
-                    _draw(bits, left, length, top + r, w)
-                    _round_at_random(values, one, other, bits, target, length, w)
+                    _draw(bits, column, length, top + r, w)
+                    _round_at_random(values, into_scales, out_scales, bits, target, length, w)
                 else:
-                    _round(values, one, other, target, length, w)
+                    _round(values, into_scales, out_scales, target, length, w)
         if w.recorded and _add(start + 8, 1) == tiles - 1:
-            found = _floats(w.amax, 1)[0]
+            largest_seen = _floats(w.amax, 1)[0]
             if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
-                found = _ZERO
+                largest_seen = _ZERO
             recorded = _floats(w.recorded, 1)
-            if not recorded[0] > found:
-                recorded[0] = found
+            if not recorded[0] > largest_seen:
+                recorded[0] = largest_seen
 
 
 def _compiled(kernel: Callable[..., None]) -> Any:
-    """The C function, kept for other processes where there is a folder for it."""
+    """The compiled C function, cached for other processes if numba has a folder for it."""
     options: dict[str, Any] = {"error_model": "numpy"}
     try:
         return cfunc(types.void(_WORK), cache=True, **options)(kernel)

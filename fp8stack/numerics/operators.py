@@ -12,7 +12,7 @@ _LIBRARY: Any = torch.library.Library("fp8stack", "FRAGMENT")  # type: ignore[no
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 EAGER: dict[str, Callable[..., Any]] = {}
-"""What computes each operator."""
+"""The eager function of each operator, by name."""
 
 
 def operator(
@@ -38,14 +38,15 @@ def operator(
     _LIBRARY.impl(name, eager, device)
     torch.library.register_fake(f"fp8stack::{name}", fake, lib=_LIBRARY)
     EAGER[name] = eager
-    made: Callable[..., Any] = getattr(torch.ops.fp8stack, name).default
-    return made
+    overload: Callable[..., Any] = getattr(torch.ops.fp8stack, name).default
+    return overload
 
 
 def operator_on_any_device(
     name: str, fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function, whose annotations are those of its schema; see `operator`."""
+    """A decorator that makes an operator of a function, with the schema of its annotations; see
+    `operator`."""
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = name + torch.library.infer_schema(function, mutates_args=())
@@ -55,8 +56,9 @@ def operator_on_any_device(
 
 
 def seen(x: Tensor) -> bool:
-    """Whether somebody looks at the operators on `x`, and has to be told of ours. Else their code
-    is called as it is: an operator costs as much as the work on a small matrix."""
+    """Whether a compiler, mode or profiler looks at the operators on `x` and has to see ours.
+    Without one the eager function is called: an operator costs as much as the work on a small
+    matrix."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

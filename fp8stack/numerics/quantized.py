@@ -1,6 +1,6 @@
-"""What any `Quantizer` makes of a tensor: the bytes and scales, to the bit, and back.
+"""Quantize a tensor by any `Quantizer`: the bytes and scales, to the bit, and back.
 
-What an emulated GEMM multiplies, the same values without the bytes, is in `rounding`.
+The values that an emulated GEMM multiplies, which equal the bytes, are in `rounding`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.formats import FORMATS, Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_sizes,
     split_into_blocks,
     spread,
 )
-from fp8stack.numerics.cast import amax, quotient, saturated
+from fp8stack.numerics.cast import amax, encode, saturated
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import (
@@ -48,8 +48,8 @@ class Quantized(NamedTuple):
         has_nan: bool, 0-dim: whether there was a NaN. FP4 and FP6 have no code for it and hold
             their largest value there.
 
-    With a Hadamard transform, all of it is that of the transformed tensor, whose `dim` is padded
-    to a multiple of the transform's size; `shape` is that of `x` before.
+    With a Hadamard transform, the attributes describe the transformed tensor, whose `dim` is padded
+    to a multiple of the transform's size, but for `shape`, the shape of `x` before.
     """
 
     data: Tensor
@@ -177,13 +177,13 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
         if quantizer.scale == "e4m3":
             factor = quantized.amax * OUT_OF_TWO_LEVELS  # the upper of two levels
     if FORMATS[quantizer.format].dtype is None:
-        one = torch.ones_like(quantized.amax) if factor is None else factor
-        factor = torch.where(quantized.has_nan, torch.nan, one)
+        factor_or_one = torch.ones_like(quantized.amax) if factor is None else factor
+        factor = torch.where(quantized.has_nan, torch.nan, factor_or_one)
     return values, factor
 
 
 def _elements(quantized: Quantized) -> Tensor:
-    """What the codes stand for, float32, without scales."""
+    """The values of the codes in float32, without scales."""
     data, quantizer = quantized.data, quantized.quantizer
     dim, shape = quantized.dim, quantized.shape
     target = FORMATS[quantizer.format]
@@ -223,8 +223,12 @@ def check_arguments(
     if scale is None:
         return
     if not isinstance(scale, Tensor) or scale.ndim or scale.dtype != torch.float32:
-        told = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-        raise ValueError(f"scale is a 0-dim float32 tensor, not {told}. Give it torch.tensor(2.0)")
+        description = (
+            f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        )
+        raise ValueError(
+            f"scale is a 0-dim float32 tensor, not {description}. Give it torch.tensor(2.0)"
+        )
 
 
 def check_dtype(x: Tensor) -> None:
@@ -242,30 +246,6 @@ def checked_dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"A tensor of shape {list(x.shape)} has no dimension {dim}")
     return dim % x.ndim
-
-
-def encode(scaled: Tensor, target: Format, bits: Tensor | None) -> Tensor:
-    """The codes of float32 values, saturated: uint8. NaN is 0x7F in FP8, the largest value else.
-
-    Args:
-        scaled: float32.
-        target: of eight bits or fewer.
-        bits: int64 of the shape of `scaled`, for stochastic rounding; None rounds to the nearest,
-            ties to even.
-    """
-    held = scaled.abs().clamp(max=target.max)
-    exponent = ((held.view(torch.int32) >> 23) - 127 + target.bias).clamp(min=1)
-    step = ((exponent - target.bias - target.mantissa_bits + 127) << 23).view(torch.float32)
-    steps = quotient(held, step)  # exact
-    if bits is None:
-        whole = steps.round()
-    else:
-        below = steps.floor()
-        whole = below + (bits < ((steps - below) * 2.0**32).ceil().to(torch.int64))
-    codes = ((exponent - 1) << target.mantissa_bits) + whole.to(torch.int32)
-    codes = codes + (scaled.signbit().to(torch.int32) << (target.bits - 1))
-    nan_code = 0x7F if target.dtype is not None else target.max_code
-    return torch.where(scaled != scaled, nan_code, codes).to(torch.uint8)
 
 
 def _packed(codes: Tensor, dim: int) -> Tensor:

@@ -46,7 +46,7 @@ class RandomBits:
         low, high = self.counter & _WORD, (self.counter >> 32) & _WORD
         key: tuple[int | Tensor, ...] = (self.seed, self.stream)
         if torch.compiler.is_compiling():
-            # As tensors: inductor's code for a CPU makes floats of numbers that may vary.
+            # Tensors, because inductor's code for a CPU turns integers that may vary into floats.
             key = tuple(
                 n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int64, device=device)
                 for n in key

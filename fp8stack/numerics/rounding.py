@@ -1,15 +1,10 @@
-"""FP8, FP6 and FP4 values in float32: what a cast would give, without its bytes.
+"""FP8, FP6 and FP4 values in float32, as an emulated GEMM multiplies them.
 
-An emulated GEMM multiplies these. They equal the bytes of `quantized`, `cast` and `blocks` to the
-bit (only the sign of a zero may differ).
+They equal the bytes of `quantized` and `cast` (only the sign of a zero may differ).
 
-How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
-power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.
-That power is not let below the format's smallest normal, which keeps the subnormals' fixed step.
-
-On a CPU `fused` computes all of it in one sweep. In compiled code, on a GPU, and where numba is
-missing, it is the expressions here: a compiler fuses them with what comes before and after, and a
-GPU is asked for no number.
+On a CPU `fused` computes them in one sweep. Compiled code, GPUs and machines without numba take the
+torch expressions here, which a compiler fuses with their neighbours, and which never wait for a
+GPU.
 """
 
 from __future__ import annotations
@@ -26,14 +21,12 @@ from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
-from fp8stack.numerics.cast import amax
+from fp8stack.numerics.cast import amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.operators import seen
 from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
-
-_EXPONENT = 0x7F800000
 
 Block = tuple[int, int]
 """Rows and columns that share a scale; 0 is all of them."""
@@ -57,12 +50,12 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a matrix is rounded, for one GEMM or for two.
+    """A rounding rule of a matrix, for one GEMM or for two.
 
     Attributes:
-        quantizer: by what.
-        blocks: for one result, or for two.
-        dim: what a Hadamard transform mixes.
+        quantizer: the quantizer.
+        blocks: the rows and columns of a block, for each result.
+        dim: the dimension that a Hadamard transform mixes.
     """
 
     quantizer: Quantizer
@@ -80,31 +73,31 @@ class Rounding:
         *,
         fuse: bool = True,
     ) -> list[Rounded]:
-        """`x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
+        """Round `x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
 
         `generator` gives the bits for stochastic rounding, by the place in `x`; `scale`, float32
-        and 0-dim, is that of the whole matrix, if it is known. `recorded`, float32 and 0-dim,
-        becomes at least the amax of `x`, if that `counts`, bool and 0-dim. `bf16` gives bfloat16,
-        which holds the values of `Quantizer.exact_in_bf16`. Without `fuse`, torch's operators
-        compute it wherever `x` is.
+        and 0-dim, is the scale of the matrix, if it is known. `recorded`, float32 and 0-dim, is
+        raised to the amax of `x`, unless `counts`, bool and 0-dim, is false. `bf16` returns
+        bfloat16, which holds the values of quantizers that are `exact_in_bf16`. Without `fuse`,
+        torch's operators compute the result on every device.
         """
         if fuse and fused.serves(x):
             run = fused.op if seen(x) else fused.round
-            found = run(x, self._number, scale, recorded, counts, *_bits(generator))
+            tensors = run(x, self._number, scale, recorded, counts, *_bits(generator))
             if self.has_factor:
-                made = [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
+                copies = [Rounded(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
             else:
-                made = [Rounded(values, None) for values in found]
+                copies = [Rounded(values, None) for values in tensors]
         else:
             if recorded is not None:
                 record_amax(recorded, amax(x), counts)
             dtype = x.dtype
             if self.quantizer.hadamard:
                 x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
-            made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
+            copies = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
         if not bf16:
-            return made
-        return [each._replace(values=each.values.to(torch.bfloat16)) for each in made]
+            return copies
+        return [copy._replace(values=copy.values.to(torch.bfloat16)) for copy in copies]
 
     def _one(
         self,
@@ -114,7 +107,8 @@ class Rounding:
         generator: RandomBits | None,
         scale: Tensor | None,
     ) -> Rounded:
-        """`x`, transformed if it is to be, of a tensor of `dtype`, for one of the blocks."""
+        """Round `x`, already transformed, for one of the blocks; the original tensor has
+        `dtype`."""
         quantizer, x = self.quantizer, x.to(torch.float32).contiguous()
         sizes = [size or max(1, length) for size, length in zip(block, x.shape, strict=True)]
         blocks, restore = split_into_blocks(x, sizes)
@@ -143,7 +137,7 @@ class Rounding:
 
     @cached_property
     def has_factor(self) -> bool:
-        """Whether what multiplies the GEMM's output is not 1."""
+        """Whether the GEMM's output is multiplied by a factor."""
         return not self.carries or self.quantizer.scale == "e4m3"
 
     def shape(self, rows: int, columns: int) -> Block:
@@ -154,7 +148,7 @@ class Rounding:
         return rows, -(-columns // size) * size
 
     def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of what multiplies out for one result."""
+        """The shape of the factor of one result."""
         return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
 
 
@@ -165,27 +159,27 @@ def _bits(generator: RandomBits | None) -> fused.Bits:
 
 
 def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
-    """How `quantizer` rounds for GEMMs that reduce over each of `dims`: 1 the columns, 0 the
-    rows."""
+    """The rounding rule of `quantizer` for GEMMs that reduce over each of `dims`: 1 the columns, 0
+    the rows."""
     across, along = (0, 0) if quantizer.per_tensor else quantizer.blocks or (1, 0)
     blocks = [(across, along) if dim == 1 else (along, across) for dim in dims]
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
 def rounding_of_both(along: Quantizer, across: Quantizer) -> Rounding | None:
-    """How two quantizers round in one sweep, for GEMMs that reduce over the columns and over the
-    rows; None if they differ in more than their blocks."""
+    """The rule that rounds by two quantizers in one sweep, for GEMMs that reduce over the columns
+    and over the rows; None if they differ in more than their blocks."""
     if not alike(along, across):
         return None
     return Rounding(along, rounding(along, [1]).blocks + rounding(across, [0]).blocks)
 
 
-def alike(one: Quantizer, other: Quantizer) -> bool:
+def alike(along: Quantizer, across: Quantizer) -> bool:
     """Whether two quantizers differ in their blocks alone, so that one sweep makes both copies."""
     return (
-        not (one.per_tensor or other.per_tensor or one.stochastic or one.hadamard)
-        and (one.block == "row") == (other.block == "row")
-        and replace(one, block=other.block) == other
+        not (along.per_tensor or across.per_tensor or along.stochastic or along.hadamard)
+        and (along.block == "row") == (across.block == "row")
+        and replace(along, block=across.block) == across
     )
 
 
@@ -221,47 +215,8 @@ def matrix_dim(x: Tensor, dim: int) -> int:
     return checked_dim(x, dim)
 
 
-def _round(scaled: Tensor, target: Format) -> Tensor:
-    """`scaled`, float32, saturated and rounded to `target`, as one expression."""
-    values = scaled.clamp(-target.max, target.max)
-    smallest = target.min_normal * _magic(target)
-    if values.device.type == "cpu":
-        # inductor's vectors cannot look at bits. Veltkamp's splitting (Dekker, 1971) rounds to the
-        # nearest with sums alone, here to even at ties: the tests try every mantissa.
-        split = values * (2.0 ** (23 - target.mantissa_bits) + 1)
-        rounded = split - (split - values)
-        return torch.where(
-            values.abs() < target.min_normal, (values + smallest) - smallest, rounded
-        )
-    # Compilers for GPUs make one operation of a product and a sum; here a limit stands in between.
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    spacing = (power * _magic(target)).clamp_min(smallest)
-    return (values + spacing) - spacing
-
-
 def round_scaled(blocks: Tensor, scales: Scales, target: Format, bits: Tensor | None) -> Tensor:
     """Blocks in float32 rounded to `target`, multiplied by their scales before and after; at random
     by `bits`, int64 of their shape, if there are any."""
-    scaled = blocks * in_memory(scales.into)
-    if bits is None:
-        rounded = _round(scaled, target)
-    else:
-        rounded = _round_at_random(scaled.clamp(-target.max, target.max), bits, target)
+    rounded = round_to_format(blocks * in_memory(scales.into), target, bits)
     return rounded if scales.out is None else rounded * in_memory(scales.out)
-
-
-def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
-    """`values`, float32 and clamped, rounded to `target`: away from zero where the random number is
-    below the place between the two neighbours times 2^32, rounded up. All of it is exact."""
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    step = (power * 2.0**-target.mantissa_bits).clamp_min(float(target.min_subnormal or 0))
-    per_step = ((254 << 23) - step.view(torch.int32)).view(torch.float32)  # 1 / step
-    steps = values * per_step
-    below = steps.trunc()
-    threshold = ((steps - below).abs() * 2.0**32).ceil()
-    away = (bits < threshold.to(torch.int64)).to(torch.float32)
-    return (below + away.copysign(steps)) * step
-
-
-def _magic(target: Format) -> float:
-    return float(1.5 * 2.0 ** (23 - target.mantissa_bits))

@@ -73,17 +73,23 @@ def max_of(largest: Tensor) -> Tensor:
     return largest.max() if largest.numel() else largest.new_zeros(())
 
 
+def nvfp4_scale(amax: Tensor) -> Tensor:
+    """The float32 scale by which NVFP4's E4M3 scales are multiplied, from the amax of the tensor;
+    1 for an amax of 0 or inf."""
+    unit = torch.ones_like(amax)
+    scale = quotient(unit * (6.0 * 448.0), amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (scale == 0), unit, scale)
+
+
 def _two_levels(largest: Tensor) -> Scales:
-    """NVFP4's scales: E4M3 of each block, below one float32 of the tensor."""
-    whole = max_of(largest)
-    one = torch.ones_like(whole)
-    into_e4m3 = quotient(one * (6.0 * 448.0), whole).clamp(max=FLT_MAX)
-    into_e4m3 = torch.where((whole == 0) | (into_e4m3 == 0), one, into_e4m3)
+    """NVFP4's scales: E4M3 for each block, and one float32 for the tensor."""
+    tensor_amax = max_of(largest)
+    into_e4m3 = nvfp4_scale(tensor_amax)
     exact = (largest * (into_e4m3 * _SIXTH)).clamp(max=448.0)
     stored = saturated(exact, FORMATS["e4m3"])
     out = stored.to(torch.float32)
     into = inverse(out * inverse(into_e4m3)).clamp(max=FLT_MAX)
-    return Scales(into, stored, out, whole * OUT_OF_TWO_LEVELS)
+    return Scales(into, stored, out, tensor_amax * OUT_OF_TWO_LEVELS)
 
 
 def e8m0_code(amax: Tensor, format: str, rounding: ScaleRounding) -> Tensor:

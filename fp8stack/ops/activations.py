@@ -1,4 +1,4 @@
-"""What stands between the two linears of an MLP, by name."""
+"""The activations between the two linears of an MLP, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda hidden: F.relu(hidden).square(),
     "swiglu": swiglu,
 }
-"""Each takes what the first linear gave; SwiGLU's gate and value are its halves, gate first."""
+"""Activations take the first linear's output; SwiGLU's gate and value are its halves, gate
+first."""
 
 TRANSFORMER_ENGINES = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
 """Transformer Engine's names of those that it has; its gelu is the tanh approximation."""
@@ -28,5 +29,5 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu2": lambda hidden, dy: torch.where(hidden <= 0, 0.0, dy * (2 * hidden)),
     "swiglu": swiglu_gradient,
 }
-"""The gradient of each one's input, of its input and of the gradient of what it gave: what autograd
-finds, to the bit."""
+"""The gradient of an activation's input, from the input and the gradient of the output: the same
+bits as autograd's."""

@@ -1,4 +1,4 @@
-"""Attention by torch: how it is told which keys a query may attend to, and by which kernel it runs.
+"""Attention by torch: masks of the keys that a query may attend to, and the choice of the kernel.
 
 B batch, T queries, S keys, H heads, G key/value heads, E head width.
 """
@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from fp8stack.ops.kernels import TRITON_RUNS
 
 Mask = Tensor | BlockMask
-"""What is added to the scores, [B or 1, 1, T, S]; or which blocks of them are computed."""
+"""The mask that is added to the scores, [B or 1, 1, T, S], or the blocks of scores that are
+computed."""
 
 # cuDNN's gradients of masked attention may be NaN where S % 128 is 64 (pytorch issue 196678): to be
 # deleted when no torch up to 2.13 is supported.
@@ -55,9 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None, dropout: float
 
 
 def dense_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The form in which all kernels take which keys a query may attend to.
+    """An additive mask, the form that all kernels take.
 
-    Torch would make the same of booleans in every layer, and keep it for the backward pass.
+    From booleans, torch would make this mask in every layer and keep it for the backward pass.
 
     Args:
         allowed: bool [B or 1, 1, T, S]; every query has one key or more.
@@ -104,7 +105,7 @@ def skips_blocks(device: torch.device) -> bool:
 
 
 def kernels_for_masks(device: torch.device) -> AbstractContextManager[None]:
-    """Leave out the kernels that masks break."""
+    """Exclude the kernels that fail under masks."""
     return sdpa_kernel(_TAKE_MASKS) if device.type == "cuda" else nullcontext()
 
 

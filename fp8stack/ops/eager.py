@@ -42,7 +42,7 @@ def _is_eager(x: Tensor) -> bool:
     return type(x) in _PLAIN and not torch._C._are_functorch_transforms_active()
 
 
-_PLAIN = (Tensor, FakeTensor)  # the latter for who looks at what would run
+_PLAIN = (Tensor, FakeTensor)  # fake tensors trace the operators that would run
 
 
 class _Normalize(torch.autograd.Function):
@@ -74,7 +74,8 @@ class _Normalize(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Writes both gradients into one tensor; autograd copies them there."""
+    """SwiGLU, whose backward pass writes both gradients into one tensor; autograd copies them into
+    it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ _OPERANDS = ("scale", "data", "transposed", "inverse", "inverse_across", "amaxes
 class Product(NamedTuple):
     """A matrix that is not in memory.
 
-    `name` is that of an activation of `x` [rows, columns]; with `dy`, the gradient of what it gave,
-    it is the gradient of `x`. "cast" is `x` itself. SwiGLU halves the columns.
+    The activation `name` of `x` [rows, columns], or with `dy`, the gradient of the activation's
+    output, the gradient of `x`. "cast" is `x` itself. SwiGLU halves the columns.
     """
 
     name: str
@@ -62,16 +62,17 @@ class Product(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What a cast gives; None is what was not wanted. All but the scales of blocks are contiguous.
+    """The results of a cast; None for results that were not requested. All but the scales of blocks
+    are contiguous.
 
     Attributes:
         data: float8 [rows, columns].
-        transposed: float8 [columns, rows]; of blocks not the transpose of `data`.
+        transposed: float8 [columns, rows]; with scales of blocks, not the transpose of `data`.
         amax: float32, 0-dim, NaN ignored.
-        inv_scale: of blocks, float32 [rows, columns / 128] or E8M0, as `scaled_gemm.pack_scales`
-            has it.
-        inv_scale_across: of the blocks of `transposed`.
-        sums: over rows, float32 [columns].
+        inv_scale: the scales of blocks, float32 [rows, columns / 128] or E8M0, laid out by
+        `scaled_gemm.pack_scales`.
+        inv_scale_across: the scales of the blocks of `transposed`.
+        sums: the sums over rows, float32 [columns].
     """
 
     data: Tensor
@@ -87,15 +88,15 @@ def cast_transpose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit; `x` [rows, columns]
     in float32, bfloat16 or float16. For the arguments see `cast_product`."""
-    whole = Product("cast", x)
-    made = cast_product(whole, scale, format, across=across, record=record, sums=False)
-    return made[:3]
+    product = Product("cast", x)
+    copies = cast_product(product, scale, format, across=across, record=record, sums=False)
+    return copies[:3]
 
 
 def product_amax(product: Product) -> Tensor:
-    """The amax of a product, of which nothing is written: float32, 0-dim, NaN ignored."""
-    found: Tensor = _amax_op(*product).max()
-    return found
+    """The amax of a product, which is not written to memory: float32, 0-dim, NaN ignored."""
+    largest: Tensor = _amax_op(*product).max()
+    return largest
 
 
 def cast_product(
@@ -114,12 +115,12 @@ def cast_product(
     Raises:
         ValueError: an unknown format.
     """
-    data, transposed, amaxes, parts = _cast_op(*product, scale, format, across, record, sums)
+    data, transposed, amaxes, partial_sums = _cast_op(*product, scale, format, across, record, sums)
     return Copies(
         data,
         transposed if across else None,
-        amaxes.max() if record else None,  # here compiled code fuses it with whatever reads it
-        sums=parts.sum(0) if sums else None,
+        amaxes.max() if record else None,  # fused with its reader in compiled code
+        sums=partial_sums.sum(0) if sums else None,
     )
 
 
@@ -129,7 +130,7 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
     bit. See `cast_product`."""
     mx = quantizer.scale == "e8m0"
     kind = quantizer.scale_rounding if mx else quantizer.scale
-    data, transposed, inverse, inverse_across, parts = _blocks_op(
+    data, transposed, inverse, inverse_across, partial_sums = _blocks_op(
         *product, quantizer.format, quantizer.eps, kind, across, sums
     )
     return Copies(
@@ -138,11 +139,11 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
         None,
         inverse if mx else inverse.t(),
         (inverse_across if mx else inverse_across.t()) if across else None,
-        parts.sum(0) if sums else None,
+        partial_sums.sum(0) if sums else None,
     )
 
 
-# The operators. What is not wanted comes out empty.
+# The operators. Results that were not requested are empty.
 
 
 @operator_on_any_device("product_amax", lambda *product: _amaxes(Product(*product)))
@@ -157,8 +158,8 @@ def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
 
 @operator_on_any_device(
     "cast_product",
-    lambda name, x, dy, scale, format, *wanted: tuple(
-        _room(Product(name, x, dy), format, "given", *wanted).values()
+    lambda name, x, dy, scale, format, *outputs: tuple(
+        _room(Product(name, x, dy), format, "given", *outputs).values()
     ),
 )
 def _cast_op(
@@ -173,10 +174,10 @@ def _cast_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product = _contiguous(name, x, dy)
     if _runs(product):
-        made = _room(product, format, "given", across, record, sums)
+        outputs = _room(product, format, "given", across, record, sums)
         quantizer = Quantizer(format=format)  # type: ignore[arg-type]
-        _launch(product, quantizer, "given", scale=scale, **made)
-        return tuple(made.values())  # type: ignore[return-value]
+        _launch(product, quantizer, "given", scale=scale, **outputs)
+        return tuple(outputs.values())  # type: ignore[return-value]
     values = product.values()
     data = numerics.cast_to_fp8(values, scale, format)
     turned = data.t().clone(memory_format=torch.contiguous_format) if across else data.new_empty(0)
@@ -206,9 +207,9 @@ def _blocks_op(
         rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
     quantizer = Quantizer(format=format, **rules)  # type: ignore[arg-type]
     if _runs(product):
-        made = _room(product, format, scales, across, False, sums)
-        _launch(product, quantizer, scales, **made)
-        return tuple(made.values())  # type: ignore[return-value]
+        outputs = _room(product, format, scales, across, False, sums)
+        _launch(product, quantizer, scales, **outputs)
+        return tuple(outputs.values())  # type: ignore[return-value]
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
         data, inverse = numerics.quantize(matrix, quantizer)[:2]
@@ -233,12 +234,12 @@ def _runs(product: Product) -> bool:
 
 
 def _scales(kind: str) -> str:
-    """Which of `Variant.scales`, of blocks."""
+    """The `Variant.scales` of a kind of block scales."""
     return "mx" if kind in get_args(ScaleRounding) else "rows"
 
 
-def _sums(values: Tensor, wanted: bool) -> Tensor:
-    return values.sum(0, dtype=torch.float32)[None] if wanted else values.new_empty(0).float()
+def _sums(values: Tensor, needed: bool) -> Tensor:
+    return values.sum(0, dtype=torch.float32)[None] if needed else values.new_empty(0).float()
 
 
 def _amaxes(product: Product) -> Tensor:
@@ -249,32 +250,32 @@ def _amaxes(product: Product) -> Tensor:
 def _room(
     product: Product, format: str, scales: str, across: bool, record: bool, sums: bool
 ) -> dict[str, Tensor]:
-    """What the kernel fills in, by the names of its arguments: amaxes by tile, sums by rows of
-    tiles, inverse scales in float32 with their blocks first."""
+    """Empty tensors that the kernel fills, by the names of its arguments: amaxes by tile, sums by
+    rows of tiles, inverse scales in float32 with their blocks first."""
     (rows, columns), x, dtype = product.shape, product.x, fp8_format(format).dtype
-    made = {
+    outputs = {
         "data": x.new_empty((rows, columns), dtype=dtype),
         "transposed": x.new_empty((columns, rows) if across else (0,), dtype=dtype),
     }
     none = x.new_empty(0, dtype=torch.float32)
     wide, high = -(-columns // BLOCK), -(-rows // BLOCK)
     if scales == "given":
-        made["amaxes"] = _amaxes(product) if record else none
+        outputs["amaxes"] = _amaxes(product) if record else none
     elif scales == "rows":
-        made["inverse"] = none.new_empty((wide, rows))
-        made["inverse_across"] = none.new_empty((high, columns) if across else (0,))
+        outputs["inverse"] = none.new_empty((wide, rows))
+        outputs["inverse_across"] = none.new_empty((high, columns) if across else (0,))
     else:  # zeros where no tile writes
-        whole = rows % BLOCK == 0 and _width(product) % BLOCK == 0
-        make = torch.empty if whole else torch.zeros
+        tiles_fit = rows % BLOCK == 0 and _width(product) % BLOCK == 0
+        make = torch.empty if tiles_fit else torch.zeros
         for name, size in (("inverse", wide * high), ("inverse_across", wide * high * across)):
             codes = make(size * MX_TILE, dtype=torch.uint8, device=x.device)
-            made[name] = codes.view(torch.float8_e8m0fnu)
-    made["sums"] = none.new_empty((_tiles(product)[0], columns) if sums else (0,))
-    return made
+            outputs[name] = codes.view(torch.float8_e8m0fnu)
+    outputs["sums"] = none.new_empty((_tiles(product)[0], columns) if sums else (0,))
+    return outputs
 
 
 def _tiles(product: Product) -> tuple[int, int]:
-    """How many tiles there are from top to bottom and side by side; without a kernel, one."""
+    """The numbers of tiles from top to bottom and from left to right; 1 and 1 without a kernel."""
     if not has_kernel(product.x.device):
         return 1, 1
     high = torch.sym_max(1, -(-product.shape[0] // BLOCK))  # type: ignore[no-untyped-call]
@@ -282,7 +283,8 @@ def _tiles(product: Product) -> tuple[int, int]:
 
 
 def _width(product: Product) -> int:
-    """The columns that tiles are cut of: of the gradient of SwiGLU's input, those of one side."""
+    """The columns that are divided into tiles; for the gradient of SwiGLU's input, the columns of
+    one half."""
     two = product.name == "swiglu" and product.dy is not None
     return product.shape[1] // 2 if two else product.shape[1]
 
@@ -293,25 +295,28 @@ def _launch(product: Product, quantizer: Quantizer, scales: str, **operands: Ten
     from fp8stack.ops import triton_kernels
 
     x, (high, wide) = product.x, _tiles(product)
-    wanted = {
+    requested = {
         key: name in operands and operands[name].numel() > 0
         for key, name in (("across", "transposed"), ("record", "amaxes"), ("sums", "sums"))
     }
-    how = product_variant(product, quantizer, scales, converts_exactly(x.device), **wanted)
-    # An argument that is not used is there all the same. Float8 goes as bytes.
-    given = [operands.get(name, x) for name in _OPERANDS]
-    given = [one.view(torch.uint8) if one.dtype.itemsize == 1 else one for one in given]
+    exact = converts_exactly(x.device)
+    compiled_for = product_variant(product, quantizer, scales, exact, **requested)
+    # Unused arguments need a tensor as well. Float8 is passed as bytes.
+    tensors = [operands.get(name, x) for name in _OPERANDS]
+    tensors = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
     dy = x if product.dy is None else product.dy
     sizes = x.shape[0], _width(product)
     with torch.cuda.device(x.get_device()):
-        triton_kernels.cast_product[(high * wide,)](x, dy, *given, *sizes, HOW=how, **LAUNCH)
+        triton_kernels.cast_product[(high * wide,)](
+            x, dy, *tensors, *sizes, HOW=compiled_for, **LAUNCH
+        )
 
 
 def product_variant(
-    product: Product, quantizer: Quantizer, scales: str, exact: bool, **wanted: bool
+    product: Product, quantizer: Quantizer, scales: str, exact: bool, **requested: bool
 ) -> Variant:
     """The variant of the kernel for a product; see `kernels.Variant`."""
     name, backward = product.name, product.dy is not None
     return variant(
-        quantizer, scales, product.x.dtype, exact, name=name, backward=backward, **wanted
+        quantizer, scales, product.x.dtype, exact, name=name, backward=backward, **requested
     )

@@ -1,4 +1,4 @@
-"""Where Triton's kernels run and what they are compiled for; the transpose of bytes.
+"""Devices that run Triton's kernels, the variants they are compiled in, and the transpose of bytes.
 
 The kernels themselves are in `triton_kernels`.
 """
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 TRITON_RUNS = not find_triton_problem()  # a constant, since compiled code asks for it
 
 
-# With fixed strides, inductor would write the bytes twice: for this operator, and for others.
+# Fixed strides would make inductor write the bytes twice: for this operator, and for others.
 @operator_on_any_device(
     "transpose_bytes",
     lambda data: data.new_empty((data.shape[1], data.shape[0])),
@@ -43,12 +43,12 @@ def run_transpose(data: Tensor) -> Tensor:
     from fp8stack.ops import triton_kernels
 
     rows, columns = data.shape
-    made = data.new_empty((columns, rows))
+    transposed = data.new_empty((columns, rows))
     tiles = -(-rows // 128) * -(-columns // 128)
-    operands = (data.contiguous(), made, rows, columns)
+    operands = (data.contiguous(), transposed, rows, columns)
     with torch.cuda.device(data.get_device()):
         triton_kernels.transpose_bytes[(tiles,)](*operands, SIZE=128, **OPTIONS | {"num_warps": 8})
-    return made
+    return transposed
 
 
 # A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).
@@ -66,22 +66,22 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def converts_exactly(device: torch.device) -> bool:
-    """Whether conversions of float32 are those of `cast_to_fp8`, see `Variant`."""
+    """Whether conversions of float32 equal `cast_to_fp8`, see `Variant`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for; see `variant`.
+    """The constants that a kernel is compiled for; see `variant`.
 
     Attributes:
-        quantizer: by what it casts; `target` is its format, `float8` Triton's type of that.
-        scales: "given"; "current", from an amax that is; those of parts of "rows", of "squares",
-            and E8M0 ones, "mx"; or "none", not cast at all.
+        quantizer: the quantizer; `target` is its format, `float8` Triton's type of the format.
+        scales: "given"; "current", from a given amax; "rows" or "squares", float32 per block; "mx",
+        E8M0 per block; or "none", without a cast.
         dtype: Triton's, of the tensors that are read.
         overflow: see `numerics.tensor_scale`.
-        exact: the device's conversion of float32 is that of `cast_to_fp8`, as it is from compute
-            capability 9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
+        exact: the device's conversion of float32 equals `cast_to_fp8`, as from compute capability
+        9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
             Triton's interpreter does not round to even (triton issue 8322): there the kernel rounds
             first.
         rows, columns: of a tile.

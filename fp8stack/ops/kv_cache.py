@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """What a model keeps of the tokens that it has seen, allocated once.
+    """Keys and values of past tokens for every layer, allocated once.
 
     Args:
         layers: how many layers keep keys and values.
@@ -39,8 +39,9 @@ class KVCache:
         self.length = 0
 
     def extended(self, layer: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Put in a layer's keys and values of the tokens that follow, in any dtype: those of all
-        tokens up to the last of them, [B, G, T, E] in the cache's dtype. `length` stays."""
+        """Store a layer's keys and values of the next tokens, in any dtype, and return the keys and
+        values of all tokens up to the last one, [B, G, T, E] in the cache's dtype. `length` does
+        not change."""
         end = self.length + k_BGTE.shape[2]
         keys, values = self.keys_BGTE[layer], self.values_BGTE[layer]
         keys[:, :, self.length : end] = k_BGTE

@@ -1,6 +1,6 @@
-"""torch's switch for float32 products, exact or rounded to TF32 or bfloat16, held for a while.
+"""Set torch's precision of float32 products, exact or rounded to TF32 or bfloat16, for a while.
 
-It is one for the whole process, so whoever turns it turns it back.
+The setting is one for the whole process, so code that changes it restores it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 Position = str | tuple[str, str]
-"""Of the switch: the name that torch.set_float32_matmul_precision takes; where it was set by
-torch.backends.*.fp32_precision, of which that knows nothing, those of CUDA and of oneDNN."""
+"""The setting: the name that torch.set_float32_matmul_precision takes, or the fp32_precision of
+CUDA and of oneDNN, where torch.backends set them differently."""
 
 
 def _position() -> Position:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch's answer to a mix of both ways
+    except RuntimeError:  # torch refuses to name a mix of both settings
         backends: Any = torch.backends
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
@@ -50,9 +50,9 @@ def exact_matmul() -> Iterator[None]:
 
 @contextmanager
 def bf16_matmul() -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices in bfloat16, and sum in float32, for a while: exact for
-    values that bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX.
-    Values below 2^-126 may become 0."""
+    """Multiply float32 matrices by oneDNN in bfloat16, with sums in float32, for a while: exact for
+    values that bfloat16 holds, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
+    below 2^-126 may become 0."""
     backends: Any = torch.backends
     matmul = backends.mkldnn.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
@@ -63,9 +63,9 @@ def bf16_matmul() -> Iterator[None]:
 
 
 class MatmulPrecision:
-    """Has one precision in the forward and backward passes of models, and whatever was there before
-    in all else. It stays where torch.compile takes a whole model, for compiled code cannot switch,
-    and after a backward pass that failed on its way.
+    """Sets a precision in the forward and backward passes of models, and restores the previous one
+    outside of them. The precision stays set if torch.compile takes a whole model, because compiled
+    code cannot switch, and after a backward pass that failed.
 
     Args:
         precision: see torch.set_float32_matmul_precision.
@@ -100,26 +100,26 @@ class _Pass:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.before: Position | None = None  # what others have, within
-        self.first = torch._C._autograd._get_sequence_nr()  # of the nodes that it records
+        self.before: Position | None = None  # the precision outside of the pass
+        self.first = torch._C._autograd._get_sequence_nr()  # the first node that it records
 
     def enter(self, *_: object) -> None:
-        """Have the precision from now on."""
+        """Set the precision."""
         if self.before is None:
             self.before = _position()
             _turn(self.precision)
 
     def leave(self, *_: object) -> bool:
-        """Have what was there before; whether that is another precision."""
+        """Restore the previous precision. Returns whether it differs."""
         before, self.before = self.before, None
         if before is not None:
             _turn(before)
         return before not in (None, self.precision)
 
     def follow_backward(self, output: object) -> None:
-        """Enter with the first node of a backward pass that is of this pass, and leave after the
-        last. Autograd runs the latest recorded node first, so those of other models, recorded
-        before or after this pass, do not come in between."""
+        """Enter before the first node of a backward pass that this pass recorded, and leave after
+        the last. Autograd runs the latest recorded node first, so nodes of other models, recorded
+        before or after this pass, do not run in between."""
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         ends = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         nodes = self._nodes(ends)
@@ -130,21 +130,21 @@ class _Pass:
         min(nodes, key=_number).register_hook(self.leave_after)
 
     def _nodes(self, ends: set[Any]) -> set[Node]:
-        """What this pass recorded on the way to `ends`."""
-        found: set[Node] = set()
-        left = list(ends)
-        while left:
-            node = left.pop()
+        """The nodes that this pass recorded on the way to `ends`."""
+        nodes: set[Node] = set()
+        pending = list(ends)
+        while pending:
+            node = pending.pop()
             # A leaf's own node has the largest number of all; it adds, and multiplies nothing.
-            if node in found or _number(node) < self.first or not node.next_functions:
+            if node in nodes or _number(node) < self.first or not node.next_functions:
                 continue
-            found.add(node)
-            left += [other for other, _ in node.next_functions if other is not None]
-        return found
+            nodes.add(node)
+            pending += [next_node for next_node, _ in node.next_functions if next_node is not None]
+        return nodes
 
     def _begin_backward(self, gradients: object) -> None:
         self.enter()
-        # For a backward pass that does not come to the last node.
+        # Covers a backward pass that does not reach the last node.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self.leave)
 

@@ -1,4 +1,4 @@
-"""Both NVFP4 copies of a matrix, by two kernels: one finds what the upper scales follow from, the
+"""Both NVFP4 copies of a matrix, by two kernels: one finds the amaxes behind the upper scales, the
 other casts, transforms, draws, packs and transposes.
 
 On CUDA GPUs the kernels are Triton's, and read the matrix once each; elsewhere torch computes the
@@ -28,13 +28,13 @@ LAUNCH = OPTIONS | {"num_warps": 16}
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What the kernels are compiled for.
+    """The constants that the kernels are compiled for.
 
     Attributes:
-        height: of the blocks that share a scale, 1 or 16.
+        height: rows of a block that shares a scale, 1 or 16.
         hadamard: the size of the second copy's transform, 16 or 0; `minus` are its signs.
         across: whether there is a second copy.
-        stochastic: whether rounding is.
+        stochastic: whether rounding is stochastic.
         bf16: whether the matrix is bfloat16.
         exact: see `kernels.Variant`.
     """
@@ -70,18 +70,18 @@ def cast_nvfp4(
     hadamard = 0 if across is None else across.hadamard
     amaxes = _amaxes_op(x, hadamard)
     counter, streams, seed, first_row = None, None, 0, 0
-    if drawn := [one for one in bits if one is not None]:
+    if drawn := [copy_bits for copy_bits in bits if copy_bits is not None]:
         counter, seed, first_row = drawn[0].counter, drawn[0].seed, int(drawn[0].first_row)
-        streams = torch.stack([_tensor(one.stream, x.device) for one in drawn])
+        streams = torch.stack([_tensor(copy_bits.stream, x.device) for copy_bits in drawn])
     height = (along.blocks or (1, 1))[0]
     data, scales, turned, scales_across = _cast_op(
         x, amaxes, height, hadamard, across is not None, counter, streams, seed, first_row
     )
-    whole = torch.where(amaxes[1::2] > 0, torch.nan, amaxes[::2] * OUT_OF_TWO_LEVELS)
-    first = Scaled(data, scales, Scales.NV, whole[0])
+    upper_scales = torch.where(amaxes[1::2] > 0, torch.nan, amaxes[::2] * OUT_OF_TWO_LEVELS)
+    first = Scaled(data, scales, Scales.NV, upper_scales[0])
     if across is None:
         return first, None
-    return first, Scaled(turned, scales_across, Scales.NV, whole[1])
+    return first, Scaled(turned, scales_across, Scales.NV, upper_scales[1])
 
 
 def _tensor(stream: int | Tensor, device: torch.device) -> Tensor:
@@ -99,19 +99,20 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
     second one: float32 [4]."""
     if not _runs(x):
         copies = [x, transform(x, hadamard, 0)] if hadamard else [x]
-        each = [part for copy in copies for part in (numerics.amax(copy), copy.isnan().any())]
-        return torch.stack([part.to(torch.float32) for part in each]).repeat(2 // len(copies))
+        figures = [f for copy in copies for f in (numerics.amax(copy), copy.isnan().any())]
+        stacked = torch.stack([figure.to(torch.float32) for figure in figures])
+        return stacked.repeat(2 // len(copies))
     from fp8stack.ops import triton_nvfp4
 
-    tiles, how = _tiles(x), _variant(x, hadamard)
-    found = x.new_empty((tiles, 4), dtype=torch.float32)
+    tiles, compiled_for = _tiles(x), _variant(x, hadamard)
+    tile_amaxes = x.new_empty((tiles, 4), dtype=torch.float32)
     with torch.cuda.device(x.get_device()):
-        triton_nvfp4.find_amaxes[(tiles,)](x, found, *x.shape, HOW=how, **LAUNCH)
-    return found.amax(0)
+        triton_nvfp4.find_amaxes[(tiles,)](x, tile_amaxes, *x.shape, HOW=compiled_for, **LAUNCH)
+    return tile_amaxes.amax(0)
 
 
 @operator_on_any_device(
-    "cast_nvfp4", lambda x, amaxes, height, hadamard, across, *others: _room(x, across)
+    "cast_nvfp4", lambda x, amaxes, height, hadamard, across, *_: _room(x, across)
 )
 def _cast_op(
     x: Tensor,
@@ -124,7 +125,7 @@ def _cast_op(
     seed: int,
     first_row: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Data and packed scales of both copies; empty are those that are not wanted."""
+    """Data and packed scales of both copies, empty for a copy that was not requested."""
     if not _runs(x):
         rounding: Any = "nearest" if counter is None else "stochastic"
         copies: list[Tensor] = []
@@ -140,36 +141,37 @@ def _cast_op(
             if counter is not None and streams is not None:
                 bits = RandomBits(seed, streams[place], counter, first_row)
             copies += _by_torch(x, quantizer, turned, bits)
-        empty = [one.new_empty(0) for one in copies]
+        empty = [tensor.new_empty(0) for tensor in copies]
         data, scales, transposed, scales_across = copies if across else copies + empty
         return data, scales, transposed, scales_across
     from fp8stack.ops import triton_nvfp4
 
-    made = _room(x, across)
-    how = _variant(x, hadamard, height=height, across=across, stochastic=counter is not None)
-    data, scales, transposed, scales_across = (one.view(torch.uint8) for one in made)
+    outputs = _room(x, across)
+    stochastic = counter is not None
+    compiled_for = _variant(x, hadamard, height=height, across=across, stochastic=stochastic)
+    data, scales, transposed, scales_across = (tensor.view(torch.uint8) for tensor in outputs)
     random = (amaxes, amaxes) if counter is None else (counter, streams)
     sizes = *x.shape, x.shape[0] // 2, x.shape[1] // 2
     with torch.cuda.device(x.get_device()):
         triton_nvfp4.cast[(_tiles(x),)](
             *(x, amaxes, data, scales, transposed, scales_across, *random),
             *(seed & 0xFFFFFFFF, first_row, *sizes),
-            HOW=how,
+            HOW=compiled_for,
             **LAUNCH,
         )
-    return made
+    return outputs
 
 
 def _by_torch(
     x: Tensor, quantizer: Quantizer, turned: bool, bits: RandomBits | None
 ) -> tuple[Tensor, Tensor]:
-    """Data and packed scales of one copy. The bits of stochastic rounding go by the place in the
-    matrix, so that the second copy is turned after it is made."""
+    """Data and packed scales of one copy. The bits of stochastic rounding follow from the place in
+    the matrix, so the second copy is transposed after the cast."""
     data, scales = numerics.quantize(x, quantizer, 0 if turned else 1, bits)[:2]
     codes = scales.view(torch.uint8)
     if turned:
         data, codes = transpose_bytes(data), codes.t()
-    if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
+    if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs take scales by row
         codes = codes.repeat_interleave(height, 0)
     return data, pack_scales(codes.contiguous().view(scales.dtype), Scales.NV)
 
@@ -183,16 +185,16 @@ def _tiles(x: Tensor) -> int:
 
 
 def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernel fills; scales that no element has stay 0."""
+    """Empty tensors that the kernel fills; scales without elements are 0."""
     rows, columns = x.shape
-    made = []
+    outputs = []
     for lines, width in ((rows, columns), (columns, rows) if across else (0, 0)):
-        made.append(x.new_empty((lines, width // 2) if width else (0,), dtype=torch.uint8))
+        outputs.append(x.new_empty((lines, width // 2) if width else (0,), dtype=torch.uint8))
         packed = -(-lines // 128) * 128 * (-(-width // 64) * 4)
-        whole = lines % 128 == 0 and width % 64 == 0
-        scales = (x.new_empty if whole else x.new_zeros)((packed,), dtype=torch.uint8)
-        made.append(scales.view(torch.float8_e4m3fn))
-    return made[0], made[1], made[2], made[3]
+        tiles_fit = lines % 128 == 0 and width % 64 == 0
+        scales = (x.new_empty if tiles_fit else x.new_zeros)((packed,), dtype=torch.uint8)
+        outputs.append(scales.view(torch.float8_e4m3fn))
+    return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
 def _variant(x: Tensor, hadamard: int, **more: Any) -> Variant:

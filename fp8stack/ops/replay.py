@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-EAGER = 2  # calls before the one that is recorded: they make what is made once
+EAGER = 2  # calls before the recorded one, which create tensors that are created once
 
 
 def records(device: torch.device) -> bool:
@@ -38,8 +38,8 @@ class Replayed:
         return self.__dict__ | {"_graph": None, "_result": None, "_calls": 0}
 
     def __call__(self, device: torch.device, key: Hashable = None) -> Any:
-        """What `function` returns, whose tensors are on `device`. If the `key` is another than
-        before, what was recorded is of no more use."""
+        """Call `function`, whose tensors are on `device`, or replay it. Another `key` than before
+        discards the recorded graph."""
         if not records(device) or self._refused or torch.compiler.is_compiling():
             return self._function()
         if key != self._key:

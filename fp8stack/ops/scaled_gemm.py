@@ -22,7 +22,7 @@ from fp8stack.numerics.operators import operator_on_any_device
 
 
 class Scales(Enum):
-    """How the scales of an operand are laid out (torch 2.11 does not compile its own names)."""
+    """Layouts of an operand's scales (torch 2.11 does not compile its names for them)."""
 
     PER_TENSOR = "one"
     PER_ROW = "row"
@@ -32,7 +32,7 @@ class Scales(Enum):
     SQUARES = "128x128"
 
 
-# What a GEMM's reduction and its other dimensions must be divisible by, per kind of scale.
+# Divisors of a GEMM's reduction and output dimensions, per kind of scale.
 MULTIPLES = {
     Scales.PER_TENSOR: 16,
     Scales.PER_ROW: 16,
@@ -153,7 +153,8 @@ def _rows_in_float32(data: Tensor) -> bool:
 def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
     """`scaled_gemm` of operands with scales by block, without a bias."""
     x, w = a.data, b.data
-    scales, kinds = ([a.inv_scale], [b.inv_scale]), [[_TORCHS_NAMES[one.kind]] for one in (a, b)]
+    scales = [a.inv_scale], [b.inv_scale]
+    kinds = [[_TORCHS_NAMES[operand.kind]] for operand in (a, b)]
     swizzles = [SwizzleType.SWIZZLE_32_4_4 if a.kind in _SWIZZLED else SwizzleType.NO_SWIZZLE]
     if a.whole is not None and b.whole is not None:
         # torch multiplies the two in float32 and hands them to cuBLAS as alpha: the product is
@@ -175,11 +176,11 @@ def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
     )
 
 
-# To be deleted when inductor takes scaled_mm with every layout of scales: until torch 2.13 it does
-# not with swizzled ones ("does not yet support non-trivial swizzles"), until 2.14 with none.
+# Delete when inductor takes scaled_mm with every layout of scales: up to torch 2.13 it refuses
+# swizzled ones ("does not yet support non-trivial swizzles"), up to 2.14 all.
 @operator_on_any_device(
     "mx_gemm",
-    lambda a, b, scale_a, scale_b, out_dtype, *others: a.new_empty(
+    lambda a, b, scale_a, scale_b, out_dtype, *_: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype
     ),
 )
@@ -195,8 +196,8 @@ def _mx_gemm(
     kind_b: str = "1x32",
 ) -> Tensor:
     """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
-    one = Scaled(a, scale_a, Scales(kind_a), whole_a)
-    return _by_blocks(one, Scaled(b, scale_b, Scales(kind_b), whole_b), out_dtype)
+    first = Scaled(a, scale_a, Scales(kind_a), whole_a)
+    return _by_blocks(first, Scaled(b, scale_b, Scales(kind_b), whole_b), out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:
@@ -211,8 +212,8 @@ def _check(a: Scaled, b: Scaled) -> None:
         )
     multiple = MULTIPLES[b.kind]
     packed = 2 if b.kind is Scales.NV else 1
-    for what, size in (("reduction", a.data.shape[1] * packed), ("output", b.data.shape[0])):
+    for dimension, size in (("reduction", a.data.shape[1] * packed), ("output", b.data.shape[0])):
         if size % multiple:
             raise ValueError(
-                f"An FP8 GEMM whose {what} has {size} elements: not divisible by {multiple}."
+                f"An FP8 GEMM whose {dimension} has {size} elements: not divisible by {multiple}."
             )

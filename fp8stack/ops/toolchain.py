@@ -1,4 +1,4 @@
-"""What kernels are compiled by, found without torch."""
+"""The compilers of Triton's kernels, looked up without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 
 def find_triton_problem() -> str:
-    """What Triton lacks to run here, and the remedy; "" if nothing. Triton 3.6 builds what launches
-    a kernel by a C compiler."""
+    """The reason why Triton does not run on this machine, and the remedy; "" if it runs. Triton 3.6
+    compiles the launcher of a kernel by a C compiler."""
     if find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):

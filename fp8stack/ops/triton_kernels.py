@@ -29,15 +29,15 @@ def cast_product(
     x, dy, scale, data, transposed, inverse, inverse_across, amaxes, sums, rows, width,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a product of `width` columns, see `fused_casts.Product`; of the gradient of
-    SwiGLU's input both sides, which read the same."""
+    """Cast a tile of a product of `width` columns, see `fused_casts.Product`; for the gradient of
+    SwiGLU's input, the tiles of both halves, which read the same values."""
     tile = tl.program_id(0)
     wide = tl.cdiv(width, HOW.columns)
     down, block = tile // wide, tile % wide
     row = down * HOW.rows + tl.arange(0, HOW.rows)[:, None]
     column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
-    there = column < width
-    inside = (row < rows) & there
+    in_width = column < width
+    inside = (row < rows) & in_width
     if HOW.name == "swiglu":
         gate = _load(x, row, column, 2 * width, inside)
         value = _load(x + width, row, column, 2 * width, inside)
@@ -57,19 +57,19 @@ def cast_product(
     columns = width
     if HOW.name == "swiglu" and HOW.backward:
         columns = 2 * width
-    _put(first, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+    _put(first, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
          inverse_across, sums, HOW)  # fmt: skip
     if HOW.record:
         largest = amax_of(first)
     if HOW.name == "swiglu" and HOW.backward:
         if HOW.sums or HOW.scales == "rows" or HOW.scales == "mx":
-            # Again, from a cache: kept, they and what was made of `first` fill more registers than
-            # there are.
+            # Loaded again, from a cache: kept, they and the results of `first` would not fit the
+            # registers.
             gate = _load(x, row, column, 2 * width, inside)
             gradient = _load(dy, row, column, width, inside)
         second = _of_value(gate, gradient, HOW)
-        _put(second, down, block + width // HOW.columns, row, column + width, there, rows, columns,
-             scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
+        _put(second, down, block + width // HOW.columns, row, column + width, in_width, rows,
+             columns, scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
         if HOW.record:
             largest = tl.maximum(largest, amax_of(second))
     if HOW.record:
@@ -80,8 +80,8 @@ def cast_product(
 def cast_weights(
     table, owners, scales, amaxes, HOW: tl.constexpr, ALIGNED: tl.constexpr, SPACING: tl.constexpr
 ):
-    """One tile of one of many matrices, of which `table` has a row of nine fields for each, and
-    `owners` the row of each tile."""
+    """Cast a tile of one of many matrices. `table` has a row of nine fields for every matrix, and
+    `owners` has the row of every tile."""
     tile = tl.program_id(0)
     entry = table + tl.load(owners + tile).to(tl.int64) * 9
     x = tl.load(entry).to(tl.pointer_type(HOW.dtype))
@@ -93,7 +93,7 @@ def cast_weights(
     columns = tl.load(entry + 6).to(tl.int32)
     tile -= tl.load(entry + 7).to(tl.int32)
     place = tl.load(entry + 8)
-    if ALIGNED:  # what was loaded says nothing about that
+    if ALIGNED:  # loaded pointers and sizes have no alignment for Triton
         x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
         transposed = tl.multiple_of(transposed, 16)
         rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
@@ -130,7 +130,7 @@ def cast_weights(
         _put_scaled(values * scale, data, transposed, inside, HOW)
 
 
-# What a product is computed of
+# Elements of a product
 
 
 @triton.jit
@@ -142,11 +142,28 @@ def _load(x, row, column, stride, inside):
 @triton.jit
 def _rounded(values, HOW: tl.constexpr):
     """float32 values, rounded to what the tensors' dtype has."""
-    if tl.bfloat16 == HOW.dtype and not HOW.exact:  # the interpreter does not round to even
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    if tl.bfloat16 == HOW.dtype:
+        return to_bf16(values, HOW)
     return values.to(HOW.dtype).to(tl.float32)
+
+
+@triton.jit
+def to_bf16(values, HOW: tl.constexpr):
+    """float32 values rounded to bfloat16, in float32."""
+    if HOW.exact:
+        return values.to(tl.bfloat16).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True)  # the interpreter does not round to even
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def to_nearest(values, mantissa_bits: tl.constexpr, min_normal: tl.constexpr):
+    """float32 values rounded to a format, see `numerics.cast.round_to_format`."""
+    power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic: tl.constexpr = 1.5 * 2.0 ** (23 - mantissa_bits)
+    spacing = tl.maximum(power * magic, min_normal * magic)
+    return (values + spacing) - spacing
 
 
 @triton.jit
@@ -175,8 +192,8 @@ def _of_x(x, dy, HOW: tl.constexpr):
     else:
         tl.static_assert(HOW.name == "gelu_tanh")
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        share, rest = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
-        slope = share + x * share * rest * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        share, complement = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
+        slope = share + x * share * complement * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
     gradient = _rounded(dy * slope, HOW)
     return tl.where(x <= 0.0, 0.0, gradient) if HOW.name == "relu2" else gradient
 
@@ -196,19 +213,19 @@ def _of_value(gate, dy, HOW: tl.constexpr):
     return _rounded(dy * activated, HOW)
 
 
-# How a tile is cast: its values are float32, and 0 outside of the matrix.
+# Casts of a tile, whose values are float32, and 0 outside of the matrix.
 
 
 @triton.jit
 def _put(
-    values, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+    values, down, block, row, column, in_width, rows, columns, scale, data, transposed, inverse,
     inverse_across, sums, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Write what is wanted of a tile of a product."""
+    """Write the requested results of a tile of a product."""
     if HOW.sums:
         total = tl.sum(values, axis=0)[None, :]
-        tl.store(sums + down.to(tl.int64) * columns + column, total, mask=there)
-    inside = (row < rows) & there
+        tl.store(sums + down.to(tl.int64) * columns + column, total, mask=in_width)
+    inside = (row < rows) & in_width
     data += row.to(tl.int64) * columns + column
     transposed += column.to(tl.int64) * rows + row
     if HOW.scales == "given":
@@ -221,7 +238,7 @@ def _put(
         if HOW.across:
             scales = _scale_of(tl.max(sizes, axis=0)[None, :], HOW)
             tl.store(transposed, _codes(values * scales, HOW), mask=inside)
-            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=there)
+            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=in_width)
     if HOW.scales == "mx":
         _put_mx(values, row, column, inside, rows, columns, data, transposed, inverse,
                 inverse_across, HOW)  # fmt: skip
@@ -240,25 +257,25 @@ def _put_mx(
     values, row, column, inside, rows, columns, data, transposed, inverse, inverse_across,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """In parts of a row and, if `HOW.across`, of a column that share an E8M0 scale."""
-    sizes, whole = sizes_of(values), inside.to(tl.int32)
+    """Cast a tile in blocks along rows and, if `HOW.across`, along columns, with E8M0 scales."""
+    sizes, is_inside = sizes_of(values), inside.to(tl.int32)
     shape: tl.constexpr = (HOW.rows, HOW.columns // MX_BLOCK, MX_BLOCK)
     scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=2), HOW)
     scaled = tl.reshape(values, shape) * _times(scales)[:, :, None]
     tl.store(data, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
     first = tl.min(tl.reshape(column, [HOW.columns // MX_BLOCK, MX_BLOCK]), axis=1)[None, :]
-    there = tl.max(tl.reshape(whole, shape), axis=2) > 0
+    has_elements = tl.max(tl.reshape(is_inside, shape), axis=2) > 0
     place = packed_at(row, first // MX_BLOCK, tl.cdiv(columns, MX_BLOCK))
-    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
+    tl.store(inverse + place, scales.to(tl.uint8), mask=has_elements)
     if HOW.across:
         turned: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK, HOW.columns)
         scales = _e8m0_code(tl.max(tl.reshape(sizes, turned), axis=1), HOW)
         scaled = tl.reshape(values, turned) * _times(scales)[:, None, :]
         tl.store(transposed, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
         first = tl.min(tl.reshape(row, [HOW.rows // MX_BLOCK, MX_BLOCK]), axis=1)[:, None]
-        there = tl.max(tl.reshape(whole, turned), axis=1) > 0
+        has_elements = tl.max(tl.reshape(is_inside, turned), axis=1) > 0
         place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
-        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
+        tl.store(inverse_across + place, scales.to(tl.uint8), mask=has_elements)
 
 
 @triton.jit
@@ -296,14 +313,10 @@ def _codes(scaled, HOW: tl.constexpr):
     """The bytes of float32 values that were multiplied by their scale: `numerics.cast_to_fp8`."""
     held = tl.clamp(scaled, -HOW.target.max, HOW.target.max, propagate_nan=tl.PropagateNan.ALL)
     if not HOW.exact:
-        # As numerics/rounding.py does, but -0 keeps its sign. A value of the format converts
-        # exactly, whatever the conversion is worth.
-        bits = held.to(tl.int32, bitcast=True)
-        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        magic: tl.constexpr = 1.5 * 2.0 ** (23 - HOW.target.mantissa_bits)
-        spacing = tl.maximum(power * magic, HOW.target.min_normal * magic)
-        rounded = ((held + spacing) - spacing).to(tl.int32, bitcast=True)
-        held = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+        # A value of the format converts exactly on any device; -0 keeps its sign.
+        sign = held.to(tl.int32, bitcast=True) & -0x80000000
+        rounded = to_nearest(held, HOW.target.mantissa_bits, HOW.target.min_normal)
+        held = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
     if not HOW.exact:
         codes = tl.where(scaled == scaled, codes, 0x7F)
@@ -312,7 +325,7 @@ def _codes(scaled, HOW: tl.constexpr):
 
 @triton.jit
 def _e8m0_code(amax, HOW: tl.constexpr):
-    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
+    """See `numerics.scales.e8m0_code`; an amax is never NaN here."""
     rounding: tl.constexpr = HOW.quantizer.scale_rounding
     if rounding == "rceil":
         bits = (amax * (1.0 / HOW.target.max)).to(tl.int32, bitcast=True)
@@ -330,13 +343,14 @@ def _e8m0_code(amax, HOW: tl.constexpr):
 
 @triton.jit
 def _times(code):
-    """See `numerics.blocks.e8m0_multiplier`."""
+    """See `numerics.scales.e8m0_multiplier`."""
     bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def packed_at(line, part, parts):
-    """Where `scaled_gemm.pack_scales` puts a byte-sized scale of a part of a line."""
-    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
-    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4
+def packed_at(line, block, blocks):
+    """The place of the byte-sized scale of a line's block, as `scaled_gemm.pack_scales` lays scales
+    out."""
+    tile = (line // 128).to(tl.int64) * tl.cdiv(blocks, 4) + block // 4
+    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + block % 4

@@ -16,18 +16,18 @@ _SQUARE = 128
 
 
 class KeptWeights:
-    """The copies of some weights, in memory that stays: `cast` fills it anew. Nothing in that waits
-    for the device or allocates, so that a CUDA graph can hold it.
+    """FP8 copies of some weights in fixed memory, which `cast` overwrites without waiting for the
+    device or allocating, so that a CUDA graph can hold it.
 
     Args:
         weights: contiguous matrices of one dtype, float64, which is rounded to float32 first,
             float32, bfloat16 or float16, on one device.
-        quantizer: with one scale per tensor, for blocks of 128 x 128, or E8M0 scales of 1 x 32.
-        places: of each weight in the scales and amaxes of delayed scaling.
+        quantizer: one with a scale per tensor, per block of 128 x 128, or E8M0 scales of 1 x 32.
+        places: the index of each weight in the scales and amaxes of delayed scaling.
 
     Attributes:
-        copies: of each weight its bytes [rows, columns] and those of its transpose, each with its
-            inverse scales, as `scaled_gemm` takes them.
+        copies: for each weight the bytes [rows, columns] and the bytes of its transpose, with their
+        inverse scales, as `scaled_gemm` takes them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class KeptWeights:
     ) -> None:
         self.quantizer = quantizer
         self.device, dtype = weights[0].device, weights[0].dtype
-        # By how scales are found: that of a tensor, unless it is given, or those of parts.
+        # The source of the scales, unless they are given: "current", the tensor's amax, or blocks.
         self._kind, self._scales = Scales.PER_TENSOR, "current"
         if not quantizer.per_tensor:
             mx = quantizer.scale == "e8m0"
@@ -51,7 +51,9 @@ class KeptWeights:
             tensors = (weight, along.data, across.data, along.inv_scale, across.inv_scale)
             first = len(owners)
             rows.append([*(t.data_ptr() for t in tensors), *weight.shape, first, place])
-            high, wide = (-(-size // part) for size, part in zip(weight.shape, tile, strict=True))
+            high, wide = (
+                -(-size // tile_size) for size, tile_size in zip(weight.shape, tile, strict=True)
+            )
             owners += [len(rows) - 1] * (high * wide)
         self._table = torch.tensor(rows, dtype=torch.int64).to(self.device)
         self._owners = torch.tensor(owners, dtype=torch.int32).to(self.device)
@@ -72,8 +74,8 @@ class KeptWeights:
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         rows, columns = weight.shape
         dtype = fp8_format(self.quantizer.format).dtype
-        inverse = weight.new_zeros((), dtype=torch.float32)  # one for both
-        made = []
+        inverse = weight.new_zeros((), dtype=torch.float32)  # shared by both copies
+        copies = []
         for shape in ((rows, columns), (columns, rows)):
             if self._kind is Scales.SQUARES:
                 high, wide = (-(-size // _SQUARE) for size in shape)
@@ -82,16 +84,16 @@ class KeptWeights:
             elif self._kind is Scales.MX:
                 codes = weight.new_zeros(shape[0], -(-shape[1] // 32), dtype=torch.uint8)
                 inverse = pack_scales(codes.view(torch.float8_e8m0fnu), self._kind)
-            made.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
-        return made[0], made[1]
+            copies.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
+        return copies[0], copies[1]
 
     def cast(self, scales: Tensor | None = None, amaxes: Tensor | None = None) -> None:
-        """Make the copies of what the weights are now.
+        """Cast the weights as they are now.
 
         Args:
-            scales: of delayed scaling, float32 [places]; multiply into FP8.
-            amaxes: of delayed scaling, float32 [places], finite or infinite: each becomes the
-                weight's own if that is larger; None records none.
+            scales: the scales of delayed scaling, float32 [places]; multiply into FP8.
+            amaxes: the amaxes of delayed scaling, float32 [places], finite or infinite: an element
+            is raised to the weight's amax if that is larger; None records none.
         """
         if scales is not None:
             self._launch("given", scales, amaxes)
@@ -101,18 +103,20 @@ class KeptWeights:
             self._launch("none", None, self._amaxes)
         self._launch(self._scales, None, None)
 
-    def _launch(self, how: str, scales: Tensor | None, record: Tensor | None) -> None:
+    def _launch(self, scale_kind: str, scales: Tensor | None, record: Tensor | None) -> None:
         amaxes = self._amaxes if record is None else record
-        made = variant(scales=how, record=record is not None, **self._variant)
+        compiled_for = variant(scales=scale_kind, record=record is not None, **self._variant)
         operands = (self._table, self._owners, self._amaxes if scales is None else scales, amaxes)
-        launch_weights(self._tiles, operands, made, self._options | {"SPACING": amaxes.stride(0)})
+        launch_weights(
+            self._tiles, operands, compiled_for, self._options | {"SPACING": amaxes.stride(0)}
+        )
 
 
 def launch_weights(
-    tiles: int, operands: tuple[Tensor, ...], how: Variant, options: dict[str, Any]
+    tiles: int, operands: tuple[Tensor, ...], variant: Variant, options: dict[str, Any]
 ) -> None:
     """Launch the kernel for many matrices, on their device."""
     from fp8stack.ops import triton_kernels
 
     with torch.cuda.device(operands[0].get_device()):
-        triton_kernels.cast_weights[(tiles,)](*operands, HOW=how, **options)
+        triton_kernels.cast_weights[(tiles,)](*operands, HOW=variant, **options)

@@ -268,10 +268,10 @@ FAULTS: dict[str, tuple[str, Put]] = {
         ),
     ),
     "a block is transposed": (
-        "quantizers: blocks*eager", after(blocks, "block_sizes", lambda made, *x: made[::-1])
+        "quantizers: block, bytes*", after(blocks, "block_sizes", lambda made, *x: made[::-1])
     ),
     "the second copy in blocks is the transpose of the first": (
-        "quantizers: 1x128, both*",
+        "quantizers: block, both*",
         after(
             fused_casts, "_blocks_op",
             lambda made, *x: (made[0], made[0].t().contiguous(), *made[2:]),
@@ -327,10 +327,11 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "gemms: nvfp4 by emulate*", after(operands.LayerOperands, "round", zero_gradients)
     ),
     "Philox with nine rounds": (
-        "random: *eager", lambda patch: patch.setattr(random_bits, "_ROUNDS", 9)
+        "quantizers: nvfp4, values, by torch*",
+        lambda patch: patch.setattr(random_bits, "_ROUNDS", 9),
     ),
     "the high word of a pass is left out of its bits": (
-        "random: *eager",
+        "quantizers: nvfp4, values, by torch*",
         instead(
             random_bits, "philox4x32",
             lambda exact, c0, c1, c2, c3, *key: exact(c0, c1, c2, c3 * 0, *key),
@@ -343,10 +344,10 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: *3 threads", after(fused, "round", without_last_row)
     ),
     "numba's kernel fuses the product with the sum that rounds": (
-        "quantizers: per tensor*1 thread", after(fused, "round", some_off)
+        "quantizers: current*1 thread", after(fused, "round", some_off)
     ),
     "an amax is dropped": (
-        "histories: a trace*", instead(amax, "record_amax", lambda *given: None)
+        "histories: updates*", instead(amax, "record_amax", lambda *given: None)
     ),
     "the torch backend drops the gradients' amax": (
         "histories: fp8_state of torch*",
@@ -356,7 +357,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         ),
     ),
     "a NaN enters the amax": (
-        "histories: a trace*",
+        "histories: updates*",
         instead(
             amax, "record_amax",
             lambda exact, kept, new, counts=None: kept.copy_(torch.maximum(kept, new)),
@@ -364,7 +365,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
     ),
     "the window moves twice": ("histories: updates*", after(AmaxHistory, "update", twice)),
     "the margin is ignored": (
-        "histories: *trace*",
+        "histories: updates*",
         instead(
             amax._Rules, "of",
             lambda exact, qs, history: exact(
@@ -431,11 +432,11 @@ OF_WEIGHTS: dict[str, tuple[str, Put]] = {
         instead(weights, "variant", lambda made, **how: made(**how | {"record": False})),
     ),
     "weights are cast to the other format": (
-        "quantizers: tensor, *many weights",
+        "quantizers: current, *many weights",
         other_rules(format="e5m2"),
     ),
     "the scales of squares of weights are powers of two no more": (
-        "quantizers: 128x128, *many weights",
+        "quantizers: block, *many weights",
         other_rules(scale="float32"),
     ),
     "the E8M0 scales of weights are rounded down": (

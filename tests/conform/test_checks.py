@@ -6,27 +6,32 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
 
 from fp8stack import numerics
-from fp8stack.conform import casts, gemms, histories, suite, te
+from fp8stack.conform import casts, gemms, histories, quantizers, suite, te
 from fp8stack.conform.checks import (
     Check,
     Context,
     Facts,
+    agreement_db,
     broken,
     merged,
     run_check,
     same_bits,
     same_values,
-    sqnr_db,
 )
-from fp8stack.conform.inputs import EVERY, amaxes, bf16_values, families, fp32_values, spiky_steps
-from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
+from fp8stack.conform.inputs import (
+    QUANTIZED_RECIPES,
+    amaxes,
+    bf16_values,
+    fp32_values,
+    spiky_steps,
+)
 from fp8stack.precision import Hardware, resolve
+from fp8stack.precision.rules import shipped
 from tests.conform.conform_faults import OF_WEIGHTS
 from tests.support.study_recipes import NO_HADAMARD
 from tests.support.te import te_stand_in
@@ -70,9 +75,14 @@ def test_bits_that_differ_are_counted_and_shown():
 
 def test_signal_to_noise_is_in_decibel():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert sqnr_db(x * 1.01, x) == pytest.approx(40, abs=0.01)
-    assert sqnr_db(x, x) == 200
-    assert sqnr_db(x * math.nan, x) == sqnr_db(x * math.inf, x) == sqnr_db(x, x * 0) == -200
+    assert agreement_db(x * 1.01, x) == pytest.approx(40, abs=0.01)
+    assert agreement_db(x, x) == 200
+    assert (
+        agreement_db(x * math.nan, x)
+        == agreement_db(x * math.inf, x)
+        == agreement_db(x, x * 0)
+        == -200
+    )
 
 
 def test_inputs_have_all_that_a_cast_may_meet():
@@ -90,20 +100,10 @@ def test_inputs_have_all_that_a_cast_may_meet():
     assert {0.0, math.inf} < set(amaxes().tolist())
 
 
-def test_every_quantizer_is_of_a_family():
-    found = families()
-    assert {name: q for family in found.values() for name, q in family.items()} == EVERY
-    assert list(found) == ["per tensor", "rowwise", "blocks", "mxfp8", "mxfp4", "mxfp6", "nvfp4"]
-
-
-def test_every_format_scale_and_rounding_is_among_the_checked_quantizers():
-    checked = EVERY.values()
-    assert {q.format for q in checked} == set(get_args(FormatName))
-    assert {q.scale for q in checked} == set(get_args(ScaleFormat))
-    for name in get_args(FormatName):
-        assert any(q.format == name and q.scale == "e8m0" for q in checked)
-    rules = {q.scale_rounding for q in checked if q.scale == "e8m0"}
-    assert rules == set(get_args(ScaleRounding))
+def test_the_quantizers_of_every_shipped_recipe_are_checked():
+    checked = {q for recipe in QUANTIZED_RECIPES for q in quantizers.quantizers_of(recipe)}
+    in_recipes = {q for recipe in shipped() for q in quantizers.quantizers_of(recipe)}
+    assert checked == {q for q in in_recipes if not q.delayed}
 
 
 # In the long form
@@ -111,7 +111,7 @@ def test_every_format_scale_and_rounding_is_among_the_checked_quantizers():
 
 def compiled_checks() -> list[Check]:
     """Those of `fp8stack conform` that a compiler which takes no time can do on a CPU."""
-    groups = casts.casts, casts.scales, casts.quantizers, casts.random_bits, histories.histories
+    groups = casts.casts, casts.scales, quantizers.quantizers, histories.histories
     found = [check for group in groups for check in group(CPU) if "compiled" in check.name]
     can = ("by emulate, compiled", "delayed by torch, compiled")
     found += [one for one in gemms.gemms(CPU) if any(way in one.name for way in can)]
@@ -120,8 +120,8 @@ def compiled_checks() -> list[Check]:
 
 
 SHORT = (
-    "to e", "scales and inverses", "row, values", "128x128, values", "mxfp6 e2m3, values",
-    "16x16, bytes", "hadamard nvfp4, values", "updates", "mxfp8 by emulate", "nvfp4 by emulate",
+    "to e", "scales and inverses", "rowwise, values", "block, values", "mxfp6_e2m3, values",
+    "nvfp4, bytes", "nvfp4, values", "fp8_state", "mxfp8 by emulate", "nvfp4 by emulate",
     "block by emulate",
 )  # fmt: skip
 
@@ -162,8 +162,10 @@ def test_fused_layers_that_are_not_finite_fail_with_facts_that_json_can_hold(mon
 def interpreted_copies() -> list[str]:
     """Where the kernels of both NVFP4 copies differ from the reference, as Triton interprets
     them."""
+    check = "nvfp4, both copies at once"
     with launched_on_a_cpu():
-        return casts.copies_check(Context(CPU.hardware, quick=True)).get("first", [])
+        (row,) = suite.run(Context(CPU.hardware, quick=True), check)["rows"]
+    return [] if row["verdict"] == "pass" else [row["why"]]
 
 
 def interpreted_weights() -> list[str]:
@@ -188,7 +190,7 @@ def interpreted_weights() -> list[str]:
 
 
 def test_without_transformer_engine_its_checks_say_so():
-    for group in (casts.casts, casts.quantizers):
+    for group in (casts.casts, quantizers.quantizers):
         assert {row["skipped"] for row in rows(group(CPU), "by TE")} == {
             "Transformer Engine is not installed"
         }
@@ -198,9 +200,9 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
     with te_with_quantizers():
         for group, words in (
             (casts.casts, ["bf16", "TE"]),
-            (casts.quantizers, ["special bf16", "TE"]),
-            (casts.quantizers, ["block of ordinary fp32", "TE"]),
-            (casts.quantizers, ["nvfp4 of ordinary", "TE"]),
+            (quantizers.quantizers, ["special bf16", "TE"]),
+            (quantizers.quantizers, ["block of ordinary fp32", "TE"]),
+            (quantizers.quantizers, ["nvfp4 of ordinary", "TE"]),
         ):
             assert_hold(rows(group(WITH_TE), *words))
         cast = te.cast

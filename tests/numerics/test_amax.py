@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8stack.conform.oracles import Slot
+from fp8stack.conform.oracles import Slot, scale_of
 from fp8stack.errors import UserError
 from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory, Quantizer, amax
@@ -18,7 +18,6 @@ from tests.support.oracles import (
     FLT_MAX,
     STEADY,
     default_dtype,
-    scale_of,
 )
 
 INF, NAN = math.inf, math.nan
@@ -77,7 +76,31 @@ def test_the_amax_of_a_scalar_a_subnormal_or_a_view():
 
 # AmaxHistory
 
-# The scales of any sequence of amaxes are below, and those of one by hand in `fp8stack conform`.
+# By hand: an amax at each step, the scale and the window after it. E4M3, margin 1, length 3.
+BY_HAND = (
+    (2.0, 112.0, (0, 0, 2)),
+    (56.0, 4.0, (0, 2, 56)),
+    (0.0, 4.0, (0, 2, 56)),  # no amax: nothing changes
+    (NAN, 4.0, (0, 2, 56)),
+    (1.0, 4.0, (0, 56, 1)),
+    (0.5, 4.0, (0, 1, 0.5)),  # 56 still counts: it leaves the window in this update
+    (INF, 4.0, (0, 0.5, INF)),  # a window with inf keeps its scale
+    (0.25, 4.0, (0, INF, 0.25)),
+    (0.25, 4.0, (0, 0.25, 0.25)),
+    (0.25, 896.0, (0, 0.25, 0.25)),
+    (1e-38, 896.0, (0, 0.25, 1e-38)),
+)
+
+
+def test_a_trace_by_hand_is_that_of_the_history_and_of_the_oracle():
+    history = AmaxHistory({"x": "e4m3"}, length=3, margin=1)
+    slot = Slot("e4m3", 3, 1)
+    for largest, scale, window in BY_HAND:
+        assert trace(history, [largest]) == [scale]
+        assert rows(history) == torch.tensor(window, dtype=torch.float32).tolist()
+        slot.record(largest)
+        slot.update()
+        assert (slot.scale, tuple(slot.window)) == (scale, window)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,21 +12,19 @@ import torch
 from torch import Tensor
 
 from fp8stack.conform import oracles
-from fp8stack.conform.inputs import EVERY, uneven
+from fp8stack.conform.inputs import uneven
 from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
-from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
-    FP8_MAX,
+    MAX,
     ML_DTYPES,
     fp8_codes,
-    scale_of,
     to_numpy,
 )
-from tests.support.quantizers import RULES
+from tests.support.quantizers import EVERY, RULES
 
 FORMATS: list[FormatName] = ["e4m3", "e5m2"]
 LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step
@@ -132,7 +129,9 @@ def test_one_scale(stale: float) -> None:
     for x, numbers, format in cells():
         largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
         with np.errstate(all="ignore"):
-            scale = np.float32(min(float(scale_of(largest, format) * np.float32(stale)), FLT_MAX))
+            scale = np.float32(
+                min(float(oracles.scale_of(largest, format) * np.float32(stale)), FLT_MAX)
+            )
             scaled = (numbers * scale).astype(np.float64)
             decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
         found = tensor_error(x, torch.tensor(scale), format)
@@ -170,7 +169,7 @@ def test_a_cast_without_scale(to: str) -> None:
 def test_what_rounds_down_to_the_maximum_is_not_saturated(format: FormatName) -> None:
     limit = LIMIT[format]
     above = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
-    x = torch.tensor([[limit, -limit, FP8_MAX[format], 1.0]])
+    x = torch.tensor([[limit, -limit, MAX[format], 1.0]])
     found = tensor_error(x, torch.ones(()), format)
     assert found[FIGURES.index("saturated")] == 0
     x[0, 1] = -above
@@ -245,11 +244,11 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     x[32:64, 32:64] *= 2.0**-60  # all zero under a scale of E4M3, or of the tensor
     x[64:, :32] = 0
     found = error.quantization_error(x, quantizer, dim=dim, generator=bits)
-    source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
-    numbers = to_numpy(source)
-    drawn = None if bits is None else bits.bits(*source.shape).numpy()
-    plain = replace(quantizer, hadamard=0)
-    made = oracles.quantize(numbers, plain, dim, bits=None if drawn is None else lambda *_: drawn)
+    drawn = None if bits is None else lambda *shape: bits.bits(*shape).numpy()
+    made = oracles.quantize(to_numpy(x), quantizer, dim, bits=drawn)
+    numbers = to_numpy(x)
+    if quantizer.hadamard:
+        numbers = oracles.hadamard(numbers, quantizer.hadamard, dim)
     values = dequantize(quantize(x, quantizer, dim, bits)).double().numpy()
     into = made.into
     if quantizer.scale == "e4m3":  # a block whose scale is zero is lost, and not clipped
@@ -265,7 +264,7 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
         assert found_[figure] == pytest.approx(value, rel=2e-5, abs=0), figure
 
     rows, columns = made.stored.shape
-    tall, wide = -(-source.shape[0] // rows), -(-source.shape[1] // columns)
+    tall, wide = -(-numbers.shape[0] // rows), -(-numbers.shape[1] // columns)
     if quantizer.blocks is not None:
         across, along = quantizer.blocks
         tall, wide = (across, along) if dim == 1 else (along, across)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8stack.conform.inputs import EVERY, uneven
+from fp8stack.conform.inputs import uneven
 from fp8stack.numerics import Quantizer, RandomBits, fused
 from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
 from fp8stack.numerics.scales import given_scale
 from tests.support.casts import cast_by
+from tests.support.quantizers import EVERY
 
 DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)
 

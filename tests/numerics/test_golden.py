@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from bench.gpu import golden
+from fp8stack.conform import oracles
 from fp8stack.conform import te as te_raw
 from fp8stack.conform.checks import Context
 from fp8stack.conform.golden import FOLDER
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from tests.support.golden_checks import check, load
-from tests.support.oracles import fp8_codes, scale_of, to_numpy
+from tests.support.oracles import fp8_codes, to_numpy
 from tests.support.te.te_quantizers import te_with_quantizers
 
 FILES = sorted(FOLDER.glob("*.safetensors"))
@@ -81,7 +82,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _weight(case: dict, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if case["scaling"] not in ("delayed", "current"):
         return {}
-    scale = scale_of(float(weight.abs().max()), "e4m3")
+    scale = oracles.scale_of(to_numpy(weight.abs().max()), "e4m3")
     data = torch.from_numpy(fp8_codes(to_numpy(weight), scale, "e4m3"))
     inverse = torch.tensor(1.0) / torch.tensor(scale)
     return {f"{case['name']}/weight bytes": data, f"{case['name']}/weight inverse": inverse}

@@ -12,19 +12,8 @@ import pytest
 import torch
 
 from fp8stack.conform import oracles
-from fp8stack.conform.inputs import (
-    EVERY,
-    HADAMARD,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    PLAIN,
-    STOCHASTIC,
-    extreme,
-    uneven,
-    with_specials,
-)
-from fp8stack.formats import FORMATS, FormatName
+from fp8stack.conform.inputs import MXFP8, NVFP4, extreme, uneven, with_specials
+from fp8stack.formats import FORMATS, FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import (
     Quantizer,
     RandomBits,
@@ -33,9 +22,8 @@ from fp8stack.numerics import (
     quantize,
     round_to,
 )
+from fp8stack.numerics.cast import encode
 from fp8stack.numerics.error import quantization_error
-from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import encode
 from tests.support.oracles import (
     BITS,
     FLOAT_DTYPES,
@@ -45,7 +33,17 @@ from tests.support.oracles import (
     nearest_codes,
     to_numpy,
 )
-from tests.support.quantizers import DRAWN, RULES, generator_of, numbers
+from tests.support.quantizers import (
+    DRAWN,
+    EVERY,
+    HADAMARD,
+    MXFP4,
+    PLAIN,
+    RULES,
+    STOCHASTIC,
+    generator_of,
+    numbers,
+)
 
 SMALL_FORMATS = [name for name in get_args(FormatName) if BITS[name] < 8]
 
@@ -66,13 +64,12 @@ def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **optio
     generator = generator_of(quantizer)
     made = quantize(x, quantizer, dim, generator, **options)
     np.testing.assert_array_equal(to_numpy(x), to_numpy(before))
-    source = to_numpy(hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x)
-    dtype = torch.bfloat16 if quantizer.hadamard else x.dtype
-    bits = None if generator is None else generator.bits(*source.shape).numpy()
-    overflow = min(float(torch.finfo(dtype).max), oracles.FLT_MAX)
-    plain = replace(quantizer, hadamard=0)
-    drawn = None if bits is None else lambda *shape: bits
-    wanted = oracles.quantize(source, plain, dim, overflow=overflow, bits=drawn)
+    source = to_numpy(x)
+    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
+    drawn = None if generator is None else lambda *shape: generator.bits(*shape).numpy()
+    wanted = oracles.quantize(source, quantizer, dim, overflow=overflow, bits=drawn)
+    if quantizer.hadamard:
+        source = oracles.hadamard(source, quantizer.hadamard, dim)
 
     assert (made.quantizer, made.dim, made.shape) == (quantizer, dim, x.shape)
     assert bool(made.has_nan) == bool(np.isnan(source).any())
@@ -97,6 +94,16 @@ def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **optio
     back = dequantize(made)
     assert back.dtype == torch.float32
     np.testing.assert_array_equal(back.numpy(), values)
+
+
+def test_every_format_scale_and_rounding_is_among_the_tested_quantizers():
+    tested = EVERY.values()
+    assert {q.format for q in tested} == set(get_args(FormatName))
+    assert {q.scale for q in tested} == set(get_args(ScaleFormat))
+    for name in get_args(FormatName):
+        assert any(q.format == name and q.scale == "e8m0" for q in tested)
+    rules = {q.scale_rounding for q in tested if q.scale == "e8m0"}
+    assert rules == set(get_args(ScaleRounding))
 
 
 @pytest.mark.parametrize("name", EVERY)

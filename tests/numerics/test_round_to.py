@@ -15,18 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8stack.conform.inputs import (
-    EVERY,
-    HADAMARD,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    PLAIN,
-    extreme,
-    fp32_values,
-    uneven,
-    with_specials,
-)
+from fp8stack.conform.inputs import MXFP8, NVFP4, extreme, fp32_values, uneven, with_specials
 from fp8stack.formats import FormatName
 from fp8stack.numerics import (
     Quantizer,
@@ -50,7 +39,16 @@ from tests.support.oracles import (
     fp8_codes,
     to_numpy,
 )
-from tests.support.quantizers import DRAWN, RULES, generator_of, numbers
+from tests.support.quantizers import (
+    DRAWN,
+    EVERY,
+    HADAMARD,
+    MXFP4,
+    PLAIN,
+    RULES,
+    generator_of,
+    numbers,
+)
 
 # One quantizer of each way through the code; compiling takes seconds each.
 COMPILED = [

@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp8stack.conform.casts import packed_copies
 from fp8stack.conform.oracles import quantize
+from fp8stack.conform.quantizers import compare_copies, gemm_operand
 from fp8stack.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.ops import fused_casts
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
-from fp8stack.ops.scaled_gemm import Scales
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of, spilled_bytes
 
@@ -216,10 +215,10 @@ def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
     made = cast_blocks(moved(one, device), quantizer, across=True, sums=True)
     values, limit = expected_exactly(one), float(torch.finfo(one.x.dtype).max)
     known = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
-    kind = Scales.MX if quantizer.scale == "e8m0" else Scales.ROWS
     copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
     told = f"blocks of {one.name} {tuple(one.shape)}: "
-    wrong = [told + line for line in packed_copies(copies, known, kind).get("first", [])]
+    facts = compare_copies(copies, known, quantizer, gemm_operand)
+    wrong = [told + line for line in facts.get("first", [])]
     return wrong + [told + "layout" for _, inverse in copies if not inverse.t().is_contiguous()]
 
 

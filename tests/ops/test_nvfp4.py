@@ -137,7 +137,7 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
     how = nvfp4.Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
     text = ptx_of(
         triton_nvfp4.find_amaxes,
-        {"x": "*bf16", "found": "*fp32"} | sizes,
+        {"x": "*bf16", "figures": "*fp32"} | sizes,
         {"HOW": how},
         capability,
         **nvfp4.LAUNCH,

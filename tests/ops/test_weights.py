@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.conform.casts import known_of, packed_copies
-from fp8stack.conform.oracles import Quantized, quantize
+from fp8stack.conform.oracles import Quantized, amax, quantize
+from fp8stack.conform.quantizers import compare_copies, gemm_operand, quantized
 from fp8stack.formats import Quantizer
 from fp8stack.ops import weights
-from fp8stack.ops.scaled_gemm import Scaled, Scales
+from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
-from tests.support.oracles import block_amax, to_numpy
+from tests.support.oracles import to_numpy
 from tests.support.triton_code import ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,10 +99,10 @@ def of_given_scales(
     largest = before[:, 0].cpu().numpy()
     for (x, place), copies in zip(cases, kept.copies, strict=True):
         values = to_numpy(x)
-        largest[place] = max(largest[place], block_amax(values))
+        largest[place] = max(largest[place], amax(values).item())
         known = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
         told = f"{x.shape} {x.dtype} {name} {place}"
-        wrong += compared(told, copies, known, Scales.PER_TENSOR)
+        wrong += compared(told, copies, known, quantizer)
     before[:, 0] = torch.tensor(largest)
     return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
 
@@ -111,19 +111,17 @@ def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> lis
     kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
     kept.cast()
     kept.cast()  # of the first time nothing is left, such as amaxes
-    kinds = {None: Scales.PER_TENSOR, (1, 32): Scales.MX, (128, 128): Scales.SQUARES}
-    kind = kinds[quantizer.blocks]
     for x, copies in zip(found, kept.copies, strict=True):
-        known = [known_of(x, quantizer, dim) for dim in (1, 0)]
-        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, kind)
+        known = [quantized(x, quantizer, dim) for dim in (1, 0)]
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, quantizer)
     return wrong
 
 
 def compared(
-    told: str, copies: tuple[Scaled, Scaled], known: list[Quantized], kind: Scales
+    told: str, copies: tuple[Scaled, Scaled], known: list[Quantized], quantizer: Quantizer
 ) -> list[str]:
     """What of a weight's copies is not as the reference has it."""
-    facts = packed_copies([copy[:2] for copy in copies], known, kind)
+    facts = compare_copies([copy[:2] for copy in copies], known, quantizer, gemm_operand)
     wrong = [f"{told}: {line}" for line in facts.get("first", [])]
     return wrong + [f"{told}: layout" for copy in copies if not copy.data.is_contiguous()]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend, fp8_state
-from fp8stack.conform.checks import mark_weights_changed, same_bits, sqnr_db
+from fp8stack.conform.checks import agreement_db, mark_weights_changed, same_bits
 from fp8stack.conform.golden import CHECKS, compared, fields_of, load
 from fp8stack.conform.inputs import MXFP8
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -44,7 +44,7 @@ def equal(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def near_db(found: Tensor, expected: Tensor, least: float, what: str) -> None:
-    ratio = sqnr_db(found.double(), expected.double())
+    ratio = agreement_db(found.double(), expected.double())
     assert ratio >= least, f"{what}: {ratio} dB, which is not {least}"
 
 

@@ -1,6 +1,6 @@
-"""References that share no code with fp8stack: numpy float32, ml_dtypes and exact fractions.
+"""Casts by ml_dtypes and scales by exact fractions, peers of the oracle in NumPy.
 
-What any quantizer makes of a matrix is in `fp8stack.conform.oracles`, tested against these.
+`fp8stack.conform.oracles` has the rules of every quantizer, and is tested against these.
 """
 
 from bisect import bisect_left
@@ -25,8 +25,7 @@ ML_DTYPES = {
     "fp16": np.float16,
     "fp32": np.float32,
 }
-FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-MAX = FP8_MAX | {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0}
 BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "e2m3": 6, "e3m2": 6}
 POWERS_OF_TWO = [Fraction(2) ** (code - 127) for code in range(255)]  # E8M0's values
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -71,72 +70,13 @@ def every_value(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def fp8_codes(x: np.ndarray, scale: np.ndarray | Number, name: str) -> np.ndarray:
-    """The bytes of the saturated product of two float32 arrays; NaN is 0x7F."""
-    assert x.dtype == np.float32
-    with np.errstate(all="ignore"):
-        scaled = x * np.float32(scale)
-        held = np.clip(scaled, -FP8_MAX[name], FP8_MAX[name])
-    bits = held.astype(ML_DTYPES[name]).view(np.uint8)
-    return np.where(np.isnan(scaled), np.uint8(0x7F), bits)
-
-
 def rceil_code(amax: Number, name: str) -> int:
     """The E8M0 code of the smallest power of two that is not below `amax / fp8_max`."""
     with np.errstate(all="ignore"):
-        ratio = np.float32(amax) * np.float32(1 / FP8_MAX[name])
+        ratio = np.float32(amax) * np.float32(1 / MAX[name])
     if np.isinf(ratio):
         return 254
     return bisect_left(POWERS_OF_TWO, Fraction(float(ratio)))
-
-
-def block_amax(block: np.ndarray) -> np.float32:
-    """The largest magnitude, NaN ignored."""
-    numbers = np.abs(block[~np.isnan(block)])
-    return numbers.max() if numbers.size else np.float32(0)
-
-
-def mxfp8(x: np.ndarray, dim: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and scale codes of 1x32 blocks along `dim`, rounded up, one block after another."""
-    rows = np.moveaxis(x, dim, -1)
-    data = np.zeros(rows.shape, np.uint8)
-    scales = np.zeros((*rows.shape[:-1], -(-rows.shape[-1] // 32)), np.uint8)
-    for index in np.ndindex(scales.shape):
-        here = (*index[:-1], slice(32 * index[-1], 32 * index[-1] + 32))
-        code = rceil_code(block_amax(rows[here]), name)
-        scales[index] = code
-        data[here] = fp8_codes(rows[here], 2.0 ** (127 - code), name)
-    return np.moveaxis(data, -1, dim), np.moveaxis(scales, -1, dim)
-
-
-def scale_of(
-    amax: Number, name: str, power_of_two: bool = False, overflow: float = FLT_MAX
-) -> np.float32:
-    """`fp8_max / amax` in float32, 1 for an amax of 0 or inf."""
-    if amax == 0 or not np.isfinite(amax):
-        return np.float32(1)
-    with np.errstate(over="ignore"):
-        scale = np.float32(MAX[name]) / np.float32(amax)
-    if np.isinf(scale):
-        scale = np.float32(overflow)
-    if power_of_two:  # frexp's mantissa is in [0.5, 1)
-        scale = np.ldexp(np.float32(0.5), np.frexp(scale)[1])
-    return np.float32(scale)
-
-
-def blocked(
-    x: np.ndarray, block: tuple[int, int], name: str, power_of_two: bool, overflow: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and inverse scales of the blocks of a matrix, one block after another."""
-    high, wide = block
-    data = np.zeros(x.shape, np.uint8)
-    inv_scale = np.zeros((-(-x.shape[0] // high), -(-x.shape[1] // wide)), np.float32)
-    for row, column in np.ndindex(inv_scale.shape):
-        here = (slice(row * high, row * high + high), slice(column * wide, column * wide + wide))
-        scale = scale_of(block_amax(x[here]), name, power_of_two, overflow)
-        data[here] = fp8_codes(x[here], scale, name)
-        inv_scale[row, column] = np.float32(1) / scale
-    return data, inv_scale
 
 
 def nearest_codes(scaled: np.ndarray, name: str) -> np.ndarray:
@@ -145,3 +85,10 @@ def nearest_codes(scaled: np.ndarray, name: str) -> np.ndarray:
     bits = held.astype(np.float32).astype(ML_DTYPES[name]).view(np.uint8)
     nan = 0x7F if BITS[name] == 8 else (1 << BITS[name] - 1) - 1
     return np.where(np.isnan(scaled), np.uint8(nan), bits)
+
+
+def fp8_codes(x: np.ndarray, scale: np.ndarray | Number, name: str) -> np.ndarray:
+    """`nearest_codes` of the product of two float32 arrays."""
+    assert x.dtype == np.float32
+    with np.errstate(all="ignore"):
+        return nearest_codes(x * np.float32(scale), name)

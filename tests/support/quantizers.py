@@ -1,16 +1,63 @@
-"""Quantizers beside those of `fp8stack.conform.inputs`, their random bits, and what they need."""
+"""Quantizers of every kind, their random bits, and what they need."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fp8stack.conform.inputs import ties
+from fp8stack.conform.inputs import MXFP8, NVFP4, ties
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.precision import load_recipe
 
-# Those of `quantize_mxfp8` and `quantize_blocks`, in all their forms.
+MXFP4 = replace(MXFP8, format="e2m1")
+# Rounding to nearest, no Hadamard transform.
+PLAIN = {
+    "tensor": Quantizer(),
+    "tensor e5m2": Quantizer(format="e5m2", scale="power_of_two", eps=3.0),
+    "row": Quantizer(block="row", eps=0.5),
+    "row e5m2": Quantizer(format="e5m2", block="row", scale="power_of_two"),
+    "1x128": Quantizer(block=(1, 128), scale="power_of_two"),
+    "1x64": Quantizer(block=(1, 64)),
+    "128x128": Quantizer(block=(128, 128), scale="power_of_two"),
+    "32x32": Quantizer(format="e5m2", block=(32, 32), eps=0.01),
+    "fp4 float32": Quantizer(format="e2m1", block=(1, 16)),
+    "fp6 power of two": Quantizer(format="e3m2", block=(16, 16), scale="power_of_two"),
+    "mxfp8": MXFP8,
+    "mxfp8 e5m2 floor": replace(MXFP8, format="e5m2", scale_rounding="floor"),
+    "mxfp4": MXFP4,
+    "mxfp4 floor": replace(MXFP4, scale_rounding="floor"),
+    "mxfp4 even": replace(MXFP4, scale_rounding="even"),
+    "mxfp4 32x32": replace(MXFP4, block=(32, 32)),
+    "mxfp6 e2m3": replace(MXFP8, format="e2m3"),
+    "mxfp6 e2m3 even": replace(MXFP8, format="e2m3", scale_rounding="even"),
+    "mxfp6 e3m2": replace(MXFP8, format="e3m2"),
+    "mxfp6 e3m2 floor": replace(MXFP8, format="e3m2", scale_rounding="floor"),
+    "nvfp4": NVFP4,
+    "nvfp4 16x16": replace(NVFP4, block=(16, 16)),
+}
+HADAMARD = {
+    "hadamard nvfp4": replace(NVFP4, hadamard=16),
+    "hadamard mxfp4": replace(MXFP4, hadamard=32),
+    "hadamard mxfp4 of 16": replace(MXFP4, hadamard=16),
+    "hadamard tensor": Quantizer(hadamard=16),
+    "hadamard row": Quantizer(block="row", hadamard=32),
+    "hadamard 1x128": Quantizer(block=(1, 128), hadamard=16),
+}
+STOCHASTIC = {
+    f"stochastic {name}": replace(quantizer, rounding="stochastic")
+    for name, quantizer in (PLAIN | HADAMARD).items()
+    if name
+    in (
+        *("tensor", "tensor e5m2", "row e5m2", "1x128", "mxfp8", "mxfp4", "mxfp6 e2m3", "nvfp4"),
+        *("mxfp6 e3m2 floor", "nvfp4 16x16", "hadamard nvfp4", "hadamard mxfp4", "hadamard row"),
+    )
+}
+EVERY = PLAIN | HADAMARD | STOCHASTIC
+
+# MXFP8 and float32 scales in blocks, by every rule.
 RULES = {
     f"mxfp8 {format} {rule}": Quantizer(
         format=format, block=(1, 32), scale="e8m0", scale_rounding=rule

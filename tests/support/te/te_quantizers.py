@@ -1,6 +1,6 @@
 """The stand-in for Transformer Engine with TE's quantizers, and TE's own update of delayed scales.
 
-They compute by the oracles, NVFP4 by TE's own reference, and share no code with fp8stack. Results
+They compute by the oracle in NumPy, NVFP4 by TE's own reference. Results
 lie in memory as TE's do: padded, transposed, scales in the order that its GEMMs want.
 """
 
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.oracles import FLT_MAX, block_amax, blocked, fp8_codes, mxfp8, scale_of, to_numpy
+from fp8stack.conform import oracles
+from fp8stack.formats import Quantizer as Rules
+from tests.support.oracles import FLT_MAX, fp8_codes, to_numpy
 from tests.support.te.te_stand_in import Source, StandIn, installed, nvfp4_of_te
 
 SOURCE = Source()
@@ -62,7 +64,7 @@ class Float8Quantizer(Quantizer):
         amax, scale = self.given["amax"], self.given["scale"]
         assert amax.shape == (1,)
         assert scale.shape == ()
-        amax.copy_(torch.fmax(amax, torch.tensor(block_amax(to_numpy(x)))))
+        amax.copy_(torch.fmax(amax, torch.from_numpy(oracles.amax(to_numpy(x)).reshape(1))))
         return self.per_tensor(x, np.float32(scale.item()))
 
 
@@ -70,8 +72,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
     """Casts with the scale of the tensor's own amax."""
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
-        amax = max(block_amax(to_numpy(x)), np.float32(self.given["amax_epsilon"]))
-        return self.per_tensor(x, scale_of(amax, self.format, self.given["force_pow_2_scales"]))
+        rules = self.given["force_pow_2_scales"], self.given["amax_epsilon"]
+        scale = oracles.scale_of(oracles.amax(to_numpy(x)), self.format, *rules)
+        return self.per_tensor(x, np.float32(scale.item()))
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -79,12 +82,15 @@ class Float8BlockQuantizer(Quantizer):
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         square = self.given["block_scaling_dim"] == 2
-        power_of_two = self.given["force_pow_2_scales"]
+        rules = Rules(
+            format=self.format,  # type: ignore[arg-type]
+            block=(128, 128) if square else (1, 128),
+            scale="power_of_two" if self.given["force_pow_2_scales"] else "float32",
+        )
         made = {}
         for name, matrix in (("rowwise", x), ("columnwise", x.t())):
-            block = (128, 128) if square else (1, 128)
             numbers = np.ascontiguousarray(to_numpy(matrix))
-            data, inverse = blocked(numbers, block, self.format, power_of_two, MAXIMA[x.dtype])
+            data, inverse = oracles.quantize(numbers, rules, 1, overflow=MAXIMA[x.dtype])[:2]
             scales = torch.from_numpy(inverse if square else np.ascontiguousarray(inverse.T))
             padding = (0, -scales.shape[1] % 4)
             made[f"_{name}_data"] = torch.from_numpy(data)
@@ -97,8 +103,10 @@ class MXFP8Quantizer(Quantizer):
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         made = {}
+        rules = Rules(format=self.format, block=(1, 32), scale="e8m0")  # type: ignore[arg-type]
         for name, dim, tile in (("rowwise", 1, (128, 4)), ("columnwise", 0, (4, 128))):
-            data, codes = mxfp8(to_numpy(x), dim, self.format)
+            data, codes = oracles.quantize(to_numpy(x), rules, dim)[:2]
+            codes = codes.astype(np.uint8)
             missing = [-size % multiple for size, multiple in zip(codes.shape, tile, strict=True)]
             padding = (0, missing[1], 0, missing[0])
             made[f"_{name}_data"] = torch.from_numpy(np.ascontiguousarray(data))
