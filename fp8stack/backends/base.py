@@ -49,7 +49,8 @@ class Backend:
 
     keeps_weights = False
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # what keeps its scales
-    observer: Any = None  # whoever looks at what is cast, see `observe.observing`
+    observer: Any = None  # sees what is cast, see `observe.observing`
+    after_norm = False  # whether a norm computed the input of the linear that is called
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         self.plan = plan
@@ -60,7 +61,7 @@ class Backend:
         self.vocabulary_multiple = plan.vocabulary_multiple
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
-        self._gemms = 0
+        self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
         self._lenders: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
@@ -185,11 +186,11 @@ class Backend:
     def count_gemms(self, count: int) -> None:
         """Note that GEMMs on FP8 operands run; compiled code is not counted."""
         if not torch.compiler.is_compiling():
-            self._gemms += count
+            self.gemm_count += count
 
     def fp8_gemms(self) -> int:
         """How many GEMMs on FP8 operands really ran since the last call."""
-        count, self._gemms = self._gemms, 0
+        count, self.gemm_count = self.gemm_count, 0
         return count + sum(other.fp8_gemms() for other in self._lenders.values())
 
 

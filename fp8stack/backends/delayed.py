@@ -37,15 +37,15 @@ from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
-from fp8stack.numerics.amax import record_amax
+from fp8stack.numerics.cast import record_amax
 from fp8stack.ops.replay import Replayed
 
 
 class Slot:
     """Where the casts of one operand of one layer get their scale and leave their amax.
 
-    It is known by tensors, not by name: so code that is compiled for one layer serves all that are
-    like it.
+    Compiled code knows it by its tensors, not by its name, so that the code of one layer serves all
+    layers that are like it.
     """
 
     def __init__(self, delayed: DelayedScaling, name: str, operand: Operand) -> None:
@@ -69,6 +69,28 @@ class Slot:
             return self.scale_of(self._delayed.again)
         return self._scales().index_select(0, self._column).view(())
 
+    def to_cast(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a cast needs now: the scale; with `record`, where it records the amax, both float32
+        and 0-dim; and whether that amax counts, bool and 0-dim: None if it does.
+
+        A pass that runs again casts with its own scales, and records nothing where an update has
+        moved its amaxes. The amax of a weight counts once for each change of the weight.
+        """
+        delayed = self._delayed
+        of_weight = self.operand == "weight"
+        counts = delayed.first if of_weight else None
+        recorded = self._recorded if record else None
+        if torch.compiler.is_compiling():
+            return self.scale(), recorded, counts
+        scales = delayed.first_scales if of_weight else delayed.history.scales
+        if self.operand != "grad_output" and torch._C._current_graph_task_id() != -1:
+            again = delayed.again
+            if again is not None:
+                scales = again.weight_scales if of_weight else again.scales
+                if record and again.moved:
+                    recorded = delayed.discarded
+        return scales[self.column], recorded, counts
+
     def scale_of(self, again: Pass | None) -> Tensor:
         """The scale to cast with, in a pass that is run `again` if it is one."""
         if again is None or self.operand == "grad_output":
@@ -82,26 +104,19 @@ class Slot:
         return delayed.first_scales if self.operand == "weight" else delayed.history.scales
 
     @property
-    def counts(self) -> Tensor | None:
-        """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
-        in its present state. None: it does."""
-        return self._delayed.first if self.operand == "weight" else None
-
-    @property
-    def recorded(self) -> Tensor:
-        """The tensor that an amax is recorded in, float32 and 0-dim: the history's, unless a pass
-        runs again whose amaxes an update has moved."""
-        if torch.compiler.is_compiling() or self.operand == "grad_output":
-            return self._recorded
-        return self._recorded if self._delayed.forward_counts else self._delayed.discarded
+    def is_recording(self) -> bool:
+        """Whether a forward pass that records is under way."""
+        return self._delayed.is_recording
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
-        record_amax(self.recorded, amax, self.counts)
+        _, recorded, counts = self.to_cast(record=True)
+        assert recorded is not None
+        record_amax(recorded, amax, counts)
 
 
 Slots = dict[tuple[Operand, bool], Slot]
-"""Of a layer, by operand and whether it is the copy that a GEMM reduces over the rows of."""
+"""A layer's slots, by operand and whether a slot is for the column copy."""
 
 
 class DelayedScaling:
@@ -199,7 +214,7 @@ class DelayedScaling:
         if torch.compiler.is_compiling():
             self._compiled = True
             return self._records
-        again = self.again
+        again = None if torch._C._current_graph_task_id() == -1 else self.again
         if again is not None:
             if again.records and not self._again:
                 self.backward_ran()

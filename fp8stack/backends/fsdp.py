@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fp8stack.formats import fp8_format
-
 if TYPE_CHECKING:
-    from fp8stack.backends.torch import ScaledLinear
+    from fp8stack.backends.linear import QuantizedLinear
 
 
 class _Wrapper(Tensor):
@@ -88,7 +86,7 @@ class ShardedWeight(_Wrapper):
     """The float32 rows `held` of a layer's weight that are on this rank. They are gathered as FP8
     bytes where the layer is `in_fp8`, else as float32."""
 
-    def __init__(self, held: Tensor, layer: ScaledLinear) -> None:
+    def __init__(self, held: Tensor, layer: QuantizedLinear) -> None:
         self._held = held
         self._layer = layer
 
@@ -108,7 +106,7 @@ class ShardedWeight(_Wrapper):
         """What to gather from every rank, and what stays here."""
         if not self._layer.in_fp8:
             return (self._held,), (None,)
-        data, scale = self._layer.cast_rows(self._held)
+        data, scale = self._layer.quantizers["weight"].cast_rows(self._held)
         return (data.view(torch.uint8),), (scale,)
 
     def fsdp_post_all_gather(
@@ -124,7 +122,7 @@ class ShardedWeight(_Wrapper):
         if out is None:
             if scale is None:
                 return data, (data,)
-            dtype8 = fp8_format(self._layer.quantizer("weight").format).dtype
+            dtype8 = self._layer.quantizers["weight"].target.dtype
             assert dtype8 is not None
             return FullWeight(data.view(dtype8), scale), (data,)
         # The second time, FSDP2 has gathered into the same memory.

@@ -228,7 +228,7 @@ class TEDelayedScaling(DelayedScaling):
             if names not in self._of_weights:
                 of_weights = [slot.operand == "weight" for slot in slots]
                 self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
-            counts = self.first | ~self._of_weights[names]  # see `Slot.counts`
+            counts = self.first | ~self._of_weights[names]  # see `Slot.to_cast`
             # A comparison with NaN is false: cuDNN may give one.
             found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             recorded = [self.history.recorded(name) for name in names]

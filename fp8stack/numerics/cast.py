@@ -35,16 +35,20 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
         ValueError: an unknown format.
     """
     target = fp8_format(format)
+    return cast_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device), target)
+
+
+def cast_scaled(x: Tensor, scale: Tensor, target: Format) -> Tensor:
+    """`cast_to_fp8` to a format that is known to be FP8."""
     # Upcast first: a bfloat16 tensor times a 0-dim float32 scale would stay bfloat16.
-    scaled = x.to(torch.float32) * torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    return saturated(scaled, target)
+    return saturated(x.to(torch.float32) * scale, target)
 
 
 def saturated(scaled: Tensor, target: Format) -> Tensor:
     """float32 values, scaled already, cast to an FP8 format: float8, of the same shape."""
     # Clamp first: torch's own cast saturates on some versions, overflows on others.
-    assert target.dtype is not None
-    data = scaled.clamp(-target.max, target.max).to(target.dtype)
+    assert target.dtype_name is not None
+    data = scaled.clamp(-target.max, target.max).to(getattr(torch, target.dtype_name))
     data.view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
     return data
 
@@ -79,6 +83,15 @@ def magnitude(x: Tensor) -> Tensor:
     """`|x|` in float32 with NaN replaced by 0, so that a NaN never enters an amax."""
     size = x.to(torch.float32).abs()
     return torch.where(size <= torch.inf, size, 0.0)  # a comparison with NaN is false
+
+
+def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
+    """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored, and an
+    amax that does not count, bool and 0-dim, too."""
+    if counts is not None:
+        amax = torch.where(counts, amax, 0.0)
+    # fmax, unlike maximum, takes the number where the other side is NaN.
+    recorded.copy_(torch.fmax(recorded, amax))
 
 
 def tensor_scale(

@@ -48,20 +48,6 @@ def exact_matmul() -> Iterator[None]:
         _turn(before)
 
 
-@contextmanager
-def bf16_matmul() -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices in bfloat16, and sum in float32, for a while: exact for
-    values that bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX.
-    Values below 2^-126 may become 0."""
-    backends: Any = torch.backends
-    matmul = backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 class MatmulPrecision:
     """Has one precision in the forward and backward passes of models, and whatever was there before
     in all else. It stays where torch.compile takes a whole model, for compiled code cannot switch,

@@ -15,6 +15,7 @@ from torch import Tensor
 import fp8stack
 from bench.cost.activations import Live, kept_bytes
 from fp8stack.backends import build_backend
+from fp8stack.backends.linear import QuantizedLinear
 from fp8stack.config import RunConfig
 from fp8stack.estimate.answer import PhaseEstimate
 from fp8stack.estimate.parts import Setting, estimate, optimizer_bytes
@@ -260,7 +261,11 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = made("llama", recipe, "torch")
     loss_of(model, setting)
-    kept: list[Any] = [one for part in model.modules() if (one := getattr(part, "_kept", None))]
+    kept: list[Any] = [
+        cached
+        for part in model.modules()
+        if isinstance(part, QuantizedLinear) and (cached := part.quantizers["weight"].cached)
+    ]
     tensors = [x for one in kept for copy in one.copies for x in (copy.data, copy.inv_scale)]
     storages = {id_of(x): x.untyped_storage().nbytes() for x in tensors}
     assert estimate(setting).fp8_weights == sum(storages.values())
