@@ -42,7 +42,7 @@ from fp8stack.ops.replay import Replayed
 
 
 class Slot:
-    """Where the casts of one operand of one layer get their scale and leave their amax.
+    """The scale and the amax of the casts of one operand of one layer.
 
     Compiled code knows it by its tensors, not by its name, so that the code of one layer serves all
     layers that are like it.
@@ -70,8 +70,8 @@ class Slot:
         return self._scales().index_select(0, self._column).view(())
 
     def to_cast(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a cast needs now: the scale; with `record`, where it records the amax, both float32
-        and 0-dim; and whether that amax counts, bool and 0-dim: None if it does.
+        """The scale to cast with now; with `record`, the tensor that the amax is recorded in, both
+        float32 and 0-dim; and whether that amax counts, bool and 0-dim: None if it does.
 
         A pass that runs again casts with its own scales, and records nothing where an update has
         moved its amaxes. The amax of a weight counts once for each change of the weight.
@@ -95,7 +95,7 @@ class Slot:
         """The scale to cast with, in a pass that is run `again` if it is one."""
         if again is None or self.operand == "grad_output":
             return self._scales()[self.column]
-        # By as many operators as above: selective checkpointing counts them.
+        # As many operators as above: selective checkpointing counts them.
         scales = again.weight_scales if self.operand == "weight" else again.scales
         return scales[self.column]
 
@@ -135,7 +135,7 @@ class DelayedScaling:
         self.weights.has_amaxes, self.weights.agree = True, self.sharing.agree
         self._passes = Passes()
         self._distributed: Pass | None = None  # whose scales were distributed
-        self._aside: list[Tensor] | None = None  # scales and amaxes, while those of a pass are read
+        self._aside: list[Tensor] | None = None  # scales and amaxes, while a pass has its own
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
         self._settled = False  # whether `settle` moved all that was recorded
@@ -172,8 +172,10 @@ class DelayedScaling:
 
     def slots_of(self, path: str, operand: str) -> list[str]:
         """The names of the slots of an operand of the layer at `path`: none, one or two."""
-        own = f"{path}.{operand}"
-        return [name for name in (own, f"{own}.dgrad", f"{own}.wgrad") if name in self.quantizers]
+        slot = f"{path}.{operand}"
+        return [
+            name for name in (slot, f"{slot}.dgrad", f"{slot}.wgrad") if name in self.quantizers
+        ]
 
     def _add(self, name: str, quantizer: Quantizer, operand: Operand) -> Slot:
         self.quantizers[name] = quantizer
@@ -205,8 +207,8 @@ class DelayedScaling:
         return self.slots[slot].scale()
 
     def records(self, trains: bool) -> bool:
-        """Whether a layer that is called now is to record amaxes; `trains`: it is in training mode
-        with gradients.
+        """Whether a layer that is called now records amaxes; `trains`: it is in training mode with
+        gradients.
 
         Raises:
             UserError: it trains outside a pass of the whole model, so that no update would follow.
@@ -251,7 +253,7 @@ class DelayedScaling:
         return again is None or not again.moved
 
     def backward_ran(self) -> None:
-        """Note, from inside a backward pass, that it is to end in an update."""
+        """Request an update at the end of the backward pass that is under way."""
         if torch.compiler.is_compiling():  # calls nobody back: the next pass updates
             return
         if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
@@ -269,8 +271,8 @@ class DelayedScaling:
         that is run `again`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `fp8_state` gives, with the update that is due; that is not made, because a backward
-        pass may follow."""
+        """The tensors of `fp8_state`, after the update that is due. The update is made in a copy,
+        because a backward pass may follow."""
         self.collect()
         history = copy.deepcopy(self.history)
         history.update(self._due())
@@ -303,7 +305,7 @@ class DelayedScaling:
         self._pending = True
         self._update(None)
         self.distribute()
-        self.weights.mark()  # their scales are taken anew
+        self.weights.mark()  # they take new scales
 
     def _changing(self) -> list[Tensor]:
         """The tensors that a training step changes."""
@@ -399,12 +401,12 @@ class DelayedScaling:
                         y.register_hook(hook)  # type: ignore[no-untyped-call]
         # A pass that gave no output has failed.
         self._forward_due = begun is not None and begun.records and output is not None
-        if self._under_way:  # the outer pass goes on
+        if self._under_way:  # the outer pass continues
             self._records = self._under_way[-1].records
 
     def _enter(self, begun: Pass, gradient: Tensor) -> None:
-        """Set the scales to those of the pass whose backward pass begins. Compiled layers, which
-        may run again in it, do not ask for a pass."""
+        """Set the scales of the pass whose backward pass begins. Compiled layers, which may run
+        again in it, do not ask for a pass."""
         if not begun.moved:
             return
         if self._aside is None:
@@ -433,7 +435,7 @@ class DelayedScaling:
         return torch.tensor(of_gradients, device=self.first.device)
 
     def _after_backward(self) -> None:
-        # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
+        # Updates all slots: reentrant checkpointing runs forward and backward passes alternately.
         self._forward_due = self._again = False
         self._backward_task = None
         self.collect()
@@ -458,7 +460,7 @@ class DelayedScaling:
             self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
-        """Have the state on `device`, if it is not."""
+        """Move the state to `device`, if it is elsewhere."""
         if self.history.history.device == device:
             return
         with torch.inference_mode(False):

@@ -26,7 +26,7 @@ from fp8stack.precision.plan import LayerPlan, Plan
 
 
 class Form(NamedTuple):
-    """How the tensors of a copy are to be read.
+    """The form of the tensors of a copy.
 
     Attributes:
         turned: whether it is a column copy: the GEMM takes the transpose of its values.
@@ -42,14 +42,15 @@ class Form(NamedTuple):
 
 
 class Emulated(NamedTuple):
-    """An operand as an emulated GEMM takes it.
+    """A copy of an operand, for an emulated GEMM.
 
     Attributes:
         values: see `numerics.Rounded`, not turned; bytes, where they are packed.
-        factor: multiplies the GEMM's output: 0-dim, or one for each row of the operand as its GEMM
-            reduces it. The scales of the bytes, where they are packed.
-        form: how to read them.
-        amax, has_nan: those of the matrix, where it is packed; see `numerics.Quantized`.
+        factor: multiplies the GEMM's output: 0-dim, or one for each row of a row copy and each
+            column of a column copy. The scales of the bytes, where they are packed.
+        form: the form of both.
+        amax, has_nan: the amax of the matrix, and whether it has a NaN, where it is packed and its
+            quantizer needs them; see `numerics.Quantized`.
     """
 
     values: Tensor
@@ -107,7 +108,7 @@ def _gemm(
 def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
     if not scales:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    # In float64, which holds a product of two float32, and rounded once by the GEMM.
+    # A product in float64, which is exact, rounded once by the GEMM.
     factors = list(map(Tensor.item, scales))
     alpha = math.prod(factors)
     if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:
@@ -126,7 +127,7 @@ def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) ->
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
-def _fake_gemm(a: Tensor, b: Tensor, turn: str, *others: Any) -> Tensor:
+def _fake_gemm(a: Tensor, b: Tensor, turn: str, *options: Any) -> Tensor:
     return a.new_empty(a.shape[turn == "a"], b.shape[turn != "b"])
 
 
@@ -138,7 +139,7 @@ _cpu_gemm = operator(
 
 
 class EmulatedOperand(OperandQuantizers):
-    """How one operand of an emulated layer is rounded, see `OperandQuantizers`.
+    """The rounding of one operand of an emulated layer, see `OperandQuantizers`.
 
     Attributes:
         rounding, rounding_across: the rounding of each copy, None in high precision.
@@ -185,8 +186,8 @@ class EmulatedOperand(OperandQuantizers):
             return Emulated(rows.values.to(dtype), rows.factor, form)
         scale = self.scale(x, across=True, record=False)
         bits = self.bits(True, len(x))
-        made = numerics.quantize(castable(x), across, 0, bits, scale=scale)
-        return Emulated(made.data, made.scales, form, made.amax, made.has_nan)
+        packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
+        return Emulated(packed.data, packed.scales, form, packed.amax, packed.has_nan)
 
     def unpack(self, copy: Emulated) -> Emulated:
         """The copy that `pack` packed, with its values in the dtype of the GEMM."""
@@ -278,7 +279,6 @@ class EmulateBackend(Backend):
         """See `GemmBackend.matmul`; scaled in float32."""
         if b.form.packed is not None:
             b = b.form.packed.unpack(b)
-        left, right = a.values, b.values
         turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
         scales = []  # factors of the whole output; `rows` and `columns` have one for each
         for factor in (a.factor, b.factor):
@@ -286,20 +286,18 @@ class EmulateBackend(Backend):
                 scales.append(factor)
         rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
         columns = b.factor if b.factor is not None and b.factor.ndim else None
-        if not left.is_cpu:
-            left = left.t() if turn == "a" else left
-            right = right.t() if turn == "b" else right
+        if not a.values.is_cpu:
+            left = a.values.t() if turn == "a" else a.values
+            right = b.values.t() if turn == "b" else b.values
             with exact_matmul():  # TF32 would round the operands
-                if left.dtype == torch.bfloat16:
-                    y = torch.mm(left, right, out_dtype=torch.float32)
-                else:
-                    y = left @ right
+                bf16 = left.dtype == torch.bfloat16
+                y = torch.mm(left, right, out_dtype=torch.float32) if bf16 else left @ right
             return _scaled(y, scales, rows, columns, bias).to(out_dtype)
         bias = None if bias is None else bias.float()
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _cpu_gemm if seen(left) else _gemm
+        multiply = _cpu_gemm if seen(a.values) else _gemm
         if rows is None and columns is None:
-            y = multiply(left, right, turn, scales, bias, in_bf16)
+            y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
             return y.to(out_dtype)
-        y = multiply(left, right, turn, scales, None, in_bf16)
+        y = multiply(a.values, b.values, turn, scales, None, in_bf16)
         return _scaled(y, [], rows, columns, bias).to(out_dtype)

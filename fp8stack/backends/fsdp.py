@@ -1,8 +1,8 @@
-"""Weights that FSDP2's ranks share out and gather as FP8 bytes: a quarter of what float32 takes.
+"""Weights that FSDP2's ranks shard and gather as FP8 bytes: a quarter of float32's.
 
-Each rank casts the rows that it has, with the scale of the whole weight: so the bytes are those of
-the whole, cast. The float32 rows stay the master weights. For one scale per tensor only: blocks do
-not end where ranks' rows do.
+Each rank casts its rows with the scale of the whole weight, so that the gathered bytes equal a cast
+of the whole weight. The float32 rows stay the master weights. For one scale per tensor only: blocks
+do not end where ranks' rows do.
 
 FSDP2 asks a parameter's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
@@ -27,7 +27,7 @@ class _Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, *args: Any) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             held.stride(),
@@ -35,10 +35,10 @@ class _Wrapper(Tensor):
             dtype=torch.float32,
             device=held.device,
         )
-        return made
+        return wrapper
 
     def plain(self) -> Tensor:
-        """What operators see: float32."""
+        """The float32 tensor that operators see."""
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class _Wrapper(Tensor):
             assert tuple(args[1]) == first.shape, "FSDP2 asks for the whole, as it is"
             return first.same()
         plain_args, plain_kwargs = tree_map_only(
-            _Wrapper, lambda part: part.plain(), (args, kwargs or {})
+            _Wrapper, lambda wrapper: wrapper.plain(), (args, kwargs or {})
         )
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
@@ -75,7 +75,7 @@ class _Wrapper(Tensor):
 
 
 _aten = torch.ops.aten
-# What FSDP2 makes a rank's rows by.
+# Operators that FSDP2 uses to shard a parameter.
 _KEEPS = {
     *(_aten.split.Tensor, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default),
     _aten.new_zeros.default,
@@ -112,13 +112,13 @@ class ShardedWeight(_Wrapper):
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor],
-        kept: tuple[Tensor | None],
+        local: tuple[Tensor | None],
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The whole weight, of all ranks' rows."""
-        (data,), (scale,) = gathered, kept
+        (data,), (scale,) = gathered, local
         if out is None:
             if scale is None:
                 return data, (data,)
@@ -150,7 +150,7 @@ class FullWeight(_Wrapper):
         self.scale = scale
 
     def plain(self) -> Tensor:
-        """What the bytes stand for, float32."""
+        """The values of the bytes, float32."""
         return self.data8.float() / self.scale
 
     def same(self) -> Tensor:

@@ -42,7 +42,7 @@ class LowPrecisionLinear(nn.Linear):
     `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
     are not ours; else it has the compute dtype.
     `in_fp8` may be switched at any step: without it, the GEMMs take operands of the compute dtype.
-    `reminder` is told when a weight is loaded that FP8 state belongs to.
+    `reminder` notes when a weight is loaded that FP8 state belongs to.
     """
 
     transposed = False
@@ -92,8 +92,8 @@ class LowPrecisionLinear(nn.Linear):
             return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
-        """As `nn.Module.to` calls it: delayed scaling's state moves along, before code is compiled
-        that could not move it."""
+        """Move delayed scaling's state as well, before code is compiled that could not move it;
+        `nn.Module.to` calls this."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         weight = self._parameters.get("weight")
         if self.delayed is not None and weight is not None and weight.device.type != "meta":
@@ -112,7 +112,7 @@ class LowPrecisionLinear(nn.Linear):
                 self.reminder.weights_loaded()
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """As torch.jit.script calls it.
+        """Refuse torch.jit.script, which calls this.
 
         Raises:
             UserError: always.
@@ -217,7 +217,7 @@ class Call(NamedTuple):
 
 
 class GemmBackend(Protocol):
-    """How a backend casts the operands of its linears and multiplies them.
+    """The casts and GEMMs of a backend's linears.
 
     Copies of an operand are NamedTuples of the class `Copy`: two tensors, their form, which is no
     tensor, and further tensors; None in place of a tensor that the form does not have. `sums`, of

@@ -1,4 +1,4 @@
-"""How the operands of a linear are quantized: quantizers, scales of earlier passes, random bits."""
+"""The quantizers of a linear's operands, with their scales of earlier passes and random bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Draws:
         return self.layers.setdefault(path, LayerDraws(self.seed, path))
 
     def move(self, device: torch.device) -> None:
-        """Have the counters on `device`."""
+        """Move the counters to `device`."""
         for layer in self.layers.values():
             if layer.counter.device != device:
                 with torch.inference_mode(False):
@@ -81,7 +81,7 @@ class LayerDraws:
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
-        rows. Each rank draws those of its own rows of the global batch, divided in order."""
+        rows. Each rank draws the bits of its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self._stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows

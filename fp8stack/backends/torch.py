@@ -51,7 +51,7 @@ Copies = tuple[Scaled, Scaled | None]
 
 
 class ScaledOperand(OperandQuantizers):
-    """How one operand of a layer is quantized, see `OperandQuantizers`: this backend requires the
+    """The quantizers of one operand of a layer, see `OperandQuantizers`: this backend requires the
     same quantizer for both copies, up to a Hadamard transform.
 
     Attributes:
@@ -196,9 +196,9 @@ class TorchBackend(Backend):
         """See `Backend.fp8_linear`."""
         quantizers = {name: ScaledOperand(name, operands) for name in OPERANDS}
         multiple = MULTIPLES[quantizers["input"].kind]
-        made = QuantizedLinear(size, self, operands, quantizers, multiple)
-        quantizers["weight"].layer = made
-        return made
+        linear = QuantizedLinear(size, self, operands, quantizers, multiple)
+        quantizers["weight"].layer = linear
+        return linear
 
     def cast(
         self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, call: Call
@@ -213,11 +213,11 @@ class TorchBackend(Backend):
         return self.quantize(x, quantizers, both, call)
 
     def _serves(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
-        """Whether the copies of a weight are those of the weight as it is now."""
+        """Whether the copies of a weight are up to date."""
         if not self.weights.copied or torch.compiler.is_compiling():
             return self.weights.copied
-        # In a backward pass, blocks run again. A layer that is called by itself may have changed
-        # since the model's last pass.
+        # Blocks run again in a backward pass. A layer that is called by itself may have another
+        # weight than in the model's last pass.
         if not self.weights.fresh and torch._C._current_graph_task_id() == -1:
             return False
         assert quantizers.layer is not None
@@ -247,12 +247,12 @@ class TorchBackend(Backend):
             return self._cast(x, quantizers, both, call.record, sums)
         if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
             product = Product("cast", x) if isinstance(x, Tensor) else x
-            made = cast_blocks(product, quantizer, across=both, sums=sums)
-            assert made.inv_scale is not None
-            rows = Scaled(made.data, made.inv_scale, kind, None, made.sums)
-            if made.transposed is None or made.inv_scale_across is None:
+            copies = cast_blocks(product, quantizer, across=both, sums=sums)
+            assert copies.inv_scale is not None
+            rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
+            if copies.transposed is None or copies.inv_scale_across is None:
                 return rows, None
-            return rows, Scaled(made.transposed, made.inv_scale_across, kind)
+            return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
         assert isinstance(x, Tensor)
         total = x.sum(0, dtype=torch.float32) if sums else None
         if kind is Scales.NV:
@@ -287,12 +287,12 @@ class TorchBackend(Backend):
                 return _both(data, turned, scale, total)
             total, x = x.sum(0, dtype=torch.float32) if sums else None, Product("cast", x)
             sums = False
-        made = cast_product(
+        copies = cast_product(
             x, scale, quantizer.format, across=both, record=recorded is not None, sums=sums
         )
-        if made.amax is not None and recorded is not None:
-            record_amax(recorded, made.amax, counts)
-        return _both(made.data, made.transposed, scale, made.sums if sums else total)
+        if copies.amax is not None and recorded is not None:
+            record_amax(recorded, copies.amax, counts)
+        return _both(copies.data, copies.transposed, scale, copies.sums if sums else total)
 
     def _compiled_cast(
         self, x: Tensor, quantizers: ScaledOperand, both: bool, call: Call, by_kernel: bool
@@ -330,9 +330,9 @@ class TorchBackend(Backend):
     def follow(self, model: nn.Module) -> None:
         """See `Backend.follow`; weights are quantized once for all micro-batches of a step."""
         self._layers = [
-            part
-            for part in model.modules()
-            if isinstance(part, QuantizedLinear) and part.backend is self
+            layer
+            for layer in model.modules()
+            if isinstance(layer, QuantizedLinear) and layer.backend is self
         ]
         model.register_forward_pre_hook(self._keep_weights)
 
@@ -386,11 +386,11 @@ class TorchBackend(Backend):
             )
             return y.view(*x.shape[:-1], down.out_features)
 
-    def share_out(self, part: nn.Module | None) -> None:
+    def share_out(self, module: nn.Module | None) -> None:
         """See `Backend.share_out`; a weight with one scale whose rows can be shared equally is
         gathered as FP8 bytes."""
-        super().share_out(part)
-        within = set() if part is None else set(part.modules())
+        super().share_out(module)
+        within = set() if module is None else set(module.modules())
         for layer in self._layers:
             quantizer = layer.quantizers["weight"].quantizer
             equal = layer.weight.shape[0] % dist.get_world_size() == 0
@@ -406,7 +406,7 @@ class TorchBackend(Backend):
         # DTensors, whose local tensors are `ShardedWeight`s.
         rows = [layer.weight.to_local().plain() for layer in shared]  # type: ignore[attr-defined]
         with torch.no_grad():
-            largest = torch.stack([numerics.amax(part) for part in rows])
+            largest = torch.stack([numerics.amax(weight_rows) for weight_rows in rows])
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         for layer, amax in zip(shared, largest.unbind(), strict=True):
             quantizers = layer.quantizers["weight"]
@@ -438,8 +438,8 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _takes_products(layer: nn.Module) -> bool:
-    """Whether the input of a layer and the gradient of its output may be computed as they are cast,
-    where no hook is to see them."""
+    """Whether the input of a layer and the gradient of its output may be computed as they are cast:
+    no hook needs to see them."""
     if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:

@@ -42,7 +42,7 @@ class WeightCache:
         delayed: DelayedScaling | None,
         changes: WeightChanges,
     ) -> None:
-        """Have the layers use copies of their weights as they are now; amaxes are recorded once."""
+        """Cast the weights of the layers as they are now; amaxes are recorded once."""
         record = changes.first
         addresses = [(id(weight), weight.data_ptr(), weight.dtype) for _, weight in layers]
         if addresses != self._addresses:

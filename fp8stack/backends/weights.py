@@ -33,7 +33,8 @@ def own_weight(layer: nn.Module) -> Tensor | None:
 
 
 def version_of(weight: Tensor | None) -> Version:
-    """What differs once `weight` was changed in place, replaced, or moved; None never differs."""
+    """A value that differs once `weight` was changed in place, replaced, or moved; None never
+    differs."""
     if weight is None:
         return ()
     if weight.is_inference():
@@ -143,7 +144,7 @@ class WeightChanges:
     @property
     def copies_serve(self) -> bool:
         """Whether copies that were made serve a layer that is called now, maybe by itself."""
-        # In a backward pass, blocks run again.
+        # Blocks run again in a backward pass.
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward or self.fresh
 
