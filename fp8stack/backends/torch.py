@@ -275,24 +275,22 @@ class TorchBackend(Backend):
         else:  # current scaling: the amax comes first
             largest = numerics.amax(x) if isinstance(x, Tensor) else product_amax(x)
             scale = numerics.current_scale(largest, quantizer)
-        if isinstance(x, Tensor):
-            # No kernel is fused on a CPU; what looks at operators finds one there as well.
-            observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            if x.is_cpu and not observed:
-                data = cast_scaled(x.contiguous(), scale, quantizers.target)
-                turned = data.t().clone(memory_format=torch.contiguous_format) if both else None
-                if recorded is not None:
-                    record_amax(recorded, numerics.amax(x), counts)
-                total = x.sum(0, dtype=torch.float32) if sums else None
-                return _both(data, turned, scale, total)
-            total, x = x.sum(0, dtype=torch.float32) if sums else None, Product("cast", x)
-            sums = False
-        copies = cast_product(
-            x, scale, quantizer.format, across=both, record=recorded is not None, sums=sums
-        )
+        total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
+        # The operator serves kernels, and whatever looks at operators.
+        observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if isinstance(x, Tensor) and x.is_cpu and not observed:
+            data = cast_scaled(x.contiguous(), scale, quantizers.target)
+            turned = data.t().clone(memory_format=torch.contiguous_format) if both else None
+            if recorded is not None:
+                record_amax(recorded, numerics.amax(x), counts)
+            return _both(data, turned, scale, total)
+        product = Product("cast", x) if isinstance(x, Tensor) else x
+        options = {"across": both, "record": recorded is not None, "sums": sums and total is None}
+        copies = cast_product(product, scale, quantizer.format, **options)
         if copies.amax is not None and recorded is not None:
             record_amax(recorded, copies.amax, counts)
-        return _both(copies.data, copies.transposed, scale, copies.sums if sums else total)
+        sums_of_rows = copies.sums if total is None else total
+        return _both(copies.data, copies.transposed, scale, sums_of_rows)
 
     def _compiled_cast(
         self, x: Tensor, quantizers: ScaledOperand, both: bool, call: Call, by_kernel: bool
