@@ -51,6 +51,7 @@ class Emulated(NamedTuple):
         form: the form of both.
         amax, has_nan: the amax of the matrix, and whether it has a NaN, where it is packed and its
             quantizer needs them; see `numerics.Quantized`.
+        sums: not given, see `GemmBackend`.
     """
 
     values: Tensor
@@ -58,8 +59,7 @@ class Emulated(NamedTuple):
     form: Form
     amax: Tensor | None = None
     has_nan: Tensor | None = None
-
-    sums = None
+    sums: None = None
 
 
 def _scaled(
