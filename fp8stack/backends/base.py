@@ -1,4 +1,4 @@
-"""What every backend offers a model, and FP8 state by name."""
+"""The interface of backends to a model, and FP8 state by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Backend:
 
     keeps_weights = False
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # what keeps its scales
-    observer: Any = None  # whoever looks at what is cast, see `observe.observing`
+    observer: Any = None  # sees what is cast, see `observe.observing`
+    after_norm = False  # whether a norm computed the input of the linear that is called
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         self.plan = plan
@@ -60,7 +61,7 @@ class Backend:
         self.vocabulary_multiple = plan.vocabulary_multiple
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
-        self._gemms = 0
+        self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
         self._lenders: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
@@ -75,10 +76,10 @@ class Backend:
         builder = self._lenders[layer.backend] if layer.backend else self
         return builder.fp8_linear(layer, size, operands)
 
-    def lend_layers(self, other: Backend) -> None:
-        """Have `other` build the layers that the plan gives to it; their state is kept here."""
-        other.delayed, other.weights = self.delayed, self.weights
-        self._lenders[other.plan.backend] = other
+    def lend_layers(self, lender: Backend) -> None:
+        """Give `lender` the layers that the plan has for it; their state stays here."""
+        lender.delayed, lender.weights = self.delayed, self.weights
+        self._lenders[lender.plan.backend] = lender
 
     def fp8_linear(
         self, layer: LayerPlan, size: Size, operands: LayerOperands
@@ -148,7 +149,7 @@ class Backend:
         if self.delayed is not None:
             self.delayed.attach(model)
         elif self.keeps_weights:
-            layers = [part for part in model.modules() if isinstance(part, LowPrecisionLinear)]
+            layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
 
@@ -158,9 +159,9 @@ class Backend:
     def follow(self, model: nn.Module) -> None:
         """Take charge of what is this backend's own in the layers that it built in `model`."""
 
-    def share_out(self, part: nn.Module | None) -> None:
-        """Make ready for FSDP2, which is about to share out the weights of `part`; with None, in
-        float32 and no other way."""
+    def share_out(self, module: nn.Module | None) -> None:
+        """Prepare for FSDP2, which is about to shard the weights of `module`; if None, all weights
+        in float32."""
         # Parameters come and go with every pass: only optimizers' steps tell of changes.
         self.weights.watch(())
 
@@ -178,19 +179,19 @@ class Backend:
         makes."""
 
     def set_matmul_precision(self, model: nn.Module) -> None:
-        """Have `model` multiply float32 exactly, or as TF32 if that is the plan, in its forward and
-        backward passes, and leave other models here as they are."""
+        """Let `model` multiply float32 exactly, or as TF32 if the plan says so, in its forward and
+        backward passes; other models of the process are not affected."""
         MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
 
     def count_gemms(self, count: int) -> None:
         """Note that GEMMs on FP8 operands run; compiled code is not counted."""
         if not torch.compiler.is_compiling():
-            self._gemms += count
+            self.gemm_count += count
 
     def fp8_gemms(self) -> int:
-        """How many GEMMs on FP8 operands really ran since the last call."""
-        count, self._gemms = self._gemms, 0
-        return count + sum(other.fp8_gemms() for other in self._lenders.values())
+        """Count the GEMMs on FP8 operands that really ran since the last call."""
+        count, self.gemm_count = self.gemm_count, 0
+        return count + sum(lender.fp8_gemms() for lender in self._lenders.values())
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
@@ -224,16 +225,16 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     _require_tensors(state)
     drawn = {name: tensor for name, tensor in state.items() if name.endswith(".draws")}
     scales = {name: tensor for name, tensor in state.items() if name not in drawn}
-    for attribute, part in zip(_KEEPERS, (scales, drawn), strict=True):
-        found = _keepers(module, attribute)
-        stray = next((name for name in part if not name.startswith(tuple(found))), None)
+    for attribute, tensors in zip(_KEEPERS, (scales, drawn), strict=True):
+        keepers = _keepers(module, attribute)
+        stray = next((name for name in tensors if not name.startswith(tuple(keepers))), None)
         if stray is not None:
             raise UserError(
                 f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
             )
-        for prefix, keeper in found.items():
+        for prefix, keeper in keepers.items():
             keeper.load_state_dict(
-                {n.removeprefix(prefix): t for n, t in part.items() if n.startswith(prefix)}
+                {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             )
     for layer in module.modules():
         if isinstance(layer, LowPrecisionLinear) and layer.reminder is not None:
@@ -247,9 +248,9 @@ def _require_converted(module: object) -> None:
             f"{described(module)}."
         )
     if not any(
-        isinstance(part, LowPrecisionLinear)
-        or isinstance(getattr(part, "stochastic_rounding", None), Draws)
-        for part in module.modules()
+        isinstance(child, LowPrecisionLinear)
+        or isinstance(getattr(child, "stochastic_rounding", None), Draws)
+        for child in module.modules()
     ):
         raise UserError(
             f"This {type(module).__name__} was not converted and has no FP8 state: call "
@@ -278,17 +279,17 @@ _KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
 
 
 def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
-    """What serves the layers of `module`, by the prefix of its names in `fp8_state`."""
-    found: dict[str, DelayedScaling | Draws] = {}
-    for path, part in module.named_modules():
-        keeper: Any = getattr(part, attribute, None)
-        passed_on = any(keeper is other for other in found.values())  # by a wrapper
+    """The state of the layers of `module`, by the prefix of its names in `fp8_state`."""
+    by_prefix: dict[str, DelayedScaling | Draws] = {}
+    for path, child in module.named_modules():
+        keeper: Any = getattr(child, attribute, None)
+        passed_on = any(keeper is earlier for earlier in by_prefix.values())  # by a wrapper
         if isinstance(keeper, _KEEPERS[attribute]) and not passed_on:
-            found[f"{path}." if path else ""] = keeper
-    if len(found) > 1:
-        return found
-    known = list(found.values())
-    if not known and attribute == "delayed_scaling":  # a part of a model has the state of the whole
-        layers = (getattr(part, "delayed", None) for part in module.modules())
-        known = [layer for layer in layers if isinstance(layer, DelayedScaling)]
-    return {"": known[0]} if known else {}
+            by_prefix[f"{path}." if path else ""] = keeper
+    if len(by_prefix) > 1:
+        return by_prefix
+    keepers = list(by_prefix.values())
+    if not keepers and attribute == "delayed_scaling":  # a layer of a model has the model's state
+        of_layers = (getattr(child, "delayed", None) for child in module.modules())
+        keepers = [state for state in of_layers if isinstance(state, DelayedScaling)]
+    return {"": keepers[0]} if keepers else {}

@@ -1,4 +1,4 @@
-"""Whether torch.compile has what it needs here, and how inductor is to choose."""
+"""The requirements of torch.compile, and the choices of inductor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
-"""What torch.compile takes as its backend."""
+"""The type of torch.compile's `backend`."""
 # TE 2.20: LayerNormLinear and LayerNormMLP are no_torch_dynamo; Linear falls back to eager where
 # weights are cached (is_first_microbatch), and raises in delayed scaling.
 _TE = (
@@ -35,10 +35,10 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
 
 
 def is_compiled(
-    asked: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
+    requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
 ) -> tuple[bool, str]:
     """Whether a model with this plan and this activation checkpointing trains as compiled code, and
-    a note on it or "". Where nothing was `asked`, it does on a GPU, if that works.
+    a note on it or "". By default (`requested` is None) it does on a GPU, if that works.
 
     Raises:
         UserError: it was asked for, and torch does not compile it for this GPU.
@@ -48,12 +48,12 @@ def is_compiled(
     no_bf16 = ""
     if old and plan.recipe.residual == "bf16":
         no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
-    if asked and no_bf16:
+    if requested and no_bf16:
         raise _refusal(no_bf16, "choose residual = 'fp32'")
-    if asked is not None or hardware.device != "cuda":
-        return bool(asked), ""
-    if why := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
-        return False, f"training is not compiled: {why}"
+    if requested is not None or hardware.device != "cuda":
+        return bool(requested), ""
+    if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
+        return False, f"training is not compiled: {problem}"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 
@@ -68,12 +68,12 @@ def require_compilable(plan: Plan, recompute: str = "none") -> None:
 
 
 def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
-    """Why a model cannot be compiled, and what to do instead; both "" if it can be."""
+    """The reason why a model cannot be compiled, and the remedy; both "" if it can be."""
     if plan.backend == "te":
         return _TE, "choose --backend torch"
     if recompute == "selective":
-        why = "activation_checkpointing selective has no say in what compiled code keeps"
-        return why, "choose none, or block for less memory"
+        reason = "activation_checkpointing selective has no say in what compiled code keeps"
+        return reason, "choose none, or block for less memory"
     # Scales of gradients would stay as they are at the start. Seen with torch 2.11, and not with
     # 2.13; between them nobody looked.
     backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
@@ -83,15 +83,15 @@ def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
     return "", ""
 
 
-def _refusal(why: str, instead: str) -> UserError:
-    return UserError(f"--compile: {why}. Leave --compile out, or {instead}.")
+def _refusal(reason: str, instead: str) -> UserError:
+    return UserError(f"--compile: {reason}. Leave --compile out, or {instead}.")
 
 
-def require_tools(device: str, what: str, instead: str) -> None:
+def require_tools(device: str, feature: str, instead: str) -> None:
     """See that torch.compile works for `device`, "cpu" or "cuda".
 
     Raises:
-        UserError: a compiler or its headers are missing, which `what` needs; it says what to do
+        UserError: a compiler or its headers are missing, which `feature` needs; it says what to do
             `instead`.
     """
     if device != "cuda":
@@ -102,12 +102,12 @@ def require_tools(device: str, what: str, instead: str) -> None:
             get_cpp_compiler()
         except RuntimeError as error:
             raise UserError(
-                f"{what} needs a C++ compiler and none was found. Install g++, name one by the "
+                f"{feature} needs a C++ compiler and none was found. Install g++, name one by the "
                 f"environment's CXX, or {instead}."
             ) from error
     # Both build Python extensions.
     if problem := find_compiler_problem() if device == "cuda" else missing_headers():
-        raise UserError(f"{what}: {problem}, or {instead}.")
+        raise UserError(f"{feature}: {problem}, or {instead}.")
 
 
 def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
@@ -122,14 +122,14 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
         rounds = torch.__version__ >= "2.11" or torch.cuda.is_available()
         options["options"] = list_mode_options(mode) | {"emulate_precision_casts": rounds}
     by_torch: Any = torch.compile
-    made: Function = by_torch(function, **options)
-    return made
+    optimized: Function = by_torch(function, **options)
+    return optimized
 
 
 @cache
 def fuse_norms_with_their_own_gradients() -> None:
-    """Have inductor compute the gradient of a norm's weight in the kernel that computes that of the
-    norm's input, for all code that this process compiles for GPUs.
+    """Make inductor compute the gradients of a norm's weight and input in one kernel, for all code
+    that this process compiles for GPUs.
 
     torch 2.13 fuses the weight gradients of a block's two norms with each other first, as both read
     the residual stream, in a kernel that reads one norm's operands a second time (pytorch pull
@@ -144,18 +144,19 @@ def fuse_norms_with_their_own_gradients() -> None:
         return
     plain: Any = InductorChoices.can_fuse_horizontal
 
-    def can_fuse(scheduler: Any, node: Any, other: Any, shared: int) -> bool:
-        pair = (node, other)
-        if all(one.is_gpu() and one.is_reduction() for one in pair):
-            first, last = sorted(one.min_order for one in pair)
+    def can_fuse(scheduler: Any, node: Any, second: Any, shared: int) -> bool:
+        pair = (node, second)
+        if all(reduction.is_gpu() and reduction.is_reduction() for reduction in pair):
+            start, end = sorted(reduction.min_order for reduction in pair)
             apart = any(
-                isinstance(one, inductor.ExternKernelSchedulerNode) and first < one.min_order < last
-                for one in scheduler.nodes
+                isinstance(step, inductor.ExternKernelSchedulerNode)
+                and start < step.min_order < end
+                for step in scheduler.nodes
             )
             if apart and not any(map(mixed.is_contiguous_node, pair)):
                 return False
-        found: bool = plain(scheduler, node, other, shared)
-        return found
+        fuses: bool = plain(scheduler, node, second, shared)
+        return fuses
 
     choices: Any = InductorChoices
     choices.can_fuse_horizontal = staticmethod(can_fuse)

@@ -37,15 +37,15 @@ from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
-from fp8stack.numerics.amax import record_amax
+from fp8stack.numerics.cast import record_amax
 from fp8stack.ops.replay import Replayed
 
 
 class Slot:
-    """Where the casts of one operand of one layer get their scale and leave their amax.
+    """The scale and the amax of the casts of one operand of one layer.
 
-    It is known by tensors, not by name: so code that is compiled for one layer serves all that are
-    like it.
+    Compiled code knows it by its tensors, not by its name, so that the code of one layer serves all
+    layers that are like it.
     """
 
     def __init__(self, delayed: DelayedScaling, name: str, operand: Operand) -> None:
@@ -69,11 +69,33 @@ class Slot:
             return self.scale_of(self._delayed.again)
         return self._scales().index_select(0, self._column).view(())
 
+    def to_cast(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The scale to cast with now; with `record`, the tensor that the amax is recorded in, both
+        float32 and 0-dim; and whether that amax counts, bool and 0-dim: None if it does.
+
+        A pass that runs again casts with its own scales, and records nothing where an update has
+        moved its amaxes. The amax of a weight counts once for each change of the weight.
+        """
+        delayed = self._delayed
+        of_weight = self.operand == "weight"
+        counts = delayed.first if of_weight else None
+        recorded = self._recorded if record else None
+        if torch.compiler.is_compiling():
+            return self.scale(), recorded, counts
+        scales = delayed.first_scales if of_weight else delayed.history.scales
+        if self.operand != "grad_output" and torch._C._current_graph_task_id() != -1:
+            again = delayed.again
+            if again is not None:
+                scales = again.weight_scales if of_weight else again.scales
+                if record and again.moved:
+                    recorded = delayed.discarded
+        return scales[self.column], recorded, counts
+
     def scale_of(self, again: Pass | None) -> Tensor:
         """The scale to cast with, in a pass that is run `again` if it is one."""
         if again is None or self.operand == "grad_output":
             return self._scales()[self.column]
-        # By as many operators as above: selective checkpointing counts them.
+        # As many operators as above: selective checkpointing counts them.
         scales = again.weight_scales if self.operand == "weight" else again.scales
         return scales[self.column]
 
@@ -82,26 +104,19 @@ class Slot:
         return delayed.first_scales if self.operand == "weight" else delayed.history.scales
 
     @property
-    def counts(self) -> Tensor | None:
-        """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
-        in its present state. None: it does."""
-        return self._delayed.first if self.operand == "weight" else None
-
-    @property
-    def recorded(self) -> Tensor:
-        """The tensor that an amax is recorded in, float32 and 0-dim: the history's, unless a pass
-        runs again whose amaxes an update has moved."""
-        if torch.compiler.is_compiling() or self.operand == "grad_output":
-            return self._recorded
-        return self._recorded if self._delayed.forward_counts else self._delayed.discarded
+    def is_recording(self) -> bool:
+        """Whether a forward pass that records is under way."""
+        return self._delayed.is_recording
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
-        record_amax(self.recorded, amax, self.counts)
+        _, recorded, counts = self.to_cast(record=True)
+        assert recorded is not None
+        record_amax(recorded, amax, counts)
 
 
 Slots = dict[tuple[Operand, bool], Slot]
-"""Of a layer, by operand and whether it is the copy that a GEMM reduces over the rows of."""
+"""A layer's slots, by operand and whether a slot is for the column copy."""
 
 
 class DelayedScaling:
@@ -120,7 +135,7 @@ class DelayedScaling:
         self.weights.has_amaxes, self.weights.agree = True, self.sharing.agree
         self._passes = Passes()
         self._distributed: Pass | None = None  # whose scales were distributed
-        self._aside: list[Tensor] | None = None  # scales and amaxes, while those of a pass are read
+        self._aside: list[Tensor] | None = None  # scales and amaxes, while a pass has its own
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
         self._settled = False  # whether `settle` moved all that was recorded
@@ -157,8 +172,10 @@ class DelayedScaling:
 
     def slots_of(self, path: str, operand: str) -> list[str]:
         """The names of the slots of an operand of the layer at `path`: none, one or two."""
-        own = f"{path}.{operand}"
-        return [name for name in (own, f"{own}.dgrad", f"{own}.wgrad") if name in self.quantizers]
+        slot = f"{path}.{operand}"
+        return [
+            name for name in (slot, f"{slot}.dgrad", f"{slot}.wgrad") if name in self.quantizers
+        ]
 
     def _add(self, name: str, quantizer: Quantizer, operand: Operand) -> Slot:
         self.quantizers[name] = quantizer
@@ -190,8 +207,8 @@ class DelayedScaling:
         return self.slots[slot].scale()
 
     def records(self, trains: bool) -> bool:
-        """Whether a layer that is called now is to record amaxes; `trains`: it is in training mode
-        with gradients.
+        """Whether a layer that is called now records amaxes; `trains`: it is in training mode with
+        gradients.
 
         Raises:
             UserError: it trains outside a pass of the whole model, so that no update would follow.
@@ -199,7 +216,7 @@ class DelayedScaling:
         if torch.compiler.is_compiling():
             self._compiled = True
             return self._records
-        again = self.again
+        again = None if torch._C._current_graph_task_id() == -1 else self.again
         if again is not None:
             if again.records and not self._again:
                 self.backward_ran()
@@ -236,7 +253,7 @@ class DelayedScaling:
         return again is None or not again.moved
 
     def backward_ran(self) -> None:
-        """Note, from inside a backward pass, that it is to end in an update."""
+        """Request an update at the end of the backward pass that is under way."""
         if torch.compiler.is_compiling():  # calls nobody back: the next pass updates
             return
         if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
@@ -254,8 +271,8 @@ class DelayedScaling:
         that is run `again`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `fp8_state` gives, with the update that is due; that is not made, because a backward
-        pass may follow."""
+        """The tensors of `fp8_state`, after the update that is due. The update is made in a copy,
+        because a backward pass may follow."""
         self.collect()
         history = copy.deepcopy(self.history)
         history.update(self._due())
@@ -288,7 +305,7 @@ class DelayedScaling:
         self._pending = True
         self._update(None)
         self.distribute()
-        self.weights.mark()  # their scales are taken anew
+        self.weights.mark()  # they take new scales
 
     def _changing(self) -> list[Tensor]:
         """The tensors that a training step changes."""
@@ -384,12 +401,12 @@ class DelayedScaling:
                         y.register_hook(hook)  # type: ignore[no-untyped-call]
         # A pass that gave no output has failed.
         self._forward_due = begun is not None and begun.records and output is not None
-        if self._under_way:  # the outer pass goes on
+        if self._under_way:  # the outer pass continues
             self._records = self._under_way[-1].records
 
     def _enter(self, begun: Pass, gradient: Tensor) -> None:
-        """Set the scales to those of the pass whose backward pass begins. Compiled layers, which
-        may run again in it, do not ask for a pass."""
+        """Set the scales of the pass whose backward pass begins. Compiled layers, which may run
+        again in it, do not ask for a pass."""
         if not begun.moved:
             return
         if self._aside is None:
@@ -418,7 +435,7 @@ class DelayedScaling:
         return torch.tensor(of_gradients, device=self.first.device)
 
     def _after_backward(self) -> None:
-        # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
+        # Updates all slots: reentrant checkpointing runs forward and backward passes alternately.
         self._forward_due = self._again = False
         self._backward_task = None
         self.collect()
@@ -443,7 +460,7 @@ class DelayedScaling:
             self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
-        """Have the state on `device`, if it is not."""
+        """Move the state to `device`, if it is elsewhere."""
         if self.history.history.device == device:
             return
         with torch.inference_mode(False):

@@ -1,8 +1,8 @@
-"""Weights that FSDP2's ranks share out and gather as FP8 bytes: a quarter of what float32 takes.
+"""Weights that FSDP2's ranks shard and gather as FP8 bytes: a quarter of float32's.
 
-Each rank casts the rows that it has, with the scale of the whole weight: so the bytes are those of
-the whole, cast. The float32 rows stay the master weights. For one scale per tensor only: blocks do
-not end where ranks' rows do.
+Each rank casts its rows with the scale of the whole weight, so that the gathered bytes equal a cast
+of the whole weight. The float32 rows stay the master weights. For one scale per tensor only: blocks
+do not end where ranks' rows do.
 
 FSDP2 asks a parameter's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fp8stack.formats import fp8_format
-
 if TYPE_CHECKING:
-    from fp8stack.backends.torch import ScaledLinear
+    from fp8stack.backends.linear import QuantizedLinear
 
 
 class _Wrapper(Tensor):
@@ -29,7 +27,7 @@ class _Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, *args: Any) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             held.stride(),
@@ -37,10 +35,10 @@ class _Wrapper(Tensor):
             dtype=torch.float32,
             device=held.device,
         )
-        return made
+        return wrapper
 
     def plain(self) -> Tensor:
-        """What operators see: float32."""
+        """The float32 tensor that operators see."""
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ class _Wrapper(Tensor):
             assert tuple(args[1]) == first.shape, "FSDP2 asks for the whole, as it is"
             return first.same()
         plain_args, plain_kwargs = tree_map_only(
-            _Wrapper, lambda part: part.plain(), (args, kwargs or {})
+            _Wrapper, lambda wrapper: wrapper.plain(), (args, kwargs or {})
         )
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
@@ -77,7 +75,7 @@ class _Wrapper(Tensor):
 
 
 _aten = torch.ops.aten
-# What FSDP2 makes a rank's rows by.
+# Operators that FSDP2 uses to shard a parameter.
 _KEEPS = {
     *(_aten.split.Tensor, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default),
     _aten.new_zeros.default,
@@ -88,7 +86,7 @@ class ShardedWeight(_Wrapper):
     """The float32 rows `held` of a layer's weight that are on this rank. They are gathered as FP8
     bytes where the layer is `in_fp8`, else as float32."""
 
-    def __init__(self, held: Tensor, layer: ScaledLinear) -> None:
+    def __init__(self, held: Tensor, layer: QuantizedLinear) -> None:
         self._held = held
         self._layer = layer
 
@@ -108,23 +106,23 @@ class ShardedWeight(_Wrapper):
         """What to gather from every rank, and what stays here."""
         if not self._layer.in_fp8:
             return (self._held,), (None,)
-        data, scale = self._layer.cast_rows(self._held)
+        data, scale = self._layer.quantizers["weight"].cast_rows(self._held)
         return (data.view(torch.uint8),), (scale,)
 
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor],
-        kept: tuple[Tensor | None],
+        local: tuple[Tensor | None],
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The whole weight, of all ranks' rows."""
-        (data,), (scale,) = gathered, kept
+        (data,), (scale,) = gathered, local
         if out is None:
             if scale is None:
                 return data, (data,)
-            dtype8 = fp8_format(self._layer.quantizer("weight").format).dtype
+            dtype8 = self._layer.quantizers["weight"].target.dtype
             assert dtype8 is not None
             return FullWeight(data.view(dtype8), scale), (data,)
         # The second time, FSDP2 has gathered into the same memory.
@@ -152,7 +150,7 @@ class FullWeight(_Wrapper):
         self.scale = scale
 
     def plain(self) -> Tensor:
-        """What the bytes stand for, float32."""
+        """The values of the bytes, float32."""
         return self.data8.float() / self.scale
 
     def same(self) -> Tensor:

@@ -37,7 +37,7 @@ def observing(
     outputs: bool = False,
     layers: Mapping[str, nn.Linear] | None = None,
 ) -> Iterator[None]:
-    """Call `see` for what linears of `model` cast in the passes that are made inside, in order.
+    """Call `see` for the operands that linears of `model` cast in the passes inside, in order.
 
     A linear gives its input and weight in the forward pass and its grad_output in the backward
     pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
@@ -65,8 +65,8 @@ def observing(
         yield
     finally:
         observer.active = False  # hooks on tensors outlive the context
-        for backend, one in before:
-            backend.observer = one
+        for backend, earlier in before:
+            backend.observer = earlier
         for handle in handles:
             handle.remove()
 
@@ -74,15 +74,15 @@ def observing(
 def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
     """The linears of `model` that are in FP8 now, by module path."""
     return {
-        path: part
-        for path, part in model.named_modules()
-        if isinstance(part, LowPrecisionLinear) and part.in_fp8
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, LowPrecisionLinear) and module.in_fp8
     }
 
 
 def fp8_parts(model: nn.Module) -> list[str]:
-    """The module paths of what is in FP8 now: linears, and attention."""
-    return [path for path, part in model.named_modules() if getattr(part, "in_fp8", False)]
+    """The module paths of the linears and attention that are in FP8 now."""
+    return [path for path, module in model.named_modules() if getattr(module, "in_fp8", False)]
 
 
 def scale_of(
@@ -91,13 +91,13 @@ def scale_of(
     """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
     0-dim. In delayed scaling a view, which an update changes in place.
 
-    `path` is the layer's in the model that was built or converted, `place` that of the operand `x`
+    `path` is the layer's path in the model that was built or converted, `place` the operand's place
     in `Quantizers.each`.
     """
     if quantizer.delayed:
         delayed: Any = getattr(layer, "delayed", None)
-        found: Tensor = delayed.scale(f"{path}.{place}")
-        return found
+        scale: Tensor = delayed.scale(f"{path}.{place}")
+        return scale
     return numerics.current_scale(numerics.amax(x), quantizer) if quantizer.per_tensor else None
 
 
@@ -159,8 +159,8 @@ class Observer:
                 inner = dy @ _matrix(down).to(dy.dtype)
             with torch.enable_grad():
                 leaf = hidden.detach().requires_grad_()
-                (found,) = torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, inner.float())
-        self._show(up, "grad_output", found.to(dy.dtype))
+                outer = torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, inner.float())[0]
+        self._show(up, "grad_output", outer.to(dy.dtype))
 
     def _before(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,12 +169,12 @@ class Observer:
         self._show_operands(layer, _as_cast(layer, x))
         if not (self._outputs and x.requires_grad):
             return None
-        # Others may read `x` too: the gradient of a view of it is that of this layer alone.
-        own = x.view_as(x)
-        own.register_hook(  # type: ignore[no-untyped-call]
+        # Other modules may read `x` too: only this layer adds to the gradient of a view of it.
+        view = x.view_as(x)
+        view.register_hook(  # type: ignore[no-untyped-call]
             partial(self._show_cast, layer, "grad_input")
         )
-        return ((own, *args[1:]), kwargs) if args else ((), {**kwargs, "input": own})
+        return ((view, *args[1:]), kwargs) if args else ((), {**kwargs, "input": view})
 
     def _follow(self, layer: nn.Module, output: Tensor) -> None:
         if self._outputs and not _recomputes():
@@ -214,5 +214,6 @@ def _as_cast(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _matrix(layer: nn.Module) -> Tensor:
     """The weight as [out, in]."""
-    found = layer.matrix if isinstance(layer, LowPrecisionLinear) else layer.get_parameter("weight")
-    return found.detach()
+    if isinstance(layer, LowPrecisionLinear):
+        return layer.matrix.detach()
+    return layer.get_parameter("weight").detach()

@@ -1,13 +1,9 @@
-"""What the GEMMs of a linear multiply: its operands, quantized as the layer's quantizers say.
-
-What comes out are values in float32, or bytes with scales to be kept for the backward pass.
-"""
+"""The quantizers of a linear's operands, with their scales of earlier passes and random bits."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,18 +13,17 @@ from fp8stack import numerics
 from fp8stack.backends.delayed import Slots
 from fp8stack.backends.shared_amaxes import several_ranks
 from fp8stack.errors import UserError
-from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
-from fp8stack.numerics import Quantized, RandomBits, Rounded
-from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
+from fp8stack.formats import Operand, Quantizer, Quantizers
+from fp8stack.numerics import RandomBits
 
 
 class Draws:
-    """How often each layer's gradients were rounded at random: a counter per layer, of which no two
-    backward passes draw the same bits. It is part of `fp8_state`, so that a resumed run draws what
-    it would have drawn.
+    """Counters of the backward passes of each layer that rounds at random: no two of them draw the
+    same bits. They are part of `fp8_state`: a resumed run draws the bits that it would have drawn
+    without the interruption.
 
     Args:
-        seed: of the bits.
+        seed: the seed of the bits.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -40,7 +35,7 @@ class Draws:
         return self.layers.setdefault(path, LayerDraws(self.seed, path))
 
     def move(self, device: torch.device) -> None:
-        """Have the counters on `device`."""
+        """Move the counters to `device`."""
         for layer in self.layers.values():
             if layer.counter.device != device:
                 with torch.inference_mode(False):
@@ -85,8 +80,8 @@ class LayerDraws:
             self.stream = torch.tensor(self._stream, device="cpu")
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
-        """Those to round one copy of an operand of `rows` rows with; every rank draws those of its
-        own rows of the whole batch, which is shared out in order."""
+        """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
+        rows. Each rank draws the bits of its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self._stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
@@ -98,30 +93,12 @@ def castable(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 
 
-def _with_row_scales(rounded: Rounded) -> Rounded:
-    """Give a GEMM over the rows of a matrix the operand of the GEMM over its columns: the values,
-    times a factor for each row, by which the output could not be multiplied afterwards."""
-    values, factor = rounded
-    if factor is None or not factor.ndim:
-        return rounded
-    return Rounded((values * factor[:, None]).to(values.dtype), None)
-
-
 _STREAMS: dict[Operand, int] = {"input": 2, "weight": 4, "grad_output": 6}
 
 
-class Saved(NamedTuple):
-    """An operand that is kept for the backward pass; what its quantizer has no use for is None."""
-
-    data: Tensor
-    scales: Tensor | None = None
-    amax: Tensor | None = None
-    has_nan: Tensor | None = None
-
-
 class LayerOperands:
-    """Quantizes the operands of one layer; `slots` have the scales of its delayed quantizers,
-    `draws` the bits of its stochastic ones."""
+    """The quantizers of one layer; `slots` have the scales of its delayed quantizers, `draws` the
+    bits of its stochastic ones."""
 
     def __init__(
         self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
@@ -129,28 +106,39 @@ class LayerOperands:
         self.quantizers = quantizers
         self.slots = slots or {}
         self.draws = draws
-        # By operand: how each copy is rounded, and both at once where that is possible.
-        self._roundings: dict[tuple[Operand, bool], Rounding] = {}
-        self._both: dict[Operand, Rounding] = {}
-        self._turned: set[Operand] = set()  # whose second copy is the first one's values
-        for name in OPERANDS:
-            along, across = quantizers.along(name), quantizers.across(name)
-            if along is not None:
-                self._roundings[name, False] = rounding(along, [1])
-            if quantizers.turned(name):
-                self._turned.add(name)
-            elif isinstance(across, Quantizer):
-                self._roundings[name, True] = rounding(across, [0])
-                at_once = None if along is None else rounding_of_both(along, across)
-                if at_once is not None:
-                    self._both[name] = at_once
 
-    def scale(self, x: Tensor, name: Operand, record: bool, across: bool = False) -> Tensor | None:
-        """The scale to cast `x` with, if one serves the whole of it; its amax is recorded if amaxes
-        are."""
-        quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
+    def backward_ran(self) -> None:
+        """Note the end of a backward pass: the next one draws other bits."""
+        if self.draws is not None:
+            self.draws.counter.add_(1)
+
+
+class OperandQuantizers:
+    """The quantizers of one operand of a layer; everything that is the same at each cast is decided
+    here.
+
+    Attributes:
+        name: the operand.
+        along: quantizes the row copy, whose columns a GEMM reduces over; None: high precision.
+        across: quantizes the column copy; "forward" takes the values of the row copy.
+        slot, slot_across: where their delayed scales are, if they have them.
+    """
+
+    def __init__(self, name: Operand, operands: LayerOperands) -> None:
+        self.name = name
+        self.along = operands.quantizers.along(name)
+        self.across = operands.quantizers.across(name)
+        self.slot = operands.slots.get((name, False))
+        self.slot_across = operands.slots.get((name, True))
+        self._draws = operands.draws
+        self.stochastic = self.along is not None and self.along.stochastic
+        self.stochastic_across = isinstance(self.across, Quantizer) and self.across.stochastic
+
+    def scale(self, x: Tensor, across: bool, record: bool) -> Tensor | None:
+        """The scale that the whole of `x` is cast with, None if there is no such scale. The amax of
+        `x` is recorded if amaxes are and `record`."""
+        quantizer, slot = (self.across, self.slot_across) if across else (self.along, self.slot)
         assert isinstance(quantizer, Quantizer)
-        slot = self.slots.get((name, across))
         if slot is not None:
             if record:
                 slot.record(numerics.amax(x))
@@ -159,67 +147,9 @@ class LayerOperands:
             return None
         return numerics.current_scale(numerics.amax(x), quantizer)
 
-    def round(
-        self, x: Tensor, name: Operand, record: bool, both: bool, bf16: bool = False
-    ) -> tuple[Rounded, Rounded | None]:
-        """`x` [rows, columns] for a GEMM that reduces over its columns and, if `both`, for one that
-        reduces over its rows; `record` its amax, if amaxes are recorded at all; the values in
-        float32, or in bfloat16."""
-        if both and (at_once := self._both.get(name)) is not None:
-            one, other = at_once.round(x, bf16=bf16)
-            return one, other
-        first = self._round(x, name, False, record, bf16)
-        if not both or name in self._turned:
-            return first, _with_row_scales(first) if both else None
-        return first, self._round(x, name, True, record, bf16)
-
-    def _round(self, x: Tensor, name: Operand, across: bool, record: bool, bf16: bool) -> Rounded:
-        rounding = self._roundings.get((name, across))
-        if rounding is None:
-            return Rounded(x.to(torch.bfloat16 if bf16 else torch.float32), None)
-        bits = self.bits(name, across, len(x))
-        slot = self.slots.get((name, across))
-        scale = None if slot is None else slot.scale()
-        into = slot if record else None
-        recorded, counts = (None, None) if into is None else (into.recorded, into.counts)
-        return rounding.round(x, bits, scale, recorded, counts, bf16)[0]
-
-    def bits(self, name: Operand, across: bool, rows: int) -> RandomBits | None:
-        """Those that a copy of an operand of `rows` rows is rounded by, where that is drawn."""
-        quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
-        if not isinstance(quantizer, Quantizer) or not quantizer.stochastic:
+    def bits(self, across: bool, rows: int) -> RandomBits | None:
+        """Random bits for one copy of `rows` rows, None where none are needed."""
+        if not (self.stochastic_across if across else self.stochastic):
             return None
-        assert self.draws is not None
-        return self.draws.bits(name, across, rows)
-
-    def pack(self, x: Tensor, name: Operand, rounded: Rounded) -> Saved:
-        """The bytes and scales of `x` for the GEMM over its rows; `rounded` is what the GEMM over
-        its columns took."""
-        across = self.quantizers.across(name)
-        if across == "forward":
-            return Saved(*_with_row_scales(rounded))
-        if across is None:
-            return Saved(x)
-        if across == self.quantizers.along(name) and across.per_tensor and across.turns:
-            dtype = FORMATS[across.format].dtype
-            assert dtype is not None
-            return Saved(rounded.values.to(dtype), rounded.factor)
-        scale = self.scale(x, name, False, True)
-        bits = self.bits(name, True, len(x))
-        made = numerics.quantize(castable(x), across, 0, bits, scale=scale)
-        return Saved(made.data, made.scales, made.amax, made.has_nan)
-
-    def backward_ran(self) -> None:
-        """Note the end of a backward pass: the next one draws other bits."""
-        if self.draws is not None:
-            self.draws.counter.add_(1)
-
-    def unpack(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
-        """What `pack` packed of an operand of this shape, as `round` gives it."""
-        across = self.quantizers.across(name)
-        if saved.amax is None or saved.has_nan is None:
-            return Rounded(saved.data.to(torch.float32), saved.scales)
-        assert isinstance(across, Quantizer)
-        assert saved.scales is not None
-        made = Quantized(saved.data, saved.scales, saved.amax, across, 0, shape, saved.has_nan)
-        return Rounded(*numerics.unpack(made))
+        assert self._draws is not None
+        return self._draws.bits(self.name, across, rows)

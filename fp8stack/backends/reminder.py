@@ -11,10 +11,10 @@ log = logging.getLogger("fp8stack")
 
 
 class StateReminder:
-    """Warn once, at the first pass after weights were loaded without FP8 state.
+    """Warns once, at the first pass after weights were loaded without FP8 state.
 
     Attributes:
-        due: whether the next pass is to warn; a compiled model has it as a guard.
+        due: whether the next pass warns; a compiled model has it as a guard.
     """
 
     def __init__(self) -> None:

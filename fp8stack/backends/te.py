@@ -44,9 +44,9 @@ from fp8stack.precision.recipe import Recipe
 # TE's names of a module's two states, of what it casts in the forward and in the backward pass.
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"
 Place = tuple[str, int]
-"""Where TE keeps the scale and the amax of an operand: the state, and the place in its buffers."""
+"""The place of an operand's scale and amax in TE: the state, and the index in its buffers."""
 
-# Of the linears of a module, which has one or two.
+# The operands of each linear of a module, which has one or two.
 _LINEARS: list[dict[str, Place]] = [
     {
         "input": (_FWD, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
@@ -55,7 +55,7 @@ _LINEARS: list[dict[str, Place]] = [
     }
     for gemm in (1, 2)
 ]
-# Of attention, as TE's META_QKV and its kin have it.
+# The operands of attention, as in TE's META_QKV and similar constants.
 _ATTENTION: dict[str, Place] = {
     "QKV": (_FWD, FP8FwdTensorIdx.GEMM1_OUTPUT),
     "O": (_FWD, FP8FwdTensorIdx.GEMM2_INPUT),
@@ -64,38 +64,39 @@ _ATTENTION: dict[str, Place] = {
     "dO": (_BWD, FP8BwdTensorIdx.GRAD_INPUT2),
     "dP": (_BWD, FP8BwdTensorIdx.GRAD_INPUT3),
 }
-_FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}  # the third GEMM's places, a state of their own beside current
+# The third GEMM's first places, which in current scaling are the first ones of a separate state.
+_FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}
 
 
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
     """TE's form of a table of quantizers that one of its recipes has."""
-    made: te_recipes.Recipe
+    recipe: te_recipes.Recipe
     assert kernel_of(quantizers) is not None
-    each = quantizers.each
-    x, dy = each["input"], each["grad_output"]
+    by_place = quantizers.each
+    x, dy = by_place["input"], by_place["grad_output"]
     formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
     if x.delayed:
-        made = te_recipes.DelayedScaling(fp8_format=formats, margin=x.margin, **_ONE_ROW)
+        recipe = te_recipes.DelayedScaling(fp8_format=formats, margin=x.margin, **_ONE_ROW)
     elif x.per_tensor:
-        made = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
-        made.use_power_2_scales = x.scale == "power_of_two"
-        _set_quantization(made, x.scale == "power_of_two", x.eps)
+        recipe = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
+        recipe.use_power_2_scales = x.scale == "power_of_two"
+        _set_quantization(recipe, x.scale == "power_of_two", x.eps)
     elif x.scale == "e8m0":
-        made = te_recipes.MXFP8BlockScaling(backward_override=None)
+        recipe = te_recipes.MXFP8BlockScaling(backward_override=None)
     elif x.scale == "e4m3":
-        made = te_recipes.NVFP4BlockScaling(
-            disable_rht=not each["grad_output.wgrad"].hadamard,
+        recipe = te_recipes.NVFP4BlockScaling(
+            disable_rht=not by_place["grad_output.wgrad"].hadamard,
             disable_stochastic_rounding=not dy.stochastic,
-            disable_2d_quantization=not each["weight"].turns,
+            disable_2d_quantization=not by_place["weight"].turns,
             row_scaled_activation=False,
             nvfp4_4over6="none",
             backward_override=None,
         )
     else:
-        made = te_recipes.Float8BlockScaling(backward_override=None)
-        made.use_f32_scales = x.scale == "float32"
-        _set_quantization(made, x.scale == "power_of_two", 0.0)
-    return made
+        recipe = te_recipes.Float8BlockScaling(backward_override=None)
+        recipe.use_f32_scales = x.scale == "float32"
+        _set_quantization(recipe, x.scale == "power_of_two", 0.0)
+    return recipe
 
 
 # TE records into the row. The window, and what follows from it, is in `AmaxHistory`.
@@ -117,17 +118,18 @@ def te_attention_recipe(recipe: Recipe) -> te_recipes.Recipe:
     return te_recipes.DelayedScaling(fp8_dpa=True, **_ONE_ROW)
 
 
-def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
-    """Set on the instance: TE 2.20 fixes these at import, whatever its constructor is told.
+def _set_quantization(recipe: Any, power_of_two: bool, eps: float) -> None:
+    """Set on the instance: TE 2.20 fixes these at import, whatever its constructor is given.
     To be deleted when `Float8CurrentScaling(use_power_2_scales=True)` has an effect."""
     options = te_recipes.QParams(power_2_scale=power_of_two, amax_epsilon=eps)
-    made.fp8_quant_fwd_inp = options
-    made.fp8_quant_fwd_weight = options
-    made.fp8_quant_bwd_grad = options
+    recipe.fp8_quant_fwd_inp = options
+    recipe.fp8_quant_fwd_weight = options
+    recipe.fp8_quant_bwd_grad = options
 
 
 class TEState:
-    """What serves slots of ours in one of the two states of a TE module, which has `buffers`."""
+    """The scales and amaxes of our slots in one of the two states of a TE module; `buffers` are the
+    state's."""
 
     def __init__(self, buffers: Any, places: dict[str, int]) -> None:
         self.wanted = False  # whether the amaxes count that TE records from now on, as always
@@ -162,13 +164,13 @@ class StatelessTEModule:
         self, *inputs: Tensor, parameters: dict[str, Tensor | None] | None = None, **options: Any
     ) -> Tensor:
         """The module's output in FP8, as TE takes its inputs; `parameters` are by TE's names."""
-        own = dict(self.module._parameters)
+        before = dict(self.module._parameters)
         self.module._parameters.update(parameters or {})  # type: ignore[arg-type]
         try:
             with te.autocast(enabled=True, recipe=self.recipe):
                 y: Tensor = self.module(*inputs, **options)
         finally:
-            self.module._parameters.update(own)
+            self.module._parameters.update(before)
         return y
 
     def expect(self, key: str, records: bool) -> None:
@@ -182,7 +184,7 @@ class StatelessTEModule:
             state.wanted = records
 
     def _prepare(self) -> None:
-        """Have TE make its FP8 buffers now, to be filled before the first cast."""
+        """Allocate TE's FP8 buffers now, to fill them before the first cast."""
         module: Any = self.module
         # A module that counts as registered is left out of TE's own update of the scales.
         module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
@@ -192,8 +194,10 @@ class StatelessTEModule:
             if self.places:
                 assert isinstance(self._delayed, TEDelayedScaling)
                 for key in (_FWD, _BWD):
-                    own = {slot: place for slot, (of, place) in self.places.items() if of == key}
-                    self._states[key] = TEState(module.fp8_meta[key], own)
+                    places = {
+                        slot: place for slot, (state, place) in self.places.items() if state == key
+                    }
+                    self._states[key] = TEState(module.fp8_meta[key], places)
                 self._delayed.serve(self._states.values())
         self._ready = True
 
@@ -204,7 +208,7 @@ class TEDelayedScaling(DelayedScaling):
     def __init__(self) -> None:
         super().__init__()
         self._states: list[TEState] = []
-        # Whether slots, by name, are those of weights: bool, on the device.
+        # Whether slots, by name, belong to weights: bool, on the device.
         self._of_weights: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
@@ -220,19 +224,19 @@ class TEDelayedScaling(DelayedScaling):
     @torch.no_grad()
     def take(self, states: list[TEState]) -> None:
         """Move what TE recorded in some states into the history, in a few operations for all."""
-        wanted = [state for state in states if state.wanted]
-        names = tuple(name for state in wanted for name in state.slots)
+        recording = [state for state in states if state.wanted]
+        names = tuple(name for state in recording for name in state.slots)
         if names:
             slots = [self.slots[name] for name in names]
-            amaxes = torch.stack([amax for state in wanted for amax in state.amaxes])
+            amaxes = torch.stack([amax for state in recording for amax in state.amaxes])
             if names not in self._of_weights:
                 of_weights = [slot.operand == "weight" for slot in slots]
                 self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
-            counts = self.first | ~self._of_weights[names]  # see `Slot.counts`
+            counts = self.first | ~self._of_weights[names]  # see `Slot.to_cast`
             # A comparison with NaN is false: cuDNN may give one.
-            found = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
+            counted = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             recorded = [self.history.recorded(name) for name in names]
-            torch._foreach_maximum_(recorded, list(found.unbind()))
+            torch._foreach_maximum_(recorded, list(counted.unbind()))
         if states:
             torch._foreach_zero_([state.recorded for state in states])
 
@@ -288,7 +292,7 @@ class TEBackend(Backend):
         self.te_recipe = te_recipe(quantizers)
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
-        # By heads, groups and width, and by path if each has a state.
+        # Keys are the path (where attention has slots), heads, groups and width.
         self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
         if plan.recipe.fp8_attention:
             _require_attention(plan.recipe.attention)
@@ -301,8 +305,8 @@ class TEBackend(Backend):
         """See `Backend.norm`: TE's, where TE has one."""
         if kind == "layernorm" and not bias:
             return super().norm(kind, width, eps, bias)
-        made = _RMSNorm if kind == "rmsnorm" else _LayerNorm
-        return made(width, eps=eps, device="cpu", dtype=torch.float32)
+        norm = _RMSNorm if kind == "rmsnorm" else _LayerNorm
+        return norm(width, eps=eps, device="cpu", dtype=torch.float32)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
         """See `Backend.norm_linear`: TE's LayerNormLinear."""
@@ -323,7 +327,7 @@ class TEBackend(Backend):
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
         y = self.run(te.LayerNormMLP, x, [up, down], lent, norm, activation=activation)
         if self.observer is not None:
-            # With these scales TE computes the activation and casts it in one kernel.
+            # TE computes the activation and casts it in one kernel with these scales.
             fused = self.input.delayed or self.input.scale == "e8m0"
             inner = torch.float32 if fused else self.compute_dtype
             normed = self._normed(x, norm)
@@ -343,15 +347,15 @@ class TEBackend(Backend):
         """See `Backend.attention`. In FP8, if the recipe says so, by TE's DotProductAttention,
         which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
         compute dtype."""
-        whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
-        if not self.plan.recipe.fp8_attention or path is None or not whole:
+        is_whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
+        if not self.plan.recipe.fp8_attention or path is None or not is_whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
         core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
-        # Those that have slots train always: else FlashAttention 3, if there, could take over from
-        # cuDNN on Hopper, with other numbers.
+        # Modules that have slots train always: else FlashAttention 3, where it is installed, could
+        # take over from cuDNN on Hopper, with other numbers.
         core.module.train(torch.is_grad_enabled() or bool(core.places))
         records = self.delayed is not None and self.delayed.records(False)
-        rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
+        rows = [x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)]
         try:
             with no_autocast(v.device.type):
                 y = self._call(core, records, 0, *rows)
@@ -379,8 +383,8 @@ class TEBackend(Backend):
         return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """What a norm hands to the cast within a fused module, computed once more."""
-        # Where TE fuses norm and cast, the values are not rounded in between.
+        """The values that a norm hands to the cast within a fused module, computed once more."""
+        # The values are not rounded in between where TE fuses norm and cast.
         fused = self.input.delayed or (self.input.scale == "e8m0" and _cudnn_norms(x))
         with torch.no_grad(), no_autocast(x.device.type):
             normed: Tensor = norm(x.detach().to(self.compute_dtype))
@@ -399,8 +403,8 @@ class TEBackend(Backend):
         norm: nn.Module | None = None,
         **options: str,
     ) -> Tensor:
-        """What TE's module of a `kind`, which takes these linears and the `norm` before them, makes
-        of `x`. Weights are quantized once per optimizer step in training."""
+        """The output of TE's module of a `kind` for `x`; the module computes these linears and the
+        `norm` before them. Weights are quantized once per optimizer step in training."""
         core = linears[0].cores.get(kind)
         if core is None:
             core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
@@ -410,9 +414,9 @@ class TEBackend(Backend):
         generation = self.weights.generation
         changed = core.generation != generation or not self.weights.copies_serve
         first = changed if records else None  # None: for this call alone
-        given: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
+        options_of_call: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
-            y = self._call(core, records, _backward_gemms(x, parameters), x, **given)
+            y = self._call(core, records, _backward_gemms(x, parameters), x, **options_of_call)
         if records:
             core.generation = generation
         return y
@@ -436,8 +440,8 @@ class TEBackend(Backend):
     def _call(
         self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any
     ) -> Tensor:
-        """What `core` makes of its inputs. Amaxes are recorded or not in both passes, of which the
-        second takes so many GEMMs of linears."""
+        """Call `core`. `records` counts for both passes; `gemms` is the number of GEMMs of linears
+        in the backward pass."""
         core.expect(_FWD, records and (self.delayed is None or self.delayed.forward_counts))
         y = core(*inputs, **options)
         if y.requires_grad:
@@ -458,8 +462,8 @@ class TEBackend(Backend):
 
 
 _REPEATABLE_CUDNN = 91900
-# With other values TE computes attention, or its gradients, in another precision and says nothing,
-# or finds no kernel.
+# TE computes attention, or its gradients, in another precision and says nothing, or finds no kernel
+# with other values.
 _USUAL_SETTINGS = {
     "NVTE_DPA_FP8_RECIPE": "",
     "NVTE_DPA_FP8CS_O_in_F16": "1",
@@ -473,18 +477,18 @@ def _require_attention(attention: str) -> None:
     """Raise a UserError if cuDNN has no such attention in FP8, or an environment variable makes
     TE's something else."""
     (least, *bad), needs = FP8_ATTENTION[attention].cudnn, FP8_ATTENTION[attention].cudnn_in_words
-    found = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
-    is_bad = found < least or found in bad
+    cudnn = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
+    is_bad = cudnn < least or cudnn in bad
     if not is_bad and torch.are_deterministic_algorithms_enabled():
-        is_bad, needs = found < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
+        is_bad, needs = cudnn < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
     if is_bad:
-        version = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+        version = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
         raise UserError(f"attention = '{attention}' needs cuDNN {needs}. This is {version}.")
     for name, usual in _USUAL_SETTINGS.items():
-        if (told := os.environ.get(name, usual)) != usual:
+        if (setting := os.environ.get(name, usual)) != usual:
             raise UserError(
                 f"attention = '{attention}' is another with the environment variable {name} = "
-                f"'{told}'. Unset it."
+                f"'{setting}'. Unset it."
             )
 
 
@@ -507,7 +511,7 @@ class _ShowNaN(torch.autograd.Function):
 
 
 class _LayerNorm(te.LayerNorm):  # type: ignore[misc]
-    """TE's norm without its pickled extra state, of which it has none."""
+    """TE's norm without the pickled extra state of TE's modules, which it does not use."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -527,12 +531,12 @@ def _cudnn_norms(x: Tensor) -> bool:
     return os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == "1" and rows % 128 == width % 128 == 0
 
 
-def _is_fp8(part: object) -> TypeGuard[TELinear]:
-    return isinstance(part, TELinear) and part.in_fp8
+def _is_fp8(module: object) -> TypeGuard[TELinear]:
+    return isinstance(module, TELinear) and module.in_fp8
 
 
 def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:
-    """How many GEMMs the backward pass of a TE module takes for these inputs."""
+    """The number of GEMMs in the backward pass of a TE module for these inputs."""
     weights = [p for n, p in parameters.items() if n.endswith("weight") and "norm" not in n]
     needs_dw = sum(weight is not None and weight.requires_grad for weight in weights)
     needs_dx = x.requires_grad or any("norm" in n for n in parameters)  # which always wants it

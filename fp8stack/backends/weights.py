@@ -33,7 +33,8 @@ def own_weight(layer: nn.Module) -> Tensor | None:
 
 
 def version_of(weight: Tensor | None) -> Version:
-    """What differs once `weight` was changed in place, replaced, or moved; None never differs."""
+    """A value that differs once `weight` was changed in place, replaced, or moved; None never
+    differs."""
     if weight is None:
         return ()
     if weight.is_inference():
@@ -84,6 +85,7 @@ class WeightChanges:
         generation: counts those passes.
         copied: whether quantized copies of the weights are to be used: they serve until the weights
             change, within training. An evaluation makes its own.
+        fresh: whether no layer's backward pass ran since copies were made or a training pass began.
         versions: of the weights that are watched, at the last pass.
         flag: bool and 0-dim, tells the device that weights changed.
         certain: whether they are known to have changed, where `first` says so.
@@ -103,8 +105,8 @@ class WeightChanges:
             self._sums = torch.zeros(0, dtype=torch.int64)
         self._changed = True
         self._compiled = False
-        # Backward passes of layers, up to now, the last training pass, and the last copies.
-        self._backwards = self._trained_at = self._copied_at = 0
+        self._backwards = self._trained_at = 0  # layers' backward passes now, at the last pass
+        self.fresh = True
         self._layers: list[nn.Module] = []
         self.versions: dict[nn.Module, Version] = {}
         _WATCHES.add(self)
@@ -128,6 +130,7 @@ class WeightChanges:
         """Note, from inside a backward pass, that gradients are known: weights may change."""
         if not torch.compiler.is_compiling():  # else `layer_runs` told
             self._backwards += 1
+            self.fresh = False
 
     def layer_runs(self) -> None:
         """Note that a layer is called: if its code is compiled, it tells of no backward pass."""
@@ -136,14 +139,14 @@ class WeightChanges:
 
     def made_copies(self) -> None:
         """Note that copies of the weights were made."""
-        self.copied, self._copied_at = True, self._backwards
+        self.copied = self.fresh = True
 
     @property
     def copies_serve(self) -> bool:
         """Whether copies that were made serve a layer that is called now, maybe by itself."""
-        # In a backward pass, blocks run again.
+        # Blocks run again in a backward pass.
         in_backward = torch._C._current_graph_task_id() != -1
-        return in_backward or self._copied_at == self._backwards
+        return in_backward or self.fresh
 
     def begin_pass(self, trains: bool) -> None:
         """Look for changes before a pass of the model; one that `trains` uses them up."""
@@ -166,7 +169,7 @@ class WeightChanges:
             self.generation += 1
             self.copied = False
         self._changed = False
-        self._trained_at = self._copied_at = self._backwards
+        self._trained_at, self.fresh = self._backwards, True
 
     def _may_have_changed(self) -> bool:
         """Whether weights may have changed that nobody told of; if that is known, whether they

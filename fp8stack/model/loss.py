@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack.backends.emulate import EmulatedLinear
+from fp8stack.backends.emulate import EmulateBackend
 from fp8stack.backends.linear import CastLinear, LowPrecisionLinear
 
 CHUNK_BYTES = 128 * 2**20
@@ -88,7 +88,7 @@ def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
     """Whether `head` allocates float32 tensors of the logits' size, so that chunks save memory."""
     if isinstance(head, LowPrecisionLinear):
         in_float32 = head.keeps_dtype or head.compute_dtype == torch.float32
-        return in_float32 or isinstance(head, EmulatedLinear)
+        return in_float32 or isinstance(getattr(head, "backend", None), EmulateBackend)
     # Not for replacements of nn.Linear, whose parameters may not be plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
     return plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type))

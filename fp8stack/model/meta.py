@@ -132,7 +132,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     backend = build_backend(native, save_fp8=save_fp8)
     for one in (backend, *backend._lenders.values()):
         if plan.backend == "te" and isinstance(one, TorchBackend):
-            one.gemm = _any_gemm
+            one.matmul = _any_gemm
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
@@ -144,7 +144,7 @@ def gather_weights(backend: Backend) -> None:
     gathered as FP8 bytes, and are not saved."""
     for one in (backend, *backend._lenders.values()):
         if isinstance(one, TorchBackend):
-            one._layers = [x for x in one._layers if x.quantizer("weight").per_tensor]
+            one._layers = [x for x in one._layers if x.quantizers["weight"].quantizer.per_tensor]
 
 
 def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:

@@ -29,7 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8stack.backends.activation_checkpoint import GEMMS, policy
 from fp8stack.backends.base import DTYPES
-from fp8stack.backends.torch import ScaledLinear
+from fp8stack.backends.linear import QuantizedLinear
+from fp8stack.backends.weight_cache import CachedWeight
 from fp8stack.errors import UserError
 from fp8stack.model import gpt, meta
 from fp8stack.model import loss as losses
@@ -307,8 +308,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
         fp8_weights = 0
         for path, layer in self._model.named_modules():
-            if isinstance(layer, ScaledLinear) and layer._kept is not None:
-                both = layer._kept.copies
+            cached = _cached_weight(layer)
+            if cached is not None:
+                both = cached.copies
                 known.update(_storage(copy.whole) for copy in both if copy.whole is not None)
                 tensors = [x for copy in both for x in (copy.data, copy.inv_scale)]
                 memories = {_storage(x): x.untyped_storage().nbytes() for x in tensors}
@@ -564,6 +566,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 def _name(x: Tensor) -> str:
     """The name of a tensor's dtype, as in plans."""
     return _NAMES.get(x.dtype, str(x.dtype))
+
+
+def _cached_weight(module: nn.Module) -> CachedWeight | None:
+    """The FP8 copies of the module's weight, if it keeps any."""
+    if not isinstance(module, QuantizedLinear):
+        return None
+    cached: CachedWeight | None = getattr(module.quantizers["weight"], "cached", None)
+    return cached
 
 
 def _part_of(path: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8stack.errors import UserError
 from fp8stack.formats import AmaxAlgorithm, Fp8Name, Quantizer, fp8_format
-from fp8stack.numerics.cast import FLT_MAX
+from fp8stack.numerics.cast import FLT_MAX, record_amax
 
 
 class AmaxHistory:
@@ -246,15 +246,6 @@ class AmaxHistory:
 
     def _first_row(self, column: int) -> int:
         return len(self.history) - self._quantizers[column].history_length
-
-
-def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
-    """Raise `recorded` to `amax` if that is larger; both are float32 and 0-dim. A NaN is ignored,
-    and so is an amax where `counts`, bool and 0-dim, is false."""
-    if counts is not None:
-        amax = torch.where(counts, amax, 0.0)
-    # fmax, unlike maximum, takes the number where the other side is NaN.
-    recorded.copy_(torch.fmax(recorded, amax))
 
 
 class _Rules(NamedTuple):

@@ -36,9 +36,13 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
         ValueError: an unknown format.
     """
     target = fp8_format(format)
+    return cast_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device), target)
+
+
+def cast_scaled(x: Tensor, scale: Tensor, target: Format) -> Tensor:
+    """`cast_to_fp8` to a format that is known to be FP8."""
     # Upcast first: a bfloat16 tensor times a 0-dim float32 scale would stay bfloat16.
-    scaled = x.to(torch.float32) * torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    return saturated(scaled, target)
+    return saturated(x.to(torch.float32) * scale, target)
 
 
 def codes_of_cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
@@ -49,15 +53,16 @@ def codes_of_cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
 
 def saturated(scaled: Tensor, target: Format) -> Tensor:
     """float32 values, scaled already, cast to an FP8 format: float8, of the same shape."""
-    assert target.dtype is not None
-    return _saturated_codes(scaled, target).view(target.dtype)
+    assert target.dtype_name is not None
+    return _saturated_codes(scaled, target).view(getattr(torch, target.dtype_name))
 
 
 def _saturated_codes(scaled: Tensor, target: Format) -> Tensor:
     """The bytes of `saturated`: uint8."""
     # Clamp first: torch's own cast saturates on some versions, overflows on others.
-    assert target.dtype is not None
-    codes = scaled.clamp(-target.max, target.max).to(target.dtype).view(torch.uint8)
+    assert target.dtype_name is not None
+    dtype = getattr(torch, target.dtype_name)
+    codes = scaled.clamp(-target.max, target.max).to(dtype).view(torch.uint8)
     return torch.where(scaled.isnan(), _NAN_CODE, codes)
 
 
@@ -145,6 +150,15 @@ def magnitude(x: Tensor) -> Tensor:
     """`|x|` in float32 with NaN replaced by 0, so that a NaN never enters an amax."""
     size = x.to(torch.float32).abs()
     return torch.where(size <= torch.inf, size, 0.0)  # a comparison with NaN is false
+
+
+def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
+    """Raise `recorded` to `amax` if that is larger; both are float32 and 0-dim. A NaN is ignored,
+    and so is an amax where `counts`, bool and 0-dim, is false."""
+    if counts is not None:
+        amax = torch.where(counts, amax, 0.0)
+    # fmax, unlike maximum, takes the number where the other side is NaN.
+    recorded.copy_(torch.fmax(recorded, amax))
 
 
 def tensor_scale(

@@ -43,6 +43,7 @@ _TILE = 1 << 13
 # rows are faster, since memory is then read in order, but every thread needs tiles.
 _TALL_TILE, _SHARES = 1 << 18, 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def number(rule: Rounding) -> int:
@@ -54,14 +55,29 @@ def number(rule: Rounding) -> int:
     return index
 
 
-def serves(x: Tensor) -> bool:
-    """Whether numba's kernels round `x`: on a CPU, outside of compiled code. While a dispatch mode
-    records operators, a tensor without memory takes the operator, which needs no kernel."""
+def seen(x: Tensor) -> bool:
+    """Whether a compiler, mode or profiler looks at the operators on `x` and has to see ours.
+    Without one the eager function is called: an operator costs as much as the work on a small
+    matrix."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(x) not in _PLAIN
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+def implementation(x: Tensor) -> Callable[..., list[Tensor]] | None:
+    """`round`, or `op` where something looks at operators; None where `x` is not rounded here: in
+    compiled code, on a GPU, or without numba. A tensor without memory takes the operator, which
+    needs no kernel, while a dispatch mode records operators."""
     if torch.compiler.is_compiling() or x.dtype not in _DTYPES or x.numel() == 0:
-        return False
+        return None
     if x.is_meta or isinstance(x, FakeTensor):
-        return torch._C._len_torch_dispatch_stack() > 0
-    return x.device.type == "cpu" and why_not() is None
+        return op if torch._C._len_torch_dispatch_stack() > 0 else None
+    if not x.is_cpu or (_KERNELS or _loaded())[1] is not None:
+        return None
+    return op if seen(x) else round
 
 
 def why_not() -> str | None:
@@ -69,15 +85,19 @@ def why_not() -> str | None:
     return _loaded()[1]
 
 
+_KERNELS: tuple[Any, str | None] | None = None
+"""The result of `_load`, once it was called."""
+
+
 def _loaded() -> tuple[Any, str | None]:
     """The kernels and None, or None and the reason why there are none."""
-    if _load.cache_info().currsize:  # a fork may begin while another thread holds the lock
-        return _load()
-    with _LOCK:
-        return _load()
+    global _KERNELS
+    if _KERNELS is None:  # else a fork may begin while another thread holds the lock
+        with _LOCK:
+            _KERNELS = _KERNELS or _load()
+    return _KERNELS
 
 
-@lru_cache(maxsize=1)
 def _load() -> tuple[Any, str | None]:
     """Import the kernels, which numba compiles and caches."""
     try:
@@ -201,16 +221,17 @@ def round(
     `Rounding.has_factor`, the factor of the output; see `rounding.Rounding`."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
-    kernels = _loaded()[0]
+    kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
-    results = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+    results = []
+    for shape in shapes:
+        results.append(torch.empty(shape, dtype=torch.float32))
     work.source = source.data_ptr()
-    addresses = [tensor.data_ptr() for tensor in results]
     if rule.has_factor:
-        work.factor, work.other_factor = addresses[1], addresses[-1]
-    work.result = addresses[0]
+        work.factor, work.other_factor = results[1].data_ptr(), results[-1].data_ptr()
+    work.result = results[0].data_ptr()
     if len(rule.blocks) > 1:
-        work.other = addresses[len(results) // 2]
+        work.other = results[len(results) // 2].data_ptr()
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _LIBRARY: Any = torch.library.Library("fp8stack", "FRAGMENT")  # type: ignore[no-untyped-call]
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 EAGER: dict[str, Callable[..., Any]] = {}
 """The eager function of each operator, by name."""
@@ -53,15 +51,3 @@ def operator_on_any_device(
         return operator(schema, function, fake, device="CompositeExplicitAutograd", tags=tags)
 
     return made
-
-
-def seen(x: Tensor) -> bool:
-    """Whether a compiler, mode or profiler looks at the operators on `x` and has to see ours.
-    Without one the eager function is called: an operator costs as much as the work on a small
-    matrix."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or type(x) not in _PLAIN
-        or torch.autograd.profiler._is_profiler_enabled
-    )

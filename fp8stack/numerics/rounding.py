@@ -19,11 +19,9 @@ from torch import Tensor
 
 from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics import fused
-from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
-from fp8stack.numerics.cast import amax, round_to_format
+from fp8stack.numerics.cast import amax, record_amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.operators import seen
 from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
@@ -81,13 +79,14 @@ class Rounding:
         bfloat16, which holds the values of quantizers that are `exact_in_bf16`. Without `fuse`,
         torch's operators compute the result on every device.
         """
-        if fuse and fused.serves(x):
-            run = fused.op if seen(x) else fused.round
-            tensors = run(x, self._number, scale, recorded, counts, *_bits(generator))
-            if self.has_factor:
-                copies = [Rounded(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
-            else:
-                copies = [Rounded(values, None) for values in tensors]
+        run = fused.implementation(x) if fuse else None
+        if run is not None:
+            bits = _NO_BITS if generator is None else _bits(generator)
+            tensors = run(x, self._number, scale, recorded, counts, *bits)
+            copies = []
+            step = 2 if self.has_factor else 1
+            for i in range(0, len(tensors), step):
+                copies.append(Rounded(tensors[i], tensors[i + 1] if step == 2 else None))
         else:
             if recorded is not None:
                 record_amax(recorded, amax(x), counts)
@@ -152,9 +151,10 @@ class Rounding:
         return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
 
 
-def _bits(generator: RandomBits | None) -> fused.Bits:
-    if generator is None:
-        return None, 0, 0, 0
+_NO_BITS: fused.Bits = (None, 0, 0, 0)
+
+
+def _bits(generator: RandomBits) -> fused.Bits:
     return generator.counter, generator.seed, int(generator.stream), int(generator.first_row)
 
 

@@ -48,20 +48,6 @@ def exact_matmul() -> Iterator[None]:
         _turn(before)
 
 
-@contextmanager
-def bf16_matmul() -> Iterator[None]:
-    """Multiply float32 matrices by oneDNN in bfloat16, with sums in float32, for a while: exact for
-    values that bfloat16 holds, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
-    below 2^-126 may become 0."""
-    backends: Any = torch.backends
-    matmul = backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 class MatmulPrecision:
     """Sets a precision in the forward and backward passes of models, and restores the previous one
     outside of them. The precision stays set if torch.compile takes a whole model, because compiled

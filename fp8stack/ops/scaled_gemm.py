@@ -58,13 +58,15 @@ class Scaled(NamedTuple):
 
     `data` is float8 [rows, K], row-major, of NV uint8 [rows, K / 2]: two FP4 codes to a byte, the
     even element in the low half. `inv_scale` is float32 and 0-dim, or as `pack_scales` gives it.
-    `whole` is what NV's scales stand below: float32, 0-dim.
+    `whole` is what NV's scales stand below: float32, 0-dim. `sums` over the rows, float32 [K], are
+    the gradient of a bias where the matrix is dy.
     """
 
     data: Tensor
     inv_scale: Tensor
     kind: Scales
     whole: Tensor | None = None
+    sums: Tensor | None = None
 
 
 def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:

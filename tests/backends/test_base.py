@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends import fp8_state
-from fp8stack.backends.emulate import EmulatedLinear
-from fp8stack.backends.linear import CastLinear
+from fp8stack.backends.linear import CastLinear, QuantizedLinear
 from fp8stack.conform import gemms
 from fp8stack.conform.checks import Context
 from fp8stack.conform.gemms import Shape
@@ -215,8 +214,8 @@ def test_only_the_gradients_that_are_needed_are_computed_and_counted(recipe, bac
 def test_a_model_runs_just_the_planned_layers_in_fp8(recipe, options, layers):
     model = gpt(recipe, "auto", **options)
     kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert list(kinds.values()).count(EmulatedLinear) == layers
-    assert set(kinds.values()) <= {EmulatedLinear, CastLinear if recipe == "bf16" else nn.Linear}
+    assert list(kinds.values()).count(QuantizedLinear) == layers
+    assert set(kinds.values()) <= {QuantizedLinear, CastLinear if recipe == "bf16" else nn.Linear}
     loss = model(tokens(), tokens(2))
     assert model.backend.fp8_gemms() == layers
     loss.backward()

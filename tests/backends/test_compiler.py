@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from fp8stack import numerics
 from fp8stack.backends import build_backend, compiler, fp8_state
 from fp8stack.backends.compiler import is_compiled, require_compilable
-from fp8stack.backends.torch import ScaledLinear
+from fp8stack.backends.torch import TorchBackend
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, plan_for
@@ -355,13 +355,13 @@ WEIGHTS = [(384, 128), (128, 128), (512, 128), (128, 512)]  # of a block
 def casts(monkeypatch):
     """The weights that are quantized to be kept, while a test runs."""
     shapes = []
-    keep = ScaledLinear.keep_weight
+    keep = TorchBackend.keep_weight
 
-    def counting(layer, record):
+    def counting(backend, layer, record):
         shapes.append(tuple(layer.weight.shape))
-        return keep(layer, record)
+        return keep(backend, layer, record)
 
-    monkeypatch.setattr(ScaledLinear, "keep_weight", counting)
+    monkeypatch.setattr(TorchBackend, "keep_weight", counting)
     return shapes
 
 

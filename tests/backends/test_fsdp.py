@@ -11,19 +11,18 @@ from torch import nn
 
 from fp8stack import numerics
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
-from fp8stack.backends.torch import ScaledLinear
+from fp8stack.backends.linear import QuantizedLinear
 
 
 class Layer:
-    """Casts with a scale that it is told."""
+    """Casts its weight with a given scale."""
 
     in_fp8 = True
+    target = numerics.FORMATS["e4m3"]
 
     def __init__(self, scale: float) -> None:
         self.scale = torch.tensor(scale)
-
-    def quantizer(self, name: str) -> numerics.Quantizer:
-        return numerics.Quantizer()
+        self.quantizers = {"weight": self}
 
     def cast_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return numerics.cast_to_fp8(rows, self.scale, "e4m3"), self.scale
@@ -36,7 +35,7 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture
 def sharded(whole: torch.Tensor) -> ShardedWeight:
-    return ShardedWeight(whole.clone(), cast(ScaledLinear, Layer(3.5)))
+    return ShardedWeight(whole.clone(), cast(QuantizedLinear, Layer(3.5)))
 
 
 def gathered(parts: list[ShardedWeight]) -> FullWeight:

@@ -14,13 +14,14 @@ from torch import Tensor
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends import torch as torch_backend
+from fp8stack.backends.linear import Call, QuantizedLinear
 from fp8stack.backends.observe import observing
-from fp8stack.backends.torch import ScaledLinear
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.ops.fused_casts import Product
+from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.precision import Hardware
 from tests.support.backend_models import CPU, linear
 from tests.support.oracles import every_value
@@ -125,22 +126,30 @@ def test_an_mlp_that_is_observed_or_left_fp8_or_has_rows_to_add_runs_by_its_part
 
 def test_blocks_of_a_product_are_those_of_its_values(fusing):
     layer, _ = linear("block", 128, 256, backend="torch", hardware=Hardware("cuda", (9, 0)))
-    assert isinstance(layer, ScaledLinear)
+    assert isinstance(layer, QuantizedLinear)
     hidden, dy = torch.randn(256, 512).bfloat16(), torch.randn(256, 256).bfloat16()
-    quantizer = layer.quantizer("grad_output")
+    quantizers = layer.quantizers["grad_output"]
+    quantizer = quantizers.quantizer
+    call = Call(record=False, rows=256, has_bias=True)
+
+    def quantize(x: Tensor | Product) -> tuple[Scaled, Scaled]:
+        along, across = layer.backend.quantize(x, quantizers, True, call)
+        return along, across
+
     for product in (Product("swiglu", hidden), Product("swiglu", hidden, dy)):
         values = product.values()
-        along, across, sums = layer.quantize(product, "grad_output", False, True, True)
-        apart = layer.quantize(values, "grad_output", False, True, True)
+        along, across = quantize(product)
+        apart = quantize(values)
         fusing.on = True
-        eager = layer.quantize(values, "grad_output", False, True, True)
+        eager = quantize(values)
         fusing.on = False
         data, inverse = numerics.quantize(values, quantizer)[:2]
         assert torch.equal(along.data.view(torch.uint8), data.view(torch.uint8))
         assert torch.equal(along.inv_scale, inverse)
-        torch.testing.assert_close(sums, values.float().sum(0))
+        assert along.sums is not None
+        torch.testing.assert_close(along.sums, values.float().sum(0))
         for made in (apart, eager):
-            for one, other in zip(made[:2], (along, across), strict=True):
+            for one, other in zip(made, (along, across), strict=True):
                 assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
                 assert torch.equal(one.inv_scale, other.inv_scale)
                 assert one.inv_scale.stride() == other.inv_scale.stride()

@@ -16,7 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends import torch as torch_backend
-from fp8stack.backends.torch import ScaledLinear
+from fp8stack.backends.linear import QuantizedLinear
+from fp8stack.backends.weight_cache import CachedWeight
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import fused_casts, kernels, weights
@@ -42,12 +43,17 @@ def loss_of(model: GPT, step: int) -> Tensor:
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
+def cached_of(layer: QuantizedLinear) -> CachedWeight | None:
+    cached: CachedWeight | None = layer.quantizers["weight"].cached
+    return cached
+
+
 def kept(model: GPT) -> dict[str, Tensor]:
     """The bytes and inverse scales of all weights."""
     found = {}
     for name, part in model.named_modules():
-        if isinstance(part, ScaledLinear) and part._kept is not None:
-            for which, one in enumerate(part._kept.copies):
+        if isinstance(part, QuantizedLinear) and (cached := cached_of(part)) is not None:
+            for which, one in enumerate(cached.copies):
                 found[f"{name} {which}"] = one.data.view(torch.uint8).clone()
                 found[f"{name} {which} inverse"] = one.inv_scale.clone()
     return found
@@ -91,9 +97,9 @@ def turned() -> dict[str, Tensor]:
     return kept(model)
 
 
-def up_of(model: GPT) -> torch_backend.ScaledLinear:
+def up_of(model: GPT) -> QuantizedLinear:
     up = model.get_submodule("blocks.0.mlp.up")
-    assert isinstance(up, torch_backend.ScaledLinear)
+    assert isinstance(up, QuantizedLinear)
     return up
 
 
@@ -228,17 +234,19 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
     model = gpt("delayed")
     hooks(model)
     up = up_of(model)
-    first = up._kept
+    first = cached_of(up)
     hooks(model)
-    assert up._kept is first
+    assert cached_of(up) is first
     other = copy.deepcopy(model)
-    assert up_of(other)._kept is None
+    assert cached_of(up_of(other)) is None
     hooks(other)
-    data = [one._kept.copies[0].data.data_ptr() for one in (up, up_of(other))]
+    data = [
+        layer.quantizers["weight"].cached.copies[0].data.data_ptr() for layer in (up, up_of(other))
+    ]
     assert data[0] != data[1]
     up.weight.data = up.weight.data.clone()
     hooks(model)
-    assert up._kept is not first
+    assert cached_of(up) is not first
 
 
 @needs_triton
@@ -300,5 +308,5 @@ def test_a_compiled_model_casts_weights_by_rows_in_one_graph_for_each_shape(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert counter.frame_count == len(
-        {part.weight.shape for part in model.blocks.modules() if isinstance(part, ScaledLinear)}
+        {part.weight.shape for part in model.blocks.modules() if isinstance(part, QuantizedLinear)}
     )

@@ -1,7 +1,14 @@
-"""Master weights: float32 whatever the recipe computes in, so that nothing small is lost."""
+"""Master weights: float32 whatever the recipe computes in, so that nothing small is lost. And the
+path of one linear, which is short enough to be read."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8stack.backends.linear import Size, plain_linear
+from fp8stack.backends.linear import QuantizedLinear, Size, plain_linear
 from fp8stack.backends.observe import observing
 from fp8stack.config import RunConfig
 from fp8stack.model.convert import convert
 from fp8stack.optim.optimizer import build_optimizer
-from tests.support.backend_models import RECIPES, gpt, tokens
+from tests.support.backend_models import RECIPES, gpt, linear, tokens
 
 
 class Weights(TorchFunctionMode):
@@ -117,3 +124,74 @@ def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
         assert torch.equal(seen["blocks.0.mlp.down.weight"], weight)
         optimizer.step()
         optimizer.zero_grad()
+
+
+PACKAGE = Path(sys.modules["fp8stack"].__file__ or "").parent
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str]]]:
+    """The file and the qualified name of each function of the package that is called, in order."""
+    called: list[tuple[str, str]] = []
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            called.append((path.name, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+def second_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """The calls of the second forward pass of a linear in delayed scaling, and of its backward
+    pass."""
+    layer, _ = linear("delayed", 64, 48, backend=backend)
+    assert isinstance(layer, QuantizedLinear)
+    x = torch.randn(32, 64, requires_grad=True)
+    layer(x).sum().backward()
+    run = layer.forward
+    recorded: list[list[tuple[str, str]]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        with calls() as called:
+            y = run(x)
+        recorded.append(called)
+        return y
+
+    monkeypatch.setattr(layer, "forward", forward)
+    y = layer(x)
+    with calls() as called, torch.autograd.set_multithreading_enabled(False):
+        y.sum().backward()
+    return [*recorded, called]
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_forward_pass_of_a_linear_is_at_most_25_calls_in_5_files(backend, monkeypatch) -> None:
+    forward, _ = second_pass(backend, monkeypatch)
+    assert len(forward) <= 25, forward
+    assert len({file for file, _ in forward}) <= 5, forward
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_architecture_page_names_the_calls_of_a_linear_in_their_order(
+    backend, monkeypatch
+) -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    steps = page.partition("\n## One linear\n")[2].partition("\n## ")[0]
+    names = re.findall(r"`([\w.]+)`", steps[steps.index("1. ") : steps.index("`TELinear`")])
+    elsewhere = {"emulate", "torch", "fused_casts.cast_product"}  # the last one on a GPU
+    if backend == "torch":
+        elsewhere |= {"Rounding.round", "fused.round"}
+    expected = [name for name in names if name not in elsewhere]
+    assert len(expected) > 10
+    forward, backward = second_pass(backend, monkeypatch)
+    for file, name in (*forward, *backward):
+        method = "matmul" if name == "scaled_gemm" else name.rpartition(".")[2]
+        if expected and expected[0] in (name, method, f"{file.removesuffix('.py')}.{name}"):
+            expected.pop(0)
+    assert expected == []

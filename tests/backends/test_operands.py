@@ -1,5 +1,6 @@
 """Operands of any table of quantizers, in the layers that the emulator builds."""
 
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -276,6 +277,18 @@ def test_a_plan_for_the_forward_values_is_emulated_whatever_was_asked_for(recipe
 FLOAT32_SCALES = {"power_of_two": False}
 FORWARD_WEIGHT = {"weight": {"dgrad": "forward"}}
 HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+
+
+@pytest.mark.parametrize("ambient", ["highest", "high", "medium"])
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambient, in_bf16):
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, "highest"))
+    matmul = cast(Any, torch.backends.mkldnn).matmul
+    torch.set_float32_matmul_precision(ambient)
+    before = matmul.fp32_precision
+    emulate._gemm(normal(16, 16, seed=1), normal(16, 16, seed=2), "b", [], None, in_bf16)
+    assert matmul.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == ambient
 
 
 @pytest.mark.parametrize("save_fp8", [False, True])

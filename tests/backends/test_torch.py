@@ -27,6 +27,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 from fp8stack import numerics
 from fp8stack.backends import fp8_state, operands
 from fp8stack.backends import torch as torch_backend
+from fp8stack.backends.linear import Call
 from fp8stack.conform import gemms
 from fp8stack.conform.checks import Context, run_check
 from fp8stack.conform.gemms import Shape
@@ -282,6 +283,13 @@ def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recip
             torch.optim.SGD([layer.weight], lr=0.1).step()
 
 
+def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
+    """Both copies of an operand."""
+    call = Call(record=False, rows=len(x), has_bias=False, after_norm=True)
+    rows, columns = layer.backend.quantize(x, layer.quantizers[name], True, call)
+    return rows, columns
+
+
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("delayed", torch.bfloat16), ("current", torch.float32)]
 )
@@ -292,7 +300,7 @@ def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype
     formats = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 
     def quantize(x: Tensor) -> list:
-        return [layer.quantize(x, name, False, True)[:2] for name in formats]
+        return [quantized(layer, x, name) for name in formats]
 
     quantize = torch.compile(quantize)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -313,8 +321,9 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
     for name in ("input", "weight", "grad_output"):
         x = normal(128, 256, seed=3).bfloat16()
-        for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
-            data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
+        for copy, part in zip(quantized(layer, x, name), (x, x.t()), strict=True):
+            quantizer = layer.quantizers[name].quantizer
+            data, scales = numerics.quantize(part.contiguous(), quantizer)[:2]
             assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
             ours = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
             sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8stack import convert, fp8_state, resolve
 from fp8stack.backends import load_fp8_state, weights
-from fp8stack.backends.torch import ScaledLinear
+from fp8stack.backends.linear import QuantizedLinear
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 from tests.support.backend_models import (
@@ -218,7 +218,7 @@ def test_a_part_that_is_called_by_itself_sees_them_too(recipe, backend):
 def test_a_weight_stored_the_other_way_round_is_cast_anew():
     layers = [linear("current", 32, 48, backend="torch")[0] for _ in range(2)]
     for layer in layers:
-        assert isinstance(layer, ScaledLinear)
+        assert isinstance(layer, QuantizedLinear)
         layer.transposed = True
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
     x = normal(6, 32)

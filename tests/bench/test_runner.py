@@ -16,7 +16,7 @@ import torch
 from bench import report, runner
 from bench.__main__ import main
 from bench.cost import emulation, grid, step
-from fp8stack.backends.emulate import EmulatedLinear
+from fp8stack.backends.linear import QuantizedLinear
 from fp8stack.benchmark.step import FP8
 from fp8stack.benchmark.timing import Timing, interleaved, summarize
 from fp8stack.precision import Hardware
@@ -112,9 +112,9 @@ def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
     words = [*WORDS, "--rounds", "6", "--warm-up", "1"]
     monkeypatch.setattr(grid, "SHORT", words)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
-    multiply = EmulatedLinear.multiply
+    multiply = QuantizedLinear.multiply
 
-    def often(self: EmulatedLinear, x: torch.Tensor) -> torch.Tensor:
+    def often(self: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
         for _ in range(7):
             multiply(self, x)
         return multiply(self, x)
@@ -125,7 +125,7 @@ def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
         assert runner.run("grid", [*words, "--out", str(tmp_path)]) == 0
         check = ["grid", "--results", str(tmp_path)]
         assert runner.check(check) == 0
-        monkeypatch.setattr(EmulatedLinear, "multiply", often)
+        monkeypatch.setattr(QuantizedLinear, "multiply", often)
         capsys.readouterr()
         assert runner.check(check) == 1
     said = capsys.readouterr().out

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends import delayed, emulate, operands
+from fp8stack.backends import delayed, emulate
 from fp8stack.formats import FORMATS
 from fp8stack.numerics import (
     AmaxHistory,
@@ -164,17 +164,15 @@ def sums(change: Callable[[Tensor], Tensor]) -> Put:
     return instead(torch, "_scaled_mm", multiply)
 
 
-def zero_gradients(made: Any, self: Any, x: Tensor, name: str, *given: Any, **options: Any) -> Any:
-    if name != "grad_output":
+def zero_gradients(made: Any, self: Any, x: Tensor, quantizers: Any, *given: Any) -> Any:
+    if quantizers.name != "grad_output":
         return made
     return tuple(each and each._replace(values=each.values * 0) for each in made)
 
 
-def along_twice(
-    exact: Any, self: Any, x: Tensor, name: str, record: bool, both: bool, bf16: bool = False
-) -> Any:
-    along, _ = exact(self, x, name, record, False, bf16)
-    return along, along if both else None
+def along_twice(exact: Any, self: Any, x: Tensor, quantizers: Any, both: bool, call: Any) -> Any:
+    along, _ = exact(self, x, quantizers, False, call)
+    return along, along._replace(form=quantizers.columns) if both else None
 
 
 def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:
@@ -320,11 +318,11 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: nvfp4*numba*",
         after(
             rounding, "_bits",
-            lambda made, drawn: made if drawn is None else (torch.tensor(0), 0, 0, 0),
+            lambda made, drawn: (torch.tensor(0), 0, 0, 0),
         ),
     ),
     "all stochastic gradients are zero": (
-        "gemms: nvfp4 by emulate*", after(operands.LayerOperands, "round", zero_gradients)
+        "gemms: nvfp4 by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)
     ),
     "Philox with nine rounds": (
         "quantizers: nvfp4, values, by torch*",
@@ -389,13 +387,15 @@ FAULTS: dict[str, tuple[str, Put]] = {
     ),
     "the scales of rows are reversed": (
         "gemms: rowwise by emulate*",
-        after(
-            emulate, "_factors",
-            lambda made, *given: tuple(p.flip(0) if isinstance(p, Tensor) else p for p in made),
+        instead(
+            emulate, "_scaled",
+            lambda exact, y, scales, rows, columns, bias: exact(
+                y, scales, *(p if p is None else p.flip(0) for p in (rows, columns)), bias
+            ),
         ),
     ),
     "wgrad takes the copies of fprop, quantized the other way": (
-        "gemms: mxfp8 by*", instead(operands.LayerOperands, "round", along_twice)
+        "gemms: mxfp8 by*", instead(emulate.EmulateBackend, "cast", along_twice)
     ),
     "the bias is left out": (
         "gemms: current by torch*",

@@ -15,6 +15,7 @@ from torch import Tensor
 import fp8stack
 from bench.cost.activations import Live, kept_bytes
 from fp8stack.backends import build_backend
+from fp8stack.backends.linear import QuantizedLinear
 from fp8stack.config import OptimizerName, RunConfig
 from fp8stack.estimate.answer import PhaseEstimate
 from fp8stack.estimate.parts import Setting, estimate, optimizer_bytes
@@ -267,7 +268,9 @@ def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = build("llama", recipe, "torch")
     loss_of(model, setting)
     weights: list[Any] = [
-        weight for module in model.modules() if (weight := getattr(module, "_kept", None))
+        cached
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear) and (cached := module.quantizers["weight"].cached)
     ]
     copies = [copy for weight in weights for copy in weight.copies]
     tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]

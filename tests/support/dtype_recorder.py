@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.backends.emulate import EmulatedLinear
-from fp8stack.backends.torch import ScaledLinear
-from fp8stack.formats import Operand
+from fp8stack.backends.emulate import EmulateBackend
+from fp8stack.backends.linear import QuantizedLinear
+from fp8stack.backends.torch import TorchBackend
 
 SHORT = {
     torch.float32: "fp32",
@@ -43,7 +43,12 @@ class Recorder(TorchDispatchMode):
         self.gemms: Counter[tuple[str, tuple[str, ...], str]] = Counter()
         self.casts: Counter[tuple[str, str, str]] = Counter()
         self.quantized: Counter[tuple[str, str, str]] = Counter()
-        self._paths = {part: path for path, part in model.named_modules()}
+        self._paths_of_quantizers = {
+            id(quantizers): path
+            for path, part in model.named_modules()
+            if isinstance(part, QuantizedLinear)
+            for quantizers in part.quantizers.values()
+        }
         self._inside = 0  # operations that are one, whatever runs within them
         self._of_attention: set[int] = set()  # autograd's nodes, by number
 
@@ -52,9 +57,9 @@ class Recorder(TorchDispatchMode):
         """Watch until the end of the context."""
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(EmulatedLinear, "gemm", self._gemm()),
-            mock.patch.object(EmulatedLinear, "round", self._quantize(EmulatedLinear.round)),
-            mock.patch.object(ScaledLinear, "quantize", self._quantize(ScaledLinear.quantize)),
+            mock.patch.object(EmulateBackend, "matmul", self._gemm()),
+            mock.patch.object(EmulateBackend, "cast", self._quantize(EmulateBackend.cast)),
+            mock.patch.object(TorchBackend, "quantize", self._quantize(TorchBackend.quantize)),
             self,
         ):
             yield
@@ -73,10 +78,10 @@ class Recorder(TorchDispatchMode):
         return attention
 
     def _gemm(self) -> Any:
-        real = EmulatedLinear.gemm
+        real = EmulateBackend.matmul
 
         def gemm(
-            this: EmulatedLinear, a: Any, b: Any, out_dtype: torch.dtype, **more: Any
+            this: EmulateBackend, a: Any, b: Any, out_dtype: torch.dtype, **more: Any
         ) -> Tensor:
             self._inside += 1
             operands = tuple(_held(x.values) for x in (a, b))
@@ -88,18 +93,18 @@ class Recorder(TorchDispatchMode):
         return gemm
 
     def _quantize(self, real: Any) -> Any:
-        def quantize(this: Any, x: Tensor, name: Operand, *more: Any, **named: Any) -> Any:
+        def quantize(this: Any, x: Tensor, quantizers: Any, *more: Any) -> Any:
             self._inside += 1
-            made = real(this, x, name, *more, **named)
-            quantizers = this.operands.quantizers
-            ways = {name: quantizers.along(name), f"{name} across": quantizers.across(name)}
+            made = real(this, x, quantizers, *more)
+            path, name = self._paths_of_quantizers[id(quantizers)], quantizers.name
+            ways = {name: quantizers.along, f"{name} across": quantizers.across}
             if ways[name] == ways[f"{name} across"]:  # one cast, however many copies
                 del ways[f"{name} across"]
             for way, copy in zip(ways, made, strict=False):
                 values = getattr(copy, "values", None)
                 is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
                 if is_quantized and ways[way] != "forward":
-                    self.quantized[self._paths[this], way, _pass()] += 1
+                    self.quantized[path, way, _pass()] += 1
             self._inside -= 1
             return made
 
