@@ -150,8 +150,8 @@ def estimate(setting: Setting) -> Estimate:
     shapes = config.parameter_shapes(plan.layer("lm_head").out_features)
     shards = sharded(shapes, setting.ranks) if setting.shares_out else shapes
     parameters = float_bytes(shards)
-    options = {"save_fp8": setting.save_fp8, "gathers": setting.shares_out}
-    traced = trace(config, plan, setting.sequences, setting.context, **options)
+    size = setting.sequences, setting.context
+    traced = trace(config, plan, *size, save_fp8=setting.save_fp8, gathers=setting.shares_out)
     kinds = [_block(setting, traced, f"blocks.{place}") for place in range(len(traced.kinds))]
     blocks = [kind for kind, indices in zip(kinds, traced.kinds, strict=True) for _ in indices]
     first_block = {name: shape for name, shape in shards.items() if name.startswith("blocks.0.")}
