@@ -1,4 +1,4 @@
-"""What this machine, or any other, can do with each recipe, and the formats' facts."""
+"""The answer of `fp8stack doctor`: how each recipe runs on a machine, and the number formats."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def as_json(hardware: Hardware) -> dict[str, Any]:
     """The answer as JSON data: `hardware`, `recipes` by name, `formats` by name."""
     keys = ("backend", "compute_dtype", "native", "loss_scaling")
     recipes = {
-        asked: {"recipe": plan.recipe.name}
+        name: {"recipe": plan.recipe.name}
         | {key: getattr(plan, key) for key in keys}
         | {"reasons": list(plan.reasons)}
-        for asked, plan in plans(hardware).items()
+        for name, plan in plans(hardware).items()
     }
     facts = asdict(hardware)
     for key in ("capability", "cuda_version"):
         if facts[key] is not None:
-            facts[key] = ".".join(str(part) for part in facts[key])
+            facts[key] = ".".join(map(str, facts[key]))
     names = (
         *("bits", "sign_bits", "exponent_bits", "mantissa_bits", "bias", "max"),
         *("min_normal", "min_subnormal", "epsilon", "has_inf", "hardware"),
@@ -67,18 +67,18 @@ def show(hardware: Hardware, console: Console) -> None:
     every_plan = plans(hardware)
     headings = ["recipe", "runs", "backend", "dtype"]
     rows = []
-    for asked, plan in every_plan.items():
-        how = " (emulated)" if plan.backend == "emulate" else " (native)"
-        runs = plan.recipe.name + (how if plan.is_fp8 else "")
-        rows.append([asked, runs, plan.backend, plan.compute_dtype])
+    for name, plan in every_plan.items():
+        suffix = " (emulated)" if plan.backend == "emulate" else " (native)"
+        runs = plan.recipe.name + (suffix if plan.is_fp8 else "")
+        rows.append([name, runs, plan.backend, plan.compute_dtype])
     console.print(rich_table("What each recipe does on it", headings, rows))
-    said: dict[str, list[str]] = {}
-    for asked, plan in every_plan.items():
+    reasons: dict[str, list[str]] = {}
+    for name, plan in every_plan.items():
         for reason in plan.reasons:
             if not hardware.gpu_problem or not reason.startswith(hardware.gpu_problem):
-                # Else it is said above, once.
-                said.setdefault(reason.replace(f"{asked} needs", "it needs"), []).append(asked)
-    for reason, names in said.items():
+                # Else it is printed above, once.
+                reasons.setdefault(reason.replace(f"{name} needs", "it needs"), []).append(name)
+    for reason, names in reasons.items():
         write(f"{', '.join(names)}: {reason}")
     console.print()
     headings = ["format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
@@ -86,7 +86,7 @@ def show(hardware: Hardware, console: Console) -> None:
 
 
 def _te_remedy(hardware: Hardware) -> str:
-    """What to do so that Transformer Engine can be used; "" if it can, or never could."""
+    """The remedy that makes Transformer Engine usable; "" if it is usable, or never can be."""
     if hardware.capability is None or hardware.capability < (8, 9) or hardware.has_te:
         return ""
     return hardware.te_problem or f"Transformer Engine is optional; to add it: {TE_REMEDY}"

@@ -1,6 +1,6 @@
-"""Find a preset by name or path, and parse it strictly. No torch here. `models/*.toml` and
-`recipes/*.toml` hold data, no code. A wheel carries them as `fp8stack/_presets/...`; in a checkout
-they lie beside the package."""
+"""Find a preset by name or path, and parse it strictly, without importing torch. `models/*.toml`
+and `recipes/*.toml` hold data, no code. They are in a wheel's `fp8stack/_presets/`, or next to the
+package in a checkout."""
 
 import os
 import re
@@ -39,11 +39,11 @@ OTHER_NAMES = {
     "grad_clip": "clip",
     "gradient_accumulation_steps": "accumulate",
 }
-"""What presets and keys are called elsewhere, such as in transformers: to suggest ours."""
+"""The names of presets and keys in other programs, such as transformers, with ours to suggest."""
 
 
 def folder(kind: Kind) -> Path:
-    """The folder that holds the presets of `kind`: inside the wheel, or beside the package."""
+    """The folder that holds the presets of `kind`: inside the wheel, or next to the package."""
     package = Path(str(files("fp8stack")))
     shipped = package / "_presets" / kind
     return shipped if shipped.is_dir() else package.parent / kind
@@ -98,9 +98,9 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     # A key that is not known first: it may be a misspelled one that is missing, too. Then what a
     # key may be; that it is no table, where it may be one, says less.
     order = {"extra_forbidden": 0, "model_type": 2}
-    problem = min(error.errors(), key=lambda found: order.get(found["type"], 1))
+    problem = min(error.errors(), key=lambda details: order.get(details["type"], 1))
     tree = _tree(schema)
-    # Of a value that may have several types, pydantic names the type that it tried.
+    # pydantic adds the type that it tried, where a value may have several types.
     types = tree.get("$defs", {})
     path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
     if "discriminator" in tree:
@@ -116,8 +116,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
         within = f"{quoted('.'.join(outer))}: " if outer else ""
         if last in _MEANINGLESS:
             return f"{where}: {within}there is no key '{last}': {_MEANINGLESS[last]}."
-        known = _keys(tree, outer)
-        return f"{where}: {within}{unknown('key', last, known, OTHER_NAMES.get(last))}"
+        keys = _keys(tree, outer)
+        return f"{where}: {within}{unknown('key', last, keys, OTHER_NAMES.get(last))}"
     key = ".".join(path)
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
@@ -136,12 +136,12 @@ def _tree(schema: Any) -> dict[str, Any]:
 def _keys(tree: dict[str, Any], path: Sequence[str]) -> list[str]:
     """The keys of the table at `path` in a JSON schema."""
     definitions = tree.get("$defs", {})
-    for part in path:
-        others = tree.get("additionalProperties")  # of a table with keys of any name
-        inner = tree.get("items", others) if part.isdecimal() else others
-        tree = tree.get("properties", {}).get(part, inner if isinstance(inner, dict) else {})
-        for one in (tree, *tree.get("anyOf", ())):
-            tree = definitions.get(one.get("$ref", "").rsplit("/", 1)[-1], tree)
+    for key in path:
+        any_key = tree.get("additionalProperties")  # of a table with keys of any name
+        inner = tree.get("items", any_key) if key.isdecimal() else any_key
+        tree = tree.get("properties", {}).get(key, inner if isinstance(inner, dict) else {})
+        for choice in (tree, *tree.get("anyOf", ())):
+            tree = definitions.get(choice.get("$ref", "").rsplit("/", 1)[-1], tree)
     return list(tree.get("properties", {}))
 
 

@@ -102,8 +102,8 @@ def _arm(plan: Plan, shape: Shape, bias: bool, compiled: bool) -> Arm:
     run: Callable[..., list[Tensor]] = model
     if compiled and plan.backend != "te":
         run = torch.compile(model, fullgraph=True, dynamic=False)
-    # A step without gradients changes no weight and is noticed all the same, so that each pass
-    # quantizes the weights anew, as the first micro-batch of a training step does.
+    # The layers notice a step even if it has no gradients and changes no weight: each pass
+    # quantizes the weights again, as the first micro-batch of a training step does.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
     def once() -> None:

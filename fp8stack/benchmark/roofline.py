@@ -1,10 +1,10 @@
-"""`fp8stack bench roofline`: how long a training step should take on a GPU, predicted part by part,
-in bf16 and in each FP8 recipe, beside what was measured.
+"""The prediction of `fp8stack bench roofline`: the time of a training step on a GPU, part by part,
+in bf16 and in each FP8 recipe, with measured steps if there are any.
 
-A trace of the model says which operators a step has and what they read and write; `ideal_work` says
-which of it has to move. A part's time is its work over a rate that is assumed: operations over a
-GEMM rate, bytes over a bandwidth. Parts do not overlap, launches take no time, one micro-batch is
-one step.
+A trace of the model has the operators of a step, with the bytes that they read and write;
+`ideal_work` decides which of these bytes have to move. The time of a part is its work over an
+assumed rate: operations over a GEMM rate, bytes over a bandwidth. Parts do not overlap, launches
+take no time, one micro-batch is one step.
 """
 
 from collections import Counter
@@ -19,7 +19,8 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.io import parse_json
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.meta import kinds_of
-from fp8stack.model.trace import Part, Rate, Trace, trace
+from fp8stack.model.trace import Trace, trace
+from fp8stack.model.tracer import Rate, Slice
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.gpus import Gpu, find_gpu
@@ -33,10 +34,10 @@ PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a kernel does for one of `PARTS`: bytes that it moves and, if it multiplies matrices,
-    operations at one of the rates."""
+    """The work of a kernel for one of `PARTS`, its category: bytes that it moves and, if it
+    multiplies matrices, operations at one of the rates."""
 
-    part: str
+    category: str
     moved: int
     flops: int = 0
     rate: Rate = "half"
@@ -47,113 +48,123 @@ class Work:
         return max(self.flops / rate, self.moved / rates.memory)
 
 
-_Where = tuple[int, int]
-"""A kernel: how many others it waits for, and the place of the operator that it is alone, or -1."""
+_Kernel = tuple[int, int]
+"""The number of kernels that it waits for, one after the other, and the place of the only operator
+in it if that multiplies, else -1."""
 
 
-def ideal_work(made: Trace) -> Iterator[Work]:
-    """What a traced pass is for an ideal GPU.
+def ideal_work(traced: Trace) -> Iterator[Work]:
+    """The work of a traced pass on an ideal GPU.
 
-    A GEMM is a kernel, and attention. All that waits for equally many of them, one after the other,
-    is one kernel together: it reads once what others gave, and writes once what others need. What
-    needs a number that follows from a whole tensor, as scales of current scaling do, waits for that
-    as well. What only the backward pass needs of such a kernel of the forward pass is not written:
-    it is made again, of what is in memory.
+    Each GEMM and each attention is a kernel. All operators that wait for equally many of them, one
+    after the other, are one kernel together: it reads once what other kernels wrote, and writes
+    once what others need. An operator that needs a number that follows from a whole tensor, such
+    as a scale of current scaling, waits for that number as well. Values of the forward pass that
+    only such a kernel of the backward pass needs are not written: it computes them again, from
+    values in memory.
     """
-    operators = made.operators
-    maker = {number: at for at, one in enumerate(operators) for number in one.writes}
+    operators = traced.operators
+    writer = {value: at for at, operator in enumerate(operators) for value in operator.writes}
     readers: dict[int, list[int]] = {}
-    waits: dict[int, int] = {}  # for a value
-    kernel: list[_Where] = []  # of an operator
-    for at, one in enumerate(operators):
-        level = max((waits.get(part.value, 0) for part in one.reads), default=0)
-        kernel.append((level, at if one.multiplies else -1))
-        waits |= dict.fromkeys(one.writes, level + (one.multiplies or one.reduces))
-        for part in one.reads:
-            readers.setdefault(part.value, []).append(at)
-    # Some operators of the backward pass need no gradient: they begin to make something again.
-    forward = max(
-        level for (level, _), one in zip(kernel, operators, strict=True) if not one.backward
-    )
+    for at, operator in enumerate(operators):
+        for piece in operator.reads:
+            readers.setdefault(piece.value, []).append(at)
+    kernels = _kernels(traced)
+    # Operators of the backward pass that need no gradient start to compute a value again.
+    forward = max(level for at, (level, _) in enumerate(kernels) if not operators[at].backward)
 
     def in_memory(value: int) -> bool:
-        if value not in maker or value in made.lasting:
+        if value not in writer or value in traced.lasting:
             return True
-        own = maker[value]
-        others = [operators[x] for x in readers.get(value, ()) if kernel[x] != kernel[own]]
-        stays = operators[own].multiplies or kernel[own][0] > forward
-        return any(stays or one.multiplies or not one.backward for one in others)
+        at = writer[value]
+        stays = operators[at].multiplies or kernels[at][0] > forward
+        outside = (operators[x] for x in readers.get(value, ()) if kernels[x] != kernels[at])
+        return any(stays or reader.multiplies or not reader.backward for reader in outside)
 
-    def read(at: int, where: _Where) -> Iterator[Part]:
-        """What an operator, run in a kernel, reads from memory."""
-        for part in operators[at].reads:
-            own = maker.get(part.value)
-            if own is None or (kernel[own] != where and in_memory(part.value)):
-                yield part
-            elif kernel[own] != where:
-                yield from read(own, where)
+    def loads(at: int, kernel: _Kernel) -> Iterator[Slice]:
+        """Yield the slices that an operator, run in a kernel, reads from memory."""
+        for piece in operators[at].reads:
+            source = writer.get(piece.value)
+            if source is None or (kernels[source] != kernel and in_memory(piece.value)):
+                yield piece
+            elif kernels[source] != kernel:
+                yield from loads(source, kernel)
 
-    parts = _parts(made, maker)
-    moved = {where: Counter[str]() for where in kernel}
-    found: dict[tuple[_Where, int], tuple[set[Part], set[str]]] = {}
-    for at, one in enumerate(operators):
-        for value in filter(in_memory, one.writes):
-            by = {parts[x] for x in readers.get(value, ()) if kernel[x] != kernel[at]}
-            for_casts = by == {"casts"} and not one.multiplies
-            moved[kernel[at]]["casts" if for_casts else parts[at]] += made.values[value]
-        for part in read(at, kernel[at]):
-            pieces, told = found.setdefault((kernel[at], part.value), (set(), set()))
-            pieces.add(part)
-            told.add(parts[at])
-    for (where, value), (pieces, told) in found.items():
-        size = min(made.values[value], sum(part.bytes for part in pieces))
-        moved[where][max(told, key=PARTS.index)] += size  # a cast reads what nothing else does
-    for (_, alone), sizes in moved.items():
-        one = operators[alone]
-        more: Any = {} if alone < 0 else {"flops": one.flops, "rate": one.rate}
-        for name, size in sizes.items():
-            yield Work(part=name, moved=size, **more)
+    categories = _categories(traced, writer)
+    moved = {kernel: Counter[str]() for kernel in kernels}
+    loaded: dict[tuple[_Kernel, int], tuple[set[Slice], set[str]]] = {}
+    for at, (operator, kernel) in enumerate(zip(operators, kernels, strict=True)):
+        for value in filter(in_memory, operator.writes):
+            users = {categories[x] for x in readers.get(value, ()) if kernels[x] != kernel}
+            for_casts = users == {"casts"} and not operator.multiplies
+            moved[kernel]["casts" if for_casts else categories[at]] += traced.values[value]
+        for piece in loads(at, kernel):
+            pieces, users = loaded.setdefault((kernel, piece.value), (set(), set()))
+            pieces.add(piece)
+            users.add(categories[at])
+    for (kernel, value), (pieces, users) in loaded.items():
+        size = min(traced.values[value], sum(piece.bytes for piece in pieces))
+        moved[kernel][max(users, key=PARTS.index)] += size  # casts count only reads of their own
+    for (_, at), sizes in moved.items():
+        multiplied: Any = (
+            {} if at < 0 else {"flops": operators[at].flops, "rate": operators[at].rate}
+        )
+        for category, size in sizes.items():
+            yield Work(category=category, moved=size, **multiplied)
 
 
-def _parts(of: Trace, maker: Mapping[int, int]) -> list[str]:
-    """To which of `PARTS` each operator belongs. Casts are what is done with weights before the
-    first layer, and what linears do beside their GEMMs, but for sums, and for the rounding to two
-    bytes of what is no weight and the gradient of that."""
-    parts: list[str] = []
-    for one in of.operators:
-        path = one.path.rpartition(".")[2]
-        made = [maker[part.value] for part in one.reads if part.value in maker]
-        of_weights = not one.backward and {parts[at] for at in made} <= {"casts"}
-        of_weights |= not of.lasting.isdisjoint(one.writes)
-        makers = (of.operators[at] for at in made)
-        back = any(x.multiplies and x.path == one.path for x in makers)
-        rounds = one.name == "aten::_to_copy" and (one.element_bytes == 2 or back)
-        if one.multiplies:
-            part = "head and loss" if path == "lm_head" else "GEMMs"
-            parts.append("attention" if one.rate in ("attention", "fp8_attention") else part)
-        elif path == "loss":
-            parts.append("head and loss")
-        elif one.name == "aten::sum" or (rounds and not of_weights):
-            parts.append("norms, elementwise")
-        elif path in LINEARS or (path == "" and of_weights and not one.backward):
-            parts.append("casts")
-        else:
-            parts.append("norms, elementwise")
-    return parts
+def _kernels(traced: Trace) -> list[_Kernel]:
+    """The kernel that each operator runs in."""
+    waits: dict[int, int] = {}  # kernels to wait for, by value
+    kernels: list[_Kernel] = []
+    for at, operator in enumerate(traced.operators):
+        level = max((waits.get(piece.value, 0) for piece in operator.reads), default=0)
+        kernels.append((level, at if operator.multiplies else -1))
+        ends = operator.multiplies or operator.reduces
+        waits |= dict.fromkeys(operator.writes, level + ends)
+    return kernels
+
+
+def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
+    """The category, among `PARTS`, of each operator. Casts are operators on weights before the
+    first layer, and operators of linears other than GEMMs, except sums and the rounding of
+    activations and their gradients to two bytes."""
+    categories: list[str] = []
+    for operator in traced.operators:
+        module = operator.path.rpartition(".")[2]
+        sources = [writer[piece.value] for piece in operator.reads if piece.value in writer]
+        of_weights = not operator.backward and {categories[at] for at in sources} <= {"casts"}
+        of_weights |= not traced.lasting.isdisjoint(operator.writes)
+        gemms = (x for at in sources if (x := traced.operators[at]).multiplies)
+        of_output = any(gemm.path == operator.path for gemm in gemms)
+        rounds = operator.name == "aten::_to_copy" and (operator.element_bytes == 2 or of_output)
+        category = "norms, elementwise"
+        if operator.rate in ("attention", "fp8_attention"):
+            category = "attention"
+        elif operator.multiplies:
+            category = "head and loss" if module == "lm_head" else "GEMMs"
+        elif module == "loss":
+            category = "head and loss"
+        elif operator.name == "aten::sum" or (rounds and not of_weights):
+            pass
+        elif module in LINEARS or (module == "" and of_weights and not operator.backward):
+            category = "casts"
+        categories.append(category)
+    return categories
 
 
 def traced_work(
     config: GPTConfig, plan: Plan, batch: int, context: int
 ) -> Iterator[tuple[int, Work]]:
-    """The work of a pass, and how often it is done: that of a model with a block of each kind, and
-    for each other block what one more of its kind adds."""
+    """Yield the work of a pass, and how often it is done: the work of a model with a block of each
+    kind, and for each further block the work that one more of its kind adds."""
     kinds = kinds_of(plan)
-    firsts = [first for first, *_ in kinds]
+    firsts = tuple(first for first, *_ in kinds)
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
-    traces += [(len(kind) - 1, [*firsts, kind[0]]) for kind in kinds if len(kind) > 1]
+    traces += [(len(kind) - 1, (*firsts, kind[0])) for kind in kinds if len(kind) > 1]
     for times, blocks in traces:
-        made = trace(config, plan, batch, context, blocks=tuple(blocks), backward=True)
-        yield from ((times, work) for work in ideal_work(made))
+        traced = trace(config, plan, batch, context, blocks=blocks, backward=True)
+        yield from ((times, work) for work in ideal_work(traced))
 
 
 def optimizer_s(config: GPTConfig, rates: Rates) -> float:
@@ -188,15 +199,15 @@ def predict(
     rates: Rates | None = None,
     free_casts: bool = False,
 ) -> Prediction:
-    """The step of `batch` sequences of `context` tokens, as `plan` has it, layer by layer: its
-    layers are decided, in native FP8 or none. `rates` are what the GPU is assumed to reach, by
-    default what is `achievable`; MFU divides by its peak. `free_casts` leaves out all casts,
-    for a bound that no implementation passes."""
+    """Predict a step of `batch` sequences of `context` tokens. The layers of `plan` are decided,
+    and no FP8 of it is emulated. `rates` are the rates that the GPU is assumed to reach, by default
+    `achievable` ones; MFU divides by its peak. `free_casts` leaves out all casts, for a bound that
+    no implementation passes."""
     rates = rates or achievable(gpu)
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
     for times, work in traced_work(config, plan, batch, context):
-        seconds[work.part] += times * work.seconds(rates)
+        seconds[work.category] += times * work.seconds(rates)
     if free_casts:
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
@@ -208,7 +219,7 @@ def predict(
         precision=plan.precision,
         fp8_layers=sum(layer.fp8 for layer in plan.layers),
         layers=len(plan.layers),
-        parts_ms={name: 1000 * part for name, part in seconds.items()},
+        parts_ms={name: 1000 * duration for name, duration in seconds.items()},
         step_ms=1000 * total,
         tokens_per_s=tokens / total,
         mfu=config.flops_per_token(context) * tokens / total / (peak * 1e12),
@@ -239,8 +250,8 @@ def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
     """The GPU to predict for, and a machine that has it: by name, by capability, or this one.
     Raises a UserError for one that is unknown, two that contradict each other, or no GPU here."""
     machine = machine_for(capability, None, gpu=gpu)
-    if (found := find_gpu(machine.name)) is not None:
-        return found, machine
+    if (known_gpu := find_gpu(machine.name)) is not None:
+        return known_gpu, machine
     if capability is None:
         raise UserError(f"No data on this machine's {machine}. Give a GPU, such as --gpu H200.")
     raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
@@ -257,9 +268,9 @@ def predict_all(
     ceiling: bool = False,
     results: Path | None = None,
 ) -> Roofline:
-    """Predictions for bf16 (fp16 on a GPU without it) and for every FP8 recipe that `hardware` runs
-    natively. With `ceiling`, the head is in FP8 too, and casts take no time. `results` of a step
-    benchmark stand beside. Raises what `measured_steps` raises."""
+    """Predict a step in bf16 (fp16 on a GPU without it) and in every FP8 recipe that `hardware`
+    runs natively. With `ceiling`, the head is in FP8 too, and casts take no time. `results` of a
+    step benchmark are added. Raises a UserError as `measured_steps` does."""
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}
@@ -299,8 +310,8 @@ def measured_steps(path: Path, model: str) -> dict[str, float]:
     Raises a UserError if the file cannot be read, or is no such file."""
     try:
         rows = parse_json(path.read_bytes(), str(path))["results"]
-        found = [(str(r["model"]), str(r["arm"]), float(r["median_ms"])) for r in rows]
-        return {arm: ms for of, arm, ms in found if of == model}
+        steps = [(str(r["model"]), str(r["arm"]), float(r["median_ms"])) for r in rows]
+        return {arm: ms for name, arm, ms in steps if name == model}
     except OSError as error:
         raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -314,63 +325,67 @@ def as_json(roofline: Roofline) -> dict[str, Any]:
     """The predictions as JSON data."""
     base, measured = roofline.predictions[0].step_ms, roofline.measured_ms
     predictions = [
-        asdict(one) | {"speedup": base / one.step_ms, "measured_ms": measured.get(one.precision)}
-        for one in roofline.predictions
+        asdict(row) | {"speedup": base / row.step_ms, "measured_ms": measured.get(row.precision)}
+        for row in roofline.predictions
     ]
-    told = {"predicted": True, "assumed": asdict(achievable(roofline.gpu))}
-    return asdict(roofline) | told | {"predictions": predictions}
+    assumed = {"predicted": True, "assumed": asdict(achievable(roofline.gpu))}
+    return asdict(roofline) | assumed | {"predictions": predictions}
 
 
 def as_lines(roofline: Roofline) -> list[str]:
-    """The predictions as lines of Markdown, with what they assume."""
-    gpu, measured = roofline.gpu, roofline.measured_ms
-    rates = achievable(gpu)
+    """The predictions as lines of Markdown, with their assumptions."""
+    gpu, first = roofline.gpu, roofline.predictions[0].precision
     bound = ", an upper bound: the head in FP8, casts that take no time" if roofline.ceiling else ""
     tokens = f"{roofline.batch} x {roofline.context} tokens per step"
-    first, rows = roofline.predictions[0], []
-    low = (("FP8", rates.fp8, gpu.fp8_tflops), ("FP4", rates.fp4, gpu.fp4_tflops))
-    has_fp8 = any(kind.gpus.have(gpu.capability) for kind in FP8_ATTENTION.values())
-    fp8_attention = (
-        f", in FP8 {_share(rates.fp8_attention, gpu.fp8_tflops)}"
-        if has_fp8 and gpu.fp8_tflops
-        else ""
-    )
-    assumed = [
-        f"{first.precision} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s",
-        *(f"{name} GEMMs {_share(rate, peak)}" for name, rate, peak in low if peak),
-        f"attention {_share(rates.attention, gpu.half_tflops)}{fp8_attention}",
-        f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s",
-    ]
-    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", f"vs {first.precision}"]
-    heads += ["measured ms", f"measured vs {first.precision}"] if measured else []
-    for row in roofline.predictions:
-        cells = [
-            row.precision,
-            f"{row.fp8_layers}/{row.layers}",
-            *(f"{100 * ms / row.step_ms:.0f} %" for ms in row.parts_ms.values()),
-            f"{row.step_ms:.1f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{100 * row.mfu:.0f} % of {row.peak_tflops:.0f}",
-            f"{first.step_ms / row.step_ms:.2f}",
-        ]
-        if measured:
-            ms, base = measured.get(row.precision), measured.get(first.precision)
-            cells += ["-" if ms is None else f"{ms:.1f}"]
-            cells += ["-" if ms is None or base is None else f"{base / ms:.2f}"]
-        rows.append(cells)
+    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", f"vs {first}"]
+    heads += ["measured ms", f"measured vs {first}"] if roofline.measured_ms else []
     lines = [
         f"Predicted, not measured: {roofline.model} on one {gpu.name}, {tokens}{bound}",
-        f"Assumed of the peak ({gpu.source}): {', '.join(assumed)}",
+        f"Assumed of the peak ({gpu.source}): {', '.join(_assumed(gpu, first))}",
         "",
-        *markdown(heads, rows),
+        *markdown(heads, (_cells(row, roofline) for row in roofline.predictions)),
     ]
-    said: dict[str, list[str]] = {}
-    for name, why in roofline.left_out.items():
-        said.setdefault(why, []).append(name)
-    lines += [f"{', '.join(names)}: no prediction, {why}" for why, names in said.items()]
-    if measured:
+    left_out: dict[str, list[str]] = {}
+    for name, reason in roofline.left_out.items():
+        left_out.setdefault(reason, []).append(name)
+    lines += [f"{', '.join(names)}: no prediction, {reason}" for reason, names in left_out.items()]
+    if roofline.measured_ms:
         lines.append(f"measured: {roofline.measured_in}, at the batch and context given there")
     return lines
+
+
+def _assumed(gpu: Gpu, half: str) -> list[str]:
+    """The assumed rates of a GPU, in words; `half` is its format of two bytes."""
+    rates = achievable(gpu)
+    low = (("FP8", rates.fp8, gpu.fp8_tflops), ("FP4", rates.fp4, gpu.fp4_tflops))
+    attention = f"attention {_share(rates.attention, gpu.half_tflops)}"
+    if gpu.fp8_tflops and any(kind.gpus.have(gpu.capability) for kind in FP8_ATTENTION.values()):
+        attention += f", in FP8 {_share(rates.fp8_attention, gpu.fp8_tflops)}"
+    return [
+        f"{half} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s",
+        *(f"{name} GEMMs {_share(rate, peak)}" for name, rate, peak in low if peak),
+        attention,
+        f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s",
+    ]
+
+
+def _cells(row: Prediction, roofline: Roofline) -> list[str]:
+    """A row of the table."""
+    first, measured = roofline.predictions[0], roofline.measured_ms
+    cells = [
+        row.precision,
+        f"{row.fp8_layers}/{row.layers}",
+        *(f"{100 * ms / row.step_ms:.0f} %" for ms in row.parts_ms.values()),
+        f"{row.step_ms:.1f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{100 * row.mfu:.0f} % of {row.peak_tflops:.0f}",
+        f"{first.step_ms / row.step_ms:.2f}",
+    ]
+    if measured:
+        ms, base = measured.get(row.precision), measured.get(first.precision)
+        cells += ["-" if ms is None else f"{ms:.1f}"]
+        cells += ["-" if ms is None or base is None else f"{base / ms:.2f}"]
+    return cells
 
 
 def _share(rate: float, peak: float, digits: int = 0) -> str:

@@ -1,5 +1,5 @@
-"""`fp8stack bench step`: a training step of a GPT in every recipe that runs here, AdamW included.
-`python -m bench step` measures other libraries beside."""
+"""The measurements of `fp8stack bench step`: a training step of a GPT, AdamW included, in every
+recipe that runs here. `python -m bench step` measures other libraries too."""
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes: a model and how many tokens go through it."""
+    """The work of a step: a model, and the number of tokens that go through it."""
 
     model: str
     config: GPTConfig
@@ -62,13 +62,13 @@ def works(device: str) -> dict[str, Work]:
     if device == "cpu":
         return {"small": Work(model="small", config=SMALL, batch=8, context=256)}
     batches = {"gpt2-124m": 32, "gpt2-350m": 16, "gpt2-1.5b": 8}
-    found = {
+    presets = {
         name: Work(model=name, config=load_config(name), batch=batch, context=1024)
         for name, batch in batches.items()
     }
     name = "llama-8b-2-layers"
     llama = load_config("llama-8b", {"layers": 2})
-    return found | {name: Work(model=name, config=llama, batch=1, context=8192)}
+    return presets | {name: Work(model=name, config=llama, batch=1, context=8192)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +91,24 @@ def baseline(hardware: Hardware) -> str:
 def served(recipe: str, hardware: Hardware) -> list[str]:
     """The backends that run `recipe` here as asked, the one that `resolve` chooses first."""
     first = resolve(recipe, hardware)
-    found: list[str] = []
+    backends: list[str] = []
     for backend in (first.backend, "te", "torch", "emulate"):
         plan = resolve(recipe, hardware, backend)
         ran = plan.backend == backend and plan.recipe.name == recipe
-        if ran and backend not in found and (plan.is_fp8 or backend == first.backend):
-            found.append(backend)
-    return found
+        if ran and backend not in backends and (plan.is_fp8 or backend == first.backend):
+            backends.append(backend)
+    return backends
 
 
 def unserved(recipes: Iterable[str], hardware: Hardware) -> dict[str, str]:
-    """Those of `recipes` that no backend runs here, and what runs in their place and why."""
-    found = {}
+    """The recipes that no backend runs here, each with the recipe that replaces it and the
+    reasons."""
+    replaced = {}
     for recipe in recipes:
         if not served(recipe, hardware):
             plan = resolve(recipe, hardware)
-            found[recipe] = f"runs as {plan.recipe.name} here: {'; '.join(plan.reasons)}"
-    return found
+            replaced[recipe] = f"runs as {plan.recipe.name} here: {'; '.join(plan.reasons)}"
+    return replaced
 
 
 def arms(
@@ -116,16 +117,16 @@ def arms(
     """The arms of `recipes` that this machine has. On a GPU: every backend, compiled where it can
     be. On a CPU: the backend that `resolve` chooses, eager, and compiled for `also_compiled`."""
     on_gpu = hardware.device == "cuda"
-    made = []
+    all_arms = []
     for recipe in recipes:
         for number, backend in enumerate(served(recipe, hardware)[: None if on_gpu else 1]):
             name = recipe if number == 0 else f"{recipe} by {backend}"
             compiled = on_gpu and backend != "te"
-            made.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=compiled))
+            all_arms.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=compiled))
             if not on_gpu and recipe in also_compiled:
                 name = f"{name} compiled"
-                made.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=True))
-    return made
+                all_arms.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=True))
+    return all_arms
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def free_memory(device: str) -> None:
 
 
 def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:
-    """What a timing comes to: tokens per second by the median step; TFLOP/s of the model's own
+    """The figures of a timing: tokens per second by the median step; TFLOP/s of the model's own
     operations, causal attention counted as half (see `GPTConfig.flops_per_token`), and MFU, their
     share of `peak`; the time relative to `base`, of the fastest steps, and its inverse."""
     tokens_per_s = 1000 * work.tokens / timing.median_ms
@@ -218,11 +219,12 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
 
 def chosen(names: Sequence[str], device: str) -> list[Work]:
     """The works called `names`, all if there are none. Raises a UserError for an unknown name."""
-    known = works(device)
+    by_name = works(device)
     for name in names:
-        if name not in known:
-            raise UserError(f"No model '{name}' for steps on {device}. Known: {', '.join(known)}.")
-    return [known[name] for name in names or known]
+        if name not in by_name:
+            models = ", ".join(by_name)
+            raise UserError(f"No model '{name}' for steps on {device}. Known: {models}.")
+    return [by_name[name] for name in names or by_name]
 
 
 def measure(
@@ -230,28 +232,28 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """The figures of each arm (see `figures`), the baseline without FP8 first. Each arm takes turns
     with the baseline alone, so that no more than two models have to fit."""
-    first, *others = arms(hardware, [baseline(hardware), *recipes], ())
+    first, *compared = arms(hardware, [baseline(hardware), *recipes], ())
     base = build(first, work, hardware)
     options: dict[str, Any] = {"rounds": rounds, "warm_up": 3, "device": hardware.device}
-    for arm in others:
-        made = build(arm, work, hardware)
-        steps = {first.name: base.step, arm.name: made.step}
+    for arm in compared:
+        arm_built = build(arm, work, hardware)
+        steps = {first.name: base.step, arm.name: arm_built.step}
         timings = interleaved(steps, **options, budget_s=budget_s)
-        for name, built in ((first.name, base), (arm.name, made)):
-            if name == arm.name or arm is others[0]:
+        for name, built in ((first.name, base), (arm.name, arm_built)):
+            if name == arm.name or arm is compared[0]:
                 peak = peak_rate(hardware, built.plan)
                 yield figures(work, timings[name], timings[first.name], peak) | {"arm": name}
-        del made, steps, built
+        del arm_built, steps, built
         free_memory(hardware.device)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for people."""
-    shown = Table(title=f"{rows[0]['model']}, {rows[0]['batch']} x {rows[0]['context']} tokens")
+    grid = Table(title=f"{rows[0]['model']}, {rows[0]['batch']} x {rows[0]['context']} tokens")
     for heading in ("arm", "step ms", "95 % interval", "tokens/s", f"speed of {rows[0]['arm']}"):
-        shown.add_column(heading, justify="left" if heading == "arm" else "right")
+        grid.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in rows:
         interval = f"{row['low_ms']:.1f} to {row['high_ms']:.1f}"
         cells = (f"{row['median_ms']:.1f}", interval, f"{row['tokens_per_s']:,.0f}")
-        shown.add_row(row["arm"], *cells, f"{row['speedup']:.2f}")
-    return shown
+        grid.add_row(row["arm"], *cells, f"{row['speedup']:.2f}")
+    return grid

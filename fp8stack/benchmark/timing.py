@@ -26,7 +26,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long one arm took, over all its rounds."""
+    """The times of one arm over all its rounds."""
 
     median_ms: float
     low_ms: float  # to `high_ms`: the 95 % confidence interval of the median, see `median_interval`
@@ -119,14 +119,14 @@ def interleaved(
 
 
 def _round(arms: Mapping[str, Arm], device: str, clock: Callable[[], float]) -> dict[str, float]:
-    taken = {}
+    times_ms = {}
     for name, arm in arms.items():
         wait_for(device)
         start = clock()
         arm()
         wait_for(device)
-        taken[name] = 1000 * (clock() - start)
-    return taken
+        times_ms[name] = 1000 * (clock() - start)
+    return times_ms
 
 
 def wait_for(device: str) -> None:
@@ -146,28 +146,28 @@ def _peak_gib(arm: Arm) -> float:
 
 
 def ratio(timing: Timing, to: Timing) -> float:
-    """How much longer `timing` took: the ratio of the fastest rounds, the least disturbed ones."""
+    """The time of `timing` relative to `to`, by the fastest rounds, the least disturbed ones."""
     return timing.fastest_ms / to.fastest_ms
 
 
-# What a result was measured on
+# The machine that measures
 
 
 def allocator(device: str = "cpu") -> str:
-    """How memory is allocated. On a CPU: have what is freed be kept, as training does."""
+    """The allocator of memory, in words. On a CPU, let it keep freed memory, as training does."""
     if device == "cuda":
         setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         return f"torch's {torch.cuda.get_allocator_backend()}, {setting or 'default settings'}"
     if keep_freed_memory():
         return "glibc, keeps freed memory"
-    own = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
-    return f"the system's own{f', {own}' if own else ''}"
+    settings = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
+    return f"the system's own{f', {settings}' if settings else ''}"
 
 
 def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
-    """What a result was measured on: the machine, its threads, the allocator, the driver, and the
-    versions of fp8stack, torch and `packages` (distributions); None for what is not there. For
-    `device` see `probe`."""
+    """The facts of this machine that stand with a result: its threads, the allocator, the driver,
+    and the versions of fp8stack, torch and `packages` (distributions); None for a package that is
+    not installed. For `device` see `probe`."""
     hardware = probe(device)
     facts: dict[str, Any] = {
         "machine": str(hardware),
@@ -187,8 +187,8 @@ def slug(hardware: Hardware) -> str:
     """A folder's name for a machine: cpu, or the GPU's, such as h200."""
     if hardware.device == "cpu":
         return "cpu"
-    known = find_gpu(hardware.name)
-    name = known.name if known else hardware.name
+    gpu = find_gpu(hardware.name)
+    name = gpu.name if gpu else hardware.name
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
 
 

@@ -160,8 +160,8 @@ def _completed(arguments: list[str]) -> list[str]:
 
 
 def _usage_message(error: Any) -> str:
-    """What is wrong with the command line, in one line, with the value that pydantic refused, which
-    typer 0.29 leaves out."""
+    """The error of a command line, in one line, with the value that pydantic refused, which typer
+    0.29 leaves out."""
     message = " ".join(error.format_message().split()).rstrip(".?")
     refused: list[Any] = getattr(error.__cause__, "errors", list)()
     return message.replace("': ", f"' = {refused[0]['input']!r}: ", 1) if refused else message

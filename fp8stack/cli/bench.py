@@ -50,7 +50,7 @@ def roofline(
 
     config = load_config(model)
     chosen, hardware = predicted.choose_gpu(capability, gpu)
-    made = predicted.predict_all(
+    predictions = predicted.predict_all(
         model,
         config,
         chosen,
@@ -61,9 +61,9 @@ def roofline(
         results=results or predicted.find_results(chosen),
     )
     if json:
-        options.print_json(predicted.as_json(made))
+        options.print_json(predicted.as_json(predictions))
     else:
-        show(*predicted.as_lines(made))
+        show(*predicted.as_lines(predictions))
 
 
 @bench.command()
@@ -84,12 +84,12 @@ def step(
     from fp8stack.precision import probe
 
     hardware = probe(device)
-    wanted = recipe or list(FP8)
-    for name in wanted:
+    recipes = recipe or list(FP8)
+    for name in recipes:
         if name not in QUANTIZED:
             raise unknown("FP8 recipe", name, list(QUANTIZED))
     work = chosen([model] if model else [], hardware.device)[0]
-    rows = list(measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds))
+    rows = list(measure(work, hardware, recipes=recipes, rounds=rounds, budget_s=seconds))
     if json:
         options.print_json(rows)
     else:

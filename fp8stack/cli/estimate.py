@@ -43,11 +43,11 @@ def estimate(
 
     parsed = parse_config(config, flags, set or [])
     hardware = machine_for(capability, te, parsed.device)
-    made = answer(parsed, hardware, ranks, memory)
+    estimated = answer(parsed, hardware, ranks, memory)
     if json:
-        options.print_json(answers.as_json(made))
+        options.print_json(answers.as_json(estimated))
     else:
-        _show(made)
+        _show(estimated)
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
@@ -80,22 +80,23 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     trained = [plans[place] for place in schedule.variants]
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
-    own, recipes = config.activation_checkpointing, {}
+    checkpointing, recipes = config.activation_checkpointing, {}
+    details: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
     for name in presets.names("recipes"):  # with substitutions allowed
-        how: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
-        plan = plan_for(model, name, hardware, config.backend, **how)
-        recipes[name] = plan.precision, footprint.estimates([plan], own, sequences)[0].peak
-    made = {kind: footprint.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
+        plan = plan_for(model, name, hardware, config.backend, **details)
+        (sole_phase,) = footprint.estimates([plan], checkpointing, sequences)
+        recipes[name] = plan.precision, sole_phase.peak
+    estimates = {kind: footprint.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
     phases = tuple(
         PhaseEstimate(
             name=phase.name,
             steps=phase.last - phase.first + 1,
             plan=trained[place],
-            estimates={kind: made[kind][place] for kind in CHECKPOINTING},
+            estimates={kind: estimates[kind][place] for kind in CHECKPOINTING},
         )
         for place, phase in enumerate(schedule.phases)
     )
-    asked: dict[str, str | int] = {
+    run: dict[str, str | int] = {
         "model": config.model,
         "parameters": model.parameters(),
         "recipe": config.recipe,
@@ -103,13 +104,13 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         "context": context,
         "accumulate": config.accumulate,
         "optimizer": config.optimizer,
-        "activation_checkpointing": own,
+        "activation_checkpointing": checkpointing,
     }
     if ranks > 1:
-        asked |= {"ranks": ranks, "parallel": config.parallel}
+        run |= {"ranks": ranks, "parallel": config.parallel}
     return Answer(
-        asked=asked,
-        checkpointing=own,
+        run=run,
+        checkpointing=checkpointing,
         phases=phases,
         fp32_peak=recipes["fp32"][1],
         recipes={} if config.phases else recipes,
@@ -125,10 +126,10 @@ def _given(memory: str) -> tuple[int, str]:
 
     from fp8stack.errors import UserError, quoted
 
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
     size = 0
-    if found:
-        number, unit, prefix, binary = found.groups()
+    if match:
+        number, unit, prefix, binary = match.groups()
         power = " MGT".index((prefix or "G").upper()) + 1
         decimal = unit.upper().endswith("B") and not binary
         size = round(float(number) * (1000 if decimal else 1024) ** power)
@@ -139,19 +140,19 @@ def _given(memory: str) -> tuple[int, str]:
     return size, "--memory"
 
 
-def _show(made: Answer) -> None:
+def _show(estimated: Answer) -> None:
     """Print tables, as Markdown unless on a terminal."""
     from fp8stack.estimate.answer import sentences, tables
     from fp8stack.screen import Screen
     from fp8stack.tables import markdown, rich_table
 
     console = Screen()
-    show(", ".join(f"{key} {value}" for key, value in made.asked.items()))
-    show(*made.worst.plan.summary())
-    for title, heads, rows in tables(made):
+    show(", ".join(f"{key} {value}" for key, value in estimated.run.items()))
+    show(*estimated.worst.plan.summary())
+    for title, heads, rows in tables(estimated):
         show("")
         if console.is_terminal:
             console.print(rich_table(title, heads, rows))
         else:
             show(title, *markdown(heads, rows))
-    show("", *sentences(made))
+    show("", *sentences(estimated))

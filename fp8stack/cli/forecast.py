@@ -57,15 +57,14 @@ def forecast(
     chosen = forecasts.RECIPES if recipes is None else recipe_words(recipes)
     request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
-        found = forecasts.forecast(request, tell)
-    result = found.result()
-    kept = forecasts.keep(result, run)
+        result = forecasts.forecast(request, tell).result()
+    path = forecasts.keep(result, run)
     if json:
         options.print_json(result.model_dump(mode="json"))
     else:
         show(*result.as_text())
-        if kept is not None:
-            show("", f"written: {kept}, which `fp8stack report` shows")
+        if path is not None:
+            show("", f"written: {path}, which `fp8stack report` shows")
 
 
 def tune(
@@ -102,12 +101,12 @@ def tune(
         forecast = forecasts.forecast(request, tell, require_covered=True)
         timed = partial(time_shares, forecast.trained, tell) if target.is_timed(hardware) else None
         choices = tune.Choices(forecast, plain=PLAIN in chosen, timed=timed)
-    found = tune.tuned(choices, forecast, target)
-    tune.write(found, forecast, target)
+    tuned = tune.tuned(choices, forecast, target)
+    tune.write(tuned, forecast, target)
     if json:
-        options.print_json({**vars(found), "gap": vars(found.gap)})
+        options.print_json({**vars(tuned), "gap": vars(tuned.gap)})
     else:
-        show(*tune.as_text(found, choices, forecast))
+        show(*tune.as_text(tuned, choices, forecast))
         show("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}")
 
 

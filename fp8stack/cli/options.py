@@ -128,15 +128,15 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options in groups."""
-        shown = [
+        visible = [
             (parameter, record)
             for parameter in self.get_params(ctx)
             if (record := parameter.get_help_record(ctx)) is not None
         ]
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{g: [] for g in GROUPS}}
-        few = sum(parameter.param_type_name == "option" for parameter, _ in shown) <= FEW
+        few = sum(parameter.param_type_name == "option" for parameter, _ in visible) <= FEW
         groups["Options"] = []
-        for parameter, (names, help) in shown:
+        for parameter, (names, help) in visible:
             if parameter.param_type_name == "argument":
                 group = "Arguments"
             else:
@@ -150,13 +150,13 @@ class Group(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write commands in groups, then options."""
-        left = dict.fromkeys(self.list_commands(ctx))
+        ungrouped = dict.fromkeys(self.list_commands(ctx))
         groups: dict[str, list[tuple[str, str]]] = {}
-        for group, names in {**COMMAND_GROUPS, "Commands": " ".join(left)}.items():
-            mine = [name for name in names.split() if name in left]
-            groups[group] = [(name, _short(self.commands[name])) for name in mine]
-            for name in mine:
-                del left[name]
+        for group, names in {**COMMAND_GROUPS, "Commands": " ".join(ungrouped)}.items():
+            members = [name for name in names.split() if name in ungrouped]
+            groups[group] = [(name, _short(self.commands[name])) for name in members]
+            for name in members:
+                del ungrouped[name]
         records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
         groups["Options"] = [record for record in records if record is not None]
         _write(formatter, groups)

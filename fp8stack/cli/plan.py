@@ -75,20 +75,12 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
     plan = plan_recipe(config.recipe, config, shape, hardware, tokens)
     if config.compile:
         require_compilable(plan, config.activation_checkpointing)
-    made = make_table(
-        shape,
-        plan,
-        model=config.model,
-        machine=str(hardware),
-        accumulate=config.accumulate,
-        optimizer=config.optimizer,
-        grad_compression=config.grad_compression,
-        activation_checkpointing=config.activation_checkpointing,
-    )
-    others = sorted({phase.recipe for phase in config.phases if phase.recipe} - {config.recipe})
-    if others and not note:
-        note = f"this is the plan of recipe {config.recipe}; phases ask for {', '.join(others)} too"
-    return replace(made, notes=(*made.notes, note)) if note else made
+    table = make_table(shape, plan, config, str(hardware))
+    recipes = sorted({phase.recipe for phase in config.phases if phase.recipe} - {config.recipe})
+    if recipes and not note:
+        names = ", ".join(recipes)
+        note = f"this is the plan of recipe {config.recipe}; phases ask for {names} too"
+    return replace(table, notes=(*table.notes, note)) if note else table
 
 
 def training_of(config: RunConfig) -> dict[str, Any]:
@@ -97,5 +89,5 @@ def training_of(config: RunConfig) -> dict[str, Any]:
     from fp8stack.config import training_preset
 
     keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
-    told = {key: getattr(config, key) for key in keys}
-    return told | {"source": training_preset(config.model).get("source", "")}
+    settings = {key: getattr(config, key) for key in keys}
+    return settings | {"source": training_preset(config.model).get("source", "")}

@@ -74,8 +74,8 @@ def pretrain(
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
     flags = locals() | {"guard": None if guard is None else {"enabled": guard}}
-    for other in ("config", "set", "resume", "overwrite"):
-        del flags[other]
+    for name in ("config", "set", "resume", "overwrite"):
+        del flags[name]
     from fp8stack.training.signals import NOTHING_DONE, stop_requests
 
     try:

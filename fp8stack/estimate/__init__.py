@@ -1,1 +1,1 @@
-"""How much memory a run takes, before it runs."""
+"""An estimate of the memory of a run, before it runs."""

@@ -33,12 +33,12 @@ class PhaseEstimate:
     @property
     def element_bytes(self) -> float:
         """Bytes per element of a GEMM's operand, averaged over the layers in FP8."""
-        plain, found = DTYPES[self.plan.compute_dtype].itemsize, []
+        plain, averages = DTYPES[self.plan.compute_dtype].itemsize, []
         for layer in self.plan.layers:
             for pair in layer.quantizers.gemms.values() if layer.quantizers else ():
-                low = [q.element_bits / 8 if isinstance(q, Quantizer) else plain for q in pair]
-                found.append(sum(low) / 2)
-        return sum(found) / len(found) if found else plain
+                sizes = [q.element_bits / 8 if isinstance(q, Quantizer) else plain for q in pair]
+                averages.append(sum(sizes) / 2)
+        return sum(averages) / len(averages) if averages else plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,16 @@ class Answer:
     """The memory of a run, on the rank that needs most.
 
     Attributes:
-        asked: what the run is, by key, as text or number.
-        checkpointing: the kind that the run has.
+        run: the run's settings by key, as text or number.
+        checkpointing: the run's kind of it.
         phases: in order; one without a name of its own if the run has none.
-        fp32_peak: that of the same step in fp32.
-        recipes: the peak of other recipes in the whole run, with what they run as.
-        memory: in bytes, None if not known; `memory_of` whose it is.
+        fp32_peak: the peak of the same step in fp32.
+        recipes: the precision and the peak of other recipes in the whole run.
+        memory: in bytes, None if not known; `memory_of` names its source.
         largest: the most sequences per step that fit, by checkpointing; empty without `memory`.
     """
 
-    asked: Mapping[str, str | int]
+    run: Mapping[str, str | int]
     checkpointing: Recompute
     phases: tuple[PhaseEstimate, ...]
     fp32_peak: int
@@ -95,7 +95,7 @@ class Answer:
         least = max(
             (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
         )
-        what = (
+        needs = (
             f"weights take {gib(least.parameters)}, gradients {gib(least.gradients)}, "
             f"the optimizer {gib(least.optimizer)}; with all that lasts, {gib(least.floor)} "
             f"({least.floor / 1e9:.1f} GB) before any activation"
@@ -104,7 +104,7 @@ class Answer:
         if least.floor <= self.memory:
             ways = "a shorter --context, --activation-checkpointing block"
         return (
-            f"No batch fits into {gib(self.memory)}: {what}. Use more memory or a smaller model, "
+            f"No batch fits into {gib(self.memory)}: {needs}. Use more memory or a smaller model, "
             f"{ways}, or shard the model: --ranks N --parallel fsdp (with adamw)."
         )
 
@@ -134,14 +134,14 @@ def as_json(answer: Answer) -> dict[str, Any]:
             "runs": phase.plan.precision,
             "backend": phase.plan.backend,
             "estimates": {
-                each: {"parts": made.parts(), "floor": made.floor, "peak": made.peak}
-                for each, made in phase.estimates.items()
+                name: {"parts": estimate.parts(), "floor": estimate.floor, "peak": estimate.peak}
+                for name, estimate in phase.estimates.items()
             },
         }
         for phase in answer.phases
     ]
     return {
-        "asked": dict(answer.asked),
+        "asked": dict(answer.run),
         "phases": phases,
         "peak": answer.peak(kind),
         "worst_phase": answer.worst.name,
@@ -166,36 +166,36 @@ def tables(answer: Answer) -> list[Table]:
     """The answer's tables: the parts in the worst phase, the phases, the recipes."""
     phase, kind, unit = answer.worst, answer.checkpointing, _unit(answer.peak("none"))
     rows = []
-    for name, what in (PARTS | {"peak": "the most at one time"}).items():
+    for name, meaning in (PARTS | {"peak": "the most at one time"}).items():
         sizes = [getattr(phase.estimates[kind], name) for kind in CHECKPOINTING]
         if any(sizes):
-            rows.append([name.replace("_", " "), *map(unit, sizes), what])
+            rows.append([name.replace("_", " "), *map(unit, sizes), meaning])
     if answer.largest:
         fits = [str(answer.largest[kind]) for kind in CHECKPOINTING]
         rows.append(["largest batch", *fits, f"sequences per step in {gib(answer.memory or 0)}"])
     where = f"phase {phase.name}, " if len(answer.phases) > 1 else ""
     title = f"{where}{phase.plan.precision}: each rank, by activation checkpointing"
-    made: list[Table] = [(title, ["part", *CHECKPOINTING, "what"], rows)]
+    all_tables: list[Table] = [(title, ["part", *CHECKPOINTING, "what"], rows)]
     if len(answer.phases) > 1:
-        each = [
+        rows = [
             [p.name, str(p.steps), p.plan.precision, unit(p.estimates[kind].peak)]
             for p in answer.phases
         ]
-        made.append(("phases", ["phase", "steps", "runs", "peak"], each))
+        all_tables.append(("phases", ["phase", "steps", "runs", "peak"], rows))
     if answer.recipes:
-        others = [[n, runs, unit(peak)] for n, (runs, peak) in answer.recipes.items()]
-        made.append((f"recipes, checkpointing {kind}", ["recipe", "runs", "peak"], others))
-    return made
+        rows = [[n, runs, unit(peak)] for n, (runs, peak) in answer.recipes.items()]
+        all_tables.append((f"recipes, checkpointing {kind}", ["recipe", "runs", "peak"], rows))
+    return all_tables
 
 
 def sentences(answer: Answer) -> list[str]:
     """The sentences below the tables."""
     kind, lines = answer.checkpointing, []
     if len(answer.phases) > 1:
-        whole, element = answer.savings, answer.element_savings
+        saved, element = answer.savings, answer.element_savings
         lines += [
-            f"Over the phases: {gib(answer.average)} on average, {whole.average:.2f} of fp32 "
-            f"throughout; {gib(answer.peak(kind))} at the peak, {whole.peak:.2f} of it, in phase "
+            f"Over the phases: {gib(answer.average)} on average, {saved.average:.2f} of fp32 "
+            f"throughout; {gib(answer.peak(kind))} at the peak, {saved.peak:.2f} of it, in phase "
             f"{answer.worst.name}. The peak is what has to fit.",
             f"By the size of GEMMs' elements alone: {element.average:.2f} of fp32 on average, "
             f"{element.peak:.2f} at the peak.",

@@ -76,7 +76,8 @@ class Estimate:
         gradients_stay: whether gradients exist during a forward pass, as they do from a step's
             second micro-batch on, and always with DDP's buckets.
         head_gradient: the gradient that a backward pass computes first.
-        late_gradients: those that it computes last, of the first block and an untied embedding.
+        late_gradients: the gradients that it computes last, of the first block and an untied
+            embedding.
         first_block: saved by the first block until the end of the backward pass.
         loss_workspace: temporary memory of the loss.
         block_workspace: temporary memory of a block's backward pass, including, with checkpointing,
@@ -139,90 +140,91 @@ class Estimate:
         return self.lasting + max(at_loss, in_last, in_first, self.gradients)
 
 
-def estimate(of: Setting) -> Estimate:
+def estimate(setting: Setting) -> Estimate:
     """The memory that a run with this setting takes on each rank, part by part, in bytes.
 
-    Not in it: what the allocator rounds up and leaves unused, the CUDA context, workspaces of
+    Not in it: the allocator's rounding and unused blocks, the CUDA context, workspaces of
     libraries, data and the program itself.
     """
-    config, plan = of.config, of.plan
-    whole = config.parameter_shapes(plan.layer("lm_head").out_features)
-    own = sharded(whole, of.ranks) if of.shares_out else whole
-    parameters = float_bytes(own)
-    size = of.sequences, of.context
-    seen = trace(config, plan, *size, save_fp8=of.save_fp8, gathers=of.shares_out)
-    kinds = [_kind(of, seen, f"blocks.{place}") for place in range(len(seen.kinds))]
-    blocks = [kind for kind, indices in zip(kinds, seen.kinds, strict=True) for _ in indices]
-    block = {name: shape for name, shape in own.items() if name.startswith("blocks.0.")}
-    embedding = float_bytes({"": own["embedding.weight"]})
+    config, plan = setting.config, setting.plan
+    shapes = config.parameter_shapes(plan.layer("lm_head").out_features)
+    shards = sharded(shapes, setting.ranks) if setting.shares_out else shapes
+    parameters = float_bytes(shards)
+    size = setting.sequences, setting.context
+    traced = trace(config, plan, *size, save_fp8=setting.save_fp8, gathers=setting.shares_out)
+    kinds = [_block(setting, traced, f"blocks.{place}") for place in range(len(traced.kinds))]
+    blocks = [kind for kind, indices in zip(kinds, traced.kinds, strict=True) for _ in indices]
+    first_block = {name: shape for name, shape in shards.items() if name.startswith("blocks.0.")}
+    embedding = float_bytes({"": shards["embedding.weight"]})
     return Estimate(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_bytes(own, of.optimizer, of.momentum),
-        fp8_weights=0 if of.shares_out else seen.fp8_weights,
+        optimizer=optimizer_bytes(shards, setting.optimizer, setting.momentum),
+        fp8_weights=0 if setting.shares_out else traced.fp8_weights,
         buffers=_buffers(config, plan),
-        gathered=_gathered(of, whole) if of.shares_out else 0,
-        weight_copies=sum(one.copies for one in blocks) + seen.copies["loss"],
-        activations=sum(one.activations for one in blocks) + seen.kept[""],
-        loss=seen.kept["loss"],
-        gradients_stay=of.micro_batches > 1 or of.ranks > 1,
+        gathered=_gathered(setting, shapes) if setting.shares_out else 0,
+        weight_copies=sum(x.weight_copies for x in blocks) + traced.weight_copies["loss"],
+        activations=sum(block.activations for block in blocks) + traced.activations[""],
+        loss=traced.activations["loss"],
+        gradients_stay=setting.micro_batches > 1 or setting.ranks > 1,
         head_gradient=embedding,  # of the same shape
-        late_gradients=float_bytes(block) + (0 if config.tied else embedding),
-        first_block=kinds[0].activations + kinds[0].copies,
-        loss_workspace=_loss_workspace(of),
-        block_workspace=max(one.again for one in kinds) + _block_workspace(of),
+        late_gradients=float_bytes(first_block) + (0 if config.tied else embedding),
+        first_block=kinds[0].activations + kinds[0].weight_copies,
+        loss_workspace=_loss_workspace(setting),
+        block_workspace=max(kind.recomputed for kind in kinds) + _block_workspace(setting),
     )
 
 
-class _Saved(NamedTuple):
-    """The bytes that a block saves, of activations and of copies of weights, and those beyond them
-    that its backward pass computes again."""
+class _Block(NamedTuple):
+    """The bytes of activations and of copies of weights that a block saves, and the bytes beyond
+    them that its backward pass computes again."""
 
     activations: int
-    copies: int = 0
-    again: int = 0
+    weight_copies: int = 0
+    recomputed: int = 0
 
 
-def _kind(of: Setting, seen: Trace, block: str) -> _Saved:
-    """What a traced block saves: with checkpointing its input, and with "selective" also the
-    outputs of its GEMMs and attention."""
-    kept, copies = seen.kept[block], seen.copies[block]
-    if of.checkpointing == "none":
-        return _Saved(kept, copies)
-    item = DTYPES[of.plan.recipe.residual].itemsize
-    residual = item * of.sequences * of.context * of.config.width
-    given = seen.given(block) if of.checkpointing == "selective" else 0
-    return _Saved(residual + given, again=max(kept + copies - given, 0))
+def _block(setting: Setting, traced: Trace, block: str) -> _Block:
+    """A traced block: with checkpointing it saves its input, and with "selective" also the outputs
+    of its GEMMs and attention."""
+    activations, weight_copies = traced.activations[block], traced.weight_copies[block]
+    if setting.checkpointing == "none":
+        return _Block(activations, weight_copies)
+    element = DTYPES[setting.plan.recipe.residual].itemsize
+    residual = element * setting.sequences * setting.context * setting.config.width
+    outputs = traced.selective(block) if setting.checkpointing == "selective" else 0
+    recomputed = max(activations + weight_copies - outputs, 0)
+    return _Block(residual + outputs, recomputed=recomputed)
 
 
-def _loss_workspace(of: Setting) -> int:
-    """What the loss needs for a while beside what it keeps: logits on the way there, and on the way
-    back the gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
-    layer, rows = of.plan.layer("lm_head"), of.sequences * of.context
-    chunk = losses.chunk_rows(of.config.vocabulary)
-    c = DTYPES[of.plan.compute_dtype].itemsize
-    vocabulary, padded = of.config.vocabulary, layer.out_features
+def _loss_workspace(setting: Setting) -> int:
+    """Temporary memory of the loss: logits in the forward pass, and in the backward pass the
+    gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
+    config, plan, layer = setting.config, setting.plan, setting.plan.layer("lm_head")
+    rows, chunk = setting.sequences * setting.context, losses.chunk_rows(config.vocabulary)
+    c = DTYPES[plan.compute_dtype].itemsize
+    vocabulary, padded = config.vocabulary, layer.out_features
     if rows <= chunk:
         forth = c * padded + (4 * padded if c < 4 else 0)
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
     # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
-    whole = 0 if c == 4 or (layer.fp8 and of.plan.runs(layer) == "emulate") else c * rows * padded
-    return whole + 3 * 4 * chunk * vocabulary
+    in_chunks = c == 4 or (layer.fp8 and plan.runs(layer) == "emulate")
+    return (0 if in_chunks else c * rows * padded) + 3 * 4 * chunk * vocabulary
 
 
-def _block_workspace(of: Setting) -> int:
-    """What the backward pass of a block needs for a while, most of it in the MLP: the gradients
-    before and after its activation or, by then, the emulator's float32 casts of a gradient (in
-    blocks a source and two layouts); and two of the residual stream, float32."""
-    plan, c = of.plan, DTYPES[of.plan.compute_dtype].itemsize
+def _block_workspace(setting: Setting) -> int:
+    """Temporary memory of a block's backward pass, most of it in the MLP: the gradients before and
+    after its activation or, by then, the emulator's float32 casts of a gradient (in blocks a source
+    and two layouts); and two gradients of the residual stream, float32."""
+    plan, c = setting.plan, DTYPES[setting.plan.compute_dtype].itemsize
     wide = plan.layer("blocks.0.mlp.up").out_features
     gradients = c * (wide + plan.layer("blocks.0.mlp.down").in_features)
     for layer in plan.layers:
         if layer.quantizers is not None and plan.runs(layer) == "emulate":
             copies = 1 if layer.quantizers.turned("grad_output") else 3
             gradients = max(gradients, 4 * copies * wide)
-    return of.sequences * of.context * (gradients + 2 * 4 * of.config.width)
+    return setting.sequences * setting.context * (gradients + 2 * 4 * setting.config.width)
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
@@ -245,17 +247,17 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     return total
 
 
-def _gathered(of: Setting, shapes: Shapes) -> int:
-    """FSDP2 gathers the root's parameters for the whole pass, and those of one block while it has
-    the next one's; a block's whole gradient is there until it is summed over ranks. Weights with
-    one scale per tensor are gathered as FP8 bytes by `torch`."""
+def _gathered(setting: Setting, shapes: Shapes) -> int:
+    """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
+    time; a block's whole gradient exists until it is summed over ranks. Weights with one scale per
+    tensor are gathered as FP8 bytes by `torch`."""
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     first = {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
     as_bytes = 0
-    for layer in of.plan.layers:
+    for layer in setting.plan.layers:
         weight = None if layer.quantizers is None else layer.quantizers.weight
-        low = weight is not None and weight.per_tensor and of.plan.runs(layer) == "torch"
-        if low and layer.name.startswith("blocks.0.") and layer.out_features % of.ranks == 0:
+        low = weight is not None and weight.per_tensor and setting.plan.runs(layer) == "torch"
+        if low and layer.name.startswith("blocks.0.") and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)
 
@@ -265,7 +267,7 @@ def _gathered(of: Setting, shapes: Shapes) -> int:
 
 def sharded(shapes: Shapes, ranks: int) -> Shapes:
     """The shapes of FSDP2's largest shards: rows are divided by the ranks, rounded up."""
-    return {name: (-(-first // ranks), *rest) for name, (first, *rest) in shapes.items()}
+    return {name: (-(-rows // ranks), *columns) for name, (rows, *columns) in shapes.items()}
 
 
 def float_bytes(shapes: Shapes) -> int:

@@ -38,35 +38,35 @@ def savings(phases: Sequence[tuple[float, float]], reference: float) -> Savings:
 def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
     """The largest number of sequences whose peak fits into `memory` bytes; 0 if not even one.
 
-    A peak grows with its sequences, but for one step down: where the loss begins to take its logits
-    in chunks. On either side of it the answer is found exactly.
+    A peak grows with its sequences, except for one step down where the loss begins to take its
+    logits in chunks. The search is exact on either side of that step.
 
     Args:
         peak_of: the bytes of the peak for some sequences, at least 1.
         memory: in bytes.
         turn: the most sequences whose loss takes all logits at once; 0 if none.
     """
-    above = _largest(peak_of, memory, max(turn, 0) + 1, None)
-    if above or turn < 1:
+    above = _largest(peak_of, memory, turn + 1, None)
+    if above or not turn:
         return above
     return _largest(peak_of, memory, 1, turn)
 
 
 def _largest(peak_of: Callable[[int], int], memory: int, least: int, most: int | None) -> int:
     """The largest of `least` to `most` that fits, where the peak only grows; 0 if none. It grows
-    in straight lines, nearly: where the line meets the memory is tried next."""
+    nearly in a straight line: the next one to try is where that line meets the memory."""
     fits, peak = least, peak_of(least)
     if peak > memory:
         return 0
     fails = None if most is None else most + 1
-    tried = fits + 1
+    count = fits + 1
     while fails is None or fails - fits > 1:
-        tried = max(tried, fits + 1) if fails is None else min(max(tried, fits + 1), fails - 1)
-        found = peak_of(tried)
-        slope = (found - peak) / (tried - fits)
-        if found <= memory:
-            fits, peak = tried, found
+        count = max(count, fits + 1) if fails is None else min(max(count, fits + 1), fails - 1)
+        count_peak = peak_of(count)
+        slope = (count_peak - peak) / (count - fits)
+        if count_peak <= memory:
+            fits, peak = count, count_peak
         else:
-            fails = tried
-        tried = fits + int((memory - peak) / slope) if slope > 0 else 2 * tried
+            fails = count
+        count = fits + int((memory - peak) / slope) if slope > 0 else 2 * count
     return fits

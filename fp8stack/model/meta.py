@@ -39,24 +39,24 @@ from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan
 
 
-def kinds_of(plan: Plan) -> list[list[int]]:
+def kinds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The indices of the blocks of each kind; blocks of a kind have the same plan."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layers in _blocks(plan).items():
-        alike = tuple((la.quantizers, la.backend, la.precision) for la in layers)
-        kinds.setdefault(alike, []).append(index)
-    return list(kinds.values())
+        kind = tuple((la.quantizers, la.backend, la.precision) for la in layers)
+        kinds.setdefault(kind, []).append(index)
+    return tuple(map(tuple, kinds.values()))
 
 
 def blocks_like(plan: Plan, indices: Iterable[int]) -> Plan:
     """The plan of a model with just the blocks of these indices."""
-    own = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
+    layers = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
     blocks = _blocks(plan)
     for place, index in enumerate(indices):
         for layer in blocks[index]:
             name = layer.name.replace(f"blocks.{index}.", f"blocks.{place}.", 1)
-            own.append(replace(layer, name=name))
-    return replace(plan, layers=tuple(own))
+            layers.append(replace(layer, name=name))
+    return replace(plan, layers=tuple(layers))
 
 
 def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
@@ -69,7 +69,8 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
 
 @contextmanager
 def without_memory(plan: Plan) -> Iterator[None]:
-    """Within, new tensors have no memory, and code takes the paths of the plan's device."""
+    """Create tensors without memory, and take the paths of the plan's device. torch built without
+    CUDA has no fake tensors of a GPU; tensors on "meta" take its paths instead."""
     on_cpu = plan.device == "cpu"
     functions: dict[Any, Callable[..., Any]] = {}
     if not on_cpu:
@@ -81,7 +82,7 @@ def without_memory(plan: Plan) -> Iterator[None]:
 
 
 class Replaced(TorchFunctionMode):
-    """Within, other functions run in place of some of torch's."""
+    """Runs other functions in place of some of torch's."""
 
     def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
@@ -108,9 +109,9 @@ def composes_attention(config: GPTConfig, plan: Plan) -> bool:
 def fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int) -> bool:
     """Whether Transformer Engine fuses a block's norm with the linears after it. It cannot where
     rows are padded: they would not stay zero."""
-    known = config.norm == "rmsnorm" or config.bias
-    known = known and (len(layers) == 1 or config.activation in TRANSFORMER_ENGINES)
-    if not known or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
+    has_module = config.norm == "rmsnorm" or config.bias
+    has_module &= len(layers) == 1 or config.activation in TRANSFORMER_ENGINES
+    if not has_module or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
         return False
     assert plan.recipe.quantizers is not None
     return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
@@ -130,9 +131,9 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
-    for one in (backend, *backend._lenders.values()):
-        if plan.backend == "te" and isinstance(one, TorchBackend):
-            one.matmul = _any_gemm
+    for lender in (backend, *backend._lenders.values()):
+        if plan.backend == "te" and isinstance(lender, TorchBackend):
+            lender.matmul = _any_gemm
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
@@ -140,11 +141,13 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
 
 def gather_weights(backend: Backend) -> None:
-    """Have weights quantized in each pass, except those with one scale per tensor: they are
-    gathered as FP8 bytes, and are not saved."""
-    for one in (backend, *backend._lenders.values()):
-        if isinstance(one, TorchBackend):
-            one._layers = [x for x in one._layers if x.quantizers["weight"].quantizer.per_tensor]
+    """Quantize weights in each pass, except weights with one scale per tensor: they are gathered as
+    FP8 bytes, and are not saved."""
+    for lender in (backend, *backend._lenders.values()):
+        if isinstance(lender, TorchBackend):
+            lender._layers = [
+                x for x in lender._layers if x.quantizers["weight"].quantizer.per_tensor
+            ]
 
 
 def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:

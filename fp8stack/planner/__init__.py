@@ -1,1 +1,1 @@
-"""What each operation of a training step computes in, before it runs."""
+"""The dtypes in which each operation of a training step computes, before it runs."""

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from fp8stack.formats import FormatName, Quantizer
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.trace import Step, Trace, trace
+from fp8stack.model.steps import Step
+from fp8stack.model.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.attention import FP8_ATTENTION
 from fp8stack.precision.kernels import SCALED_AFTERWARDS, kernel_of
@@ -60,11 +61,15 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of one module; forward and backward are alike but for a linear's GEMMs.
+    """An operation of one module; the backward pass of all but linears has the same dtypes.
 
-    `operands` are the dtypes of the operands, `adds_in` is that of accumulation ("" if there is
-    none), `output` that of the result; `path` is the module's, or "step" for operations that run
-    once per optimizer step.
+    Attributes:
+        path: of the module; "step" for operations that run once per optimizer step.
+        name: see `IN_COMPUTE_DTYPE` and `IN_FP32`.
+        operands: the dtypes of the operands.
+        adds_in: the dtype of accumulation; "" if there is none.
+        output: the dtype of the result.
+        why: the reason for these dtypes, if there is one to give.
     """
 
     path: str
@@ -113,8 +118,8 @@ def operations_of(
         grad_compression: of the run.
     """
     steps = trace_of(config, plan).all_steps()
-    made = [one for step in steps for one in _operations(step, config, plan)]
-    return [*made, *_step(plan, optimizer, grad_compression)]
+    operations = [x for step in steps for x in _operations(step, config, plan)]
+    return [*operations, *_step(plan, optimizer, grad_compression)]
 
 
 def trace_of(config: GPTConfig, plan: Plan) -> Trace:
@@ -126,37 +131,38 @@ def trace_of(config: GPTConfig, plan: Plan) -> Trace:
 def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
     """Yield the operations of a traced step."""
     path, name, operands, output = step.path, step.name, step.operands, step.output
-    why = IN_FP32.get(name, "")
+    recipe = plan.recipe
+    reason = IN_FP32.get(name, "")
     if name == "linear":
         yield from _linear(plan, path, config.bias and path != "lm_head")
     if name in ("linear", "cast"):
         return
     if name == "attention":
-        multiplied = plan.attention_precision
-        operands, output = (plan.attention,) * 3, held(plan.attention)
-        if plan.recipe.fp8_attention:
+        operands, output, reason = (plan.attention,) * 3, held(plan.attention), ""
+        if recipe.fp8_attention:
             operands = ("e4m3",) * 3
-        elsewhere = multiplied != plan.compute_dtype
-        why = f"the recipe says attention = {multiplied}" if elsewhere else ""
-    elif name == "residual" and plan.recipe.residual != "fp32":
-        why = f"the recipe says residual = {plan.recipe.residual}"
+        if plan.attention_precision != plan.compute_dtype:
+            reason = f"the recipe says attention = {plan.attention_precision}"
+    elif name == "residual" and recipe.residual != "fp32":
+        reason = f"the recipe says residual = {recipe.residual}"
     elif name == "fused norm":
-        dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
-        assert quantizers is not None
-        assert quantizers.input is not None  # of all layers that Transformer Engine runs
-        gives = quantizers.input
+        # Transformer Engine runs all layers in FP8 or below, so each has a quantizer of its input.
+        assert recipe.quantizers is not None
+        assert recipe.quantizers.input is not None
+        quantizer, dtype = recipe.quantizers.input, held(plan.compute_dtype)
         name, operands = "norm", (dtype,)
-        # Where it fuses norm and cast, nothing is rounded in between: no amax of all is needed.
-        output = gives.format if gives.delayed or gives.scale == "e8m0" else dtype
-        why = "within Transformer Engine's module, which rounds its input"
+        # The cast is fused with the norm, without rounding in between, if it needs no amax of all.
+        is_fused = quantizer.delayed or quantizer.scale == "e8m0"
+        output = quantizer.format if is_fused else dtype
+        reason = "within Transformer Engine's module, which rounds its input"
     adds_in = "fp32" if name == "attention" or name in IN_FP32 else ""
     yield Operation(
-        path=path, name=name, operands=operands, adds_in=adds_in, output=output, why=why
+        path=path, name=name, operands=operands, adds_in=adds_in, output=output, why=reason
     )
 
 
 def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
-    """The three GEMMs of a linear, and the gradient of its bias."""
+    """Yield the three GEMMs of a linear, and the gradient of its bias."""
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
     exact = layer.fp8 and plan.runs(layer) in ("torch", "emulate")
@@ -180,12 +186,14 @@ def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
     """The dtypes of the operands of one of a linear's GEMMs."""
     if layer.quantizers is None:
         return plan.compute_dtype, plan.compute_dtype
-    one, other = layer.quantizers.gemms[gemm]
-    if other == "forward":
-        other = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
+    first, second = layer.quantizers.gemms[gemm]
+    if second == "forward":
+        second = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
     # Operands that are not quantized are rounded to the compute dtype, except a float32 weight.
-    left = "fp32" if gemm != "wgrad" and _holder(plan, layer) == "fp32" else plan.compute_dtype
-    return name_of(plan, layer, one, plan.compute_dtype), name_of(plan, layer, other, left)
+    is_plain_weight = gemm != "wgrad" and _holder(plan, layer) == "fp32"
+    plain = "fp32" if is_plain_weight else plan.compute_dtype
+    name = name_of(plan, layer, first, plan.compute_dtype)
+    return name, name_of(plan, layer, second, plain)
 
 
 def name_of(plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str) -> str:
@@ -196,6 +204,7 @@ def name_of(plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: st
 
 
 def _holder(plan: Plan, layer: LayerPlan) -> str:
+    """The dtype that the emulator holds operands in; "" in other backends."""
     return plan.holds(layer) if plan.runs(layer) == "emulate" else ""
 
 
@@ -209,6 +218,7 @@ def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
 
 
 def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operation]:
+    """Yield the operations that run once per optimizer step."""
     yield _in_fp32("gradient accumulation")
     if grad_compression != "none":
         yield Operation(
@@ -222,17 +232,18 @@ def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operati
     if plan.loss_scaling:
         yield _in_fp32("loss scaling")
     yield _in_fp32("clipping")
-    dtype, why = OPTIMIZERS[optimizer]
+    dtype, reason = OPTIMIZERS[optimizer]
     operands = ("fp32",) if dtype == "fp32" else ("fp32", dtype)
-    own = _in_fp32("optimizer")
-    yield replace(own, operands=operands, why=why or own.why)
+    in_fp32 = _in_fp32("optimizer")
+    yield replace(in_fp32, operands=operands, why=reason or in_fp32.why)
     if plan.delayed and plan.runs_fp8:
         yield _in_fp32("amax history")
 
 
 def _in_fp32(name: str) -> Operation:
-    fp32: Any = {"operands": ("fp32",), "adds_in": "fp32", "output": "fp32"}
-    return Operation(path="step", name=name, why=IN_FP32[name], **fp32)
+    return Operation(
+        path="step", name=name, operands=("fp32",), adds_in="fp32", output="fp32", why=IN_FP32[name]
+    )
 
 
 # Casts
@@ -240,64 +251,63 @@ def _in_fp32(name: str) -> Operation:
 
 def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
     """All casts of a training step without activation checkpointing, module by module, in the order
-    in which they run. Conversions within a GEMM or a cast to FP8 do not count, nor do those inside
-    Transformer Engine's modules, except its casts to FP8."""
-    made: list[Cast] = []
-    for path, steps in groupby(trace_of(config, plan).all_steps(), key=attrgetter("path")):
-        here = list(steps)
-        found = [cast for one in here if one.name == "cast" for cast in _there_and_back(one)]
-        if any(one.name == "linear" for one in here):
-            found += _quantized(plan, path)
+    in which they run. Conversions within a GEMM or a cast to FP8 do not count, nor do conversions
+    inside Transformer Engine's modules, except its casts to FP8."""
+    casts: list[Cast] = []
+    for path, group in groupby(trace_of(config, plan).all_steps(), key=attrgetter("path")):
+        steps = list(group)
+        names = {step.name for step in steps}
+        of_module = [x for step in steps if step.name == "cast" for x in _forth_and_back(step)]
+        if "linear" in names:
+            of_module += _quantized(plan, path)
             if plan.layer(path).fp8:  # the bias is cast after the operands
-                found.sort(
-                    key=lambda one: (one.to_fp8 and one.runs == "backward", one.what == "bias")
-                )
-        elif plan.recipe.fp8_attention and any(one.name == "attention" for one in here):
-            found += _of_attention(path, plan)
-        made += found
-    return made
+                of_module.sort(key=lambda x: (x.to_fp8 and x.runs == "backward", x.what == "bias"))
+        elif plan.recipe.fp8_attention and "attention" in names:
+            of_module += _of_attention(path, plan)
+        casts += of_module
+    return casts
 
 
 def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
-    """The casts of attention in FP8: of what it is given, in blocks along a head's elements and
+    """Yield the casts of attention in FP8: of its operands, in blocks along a head's elements and
     along tokens if there are two copies, and within the kernel, from float32."""
-    kind, given = FP8_ATTENTION[plan.recipe.attention], ["queries", "keys", "values"]
-    within = {"S": ["softmax"], "O": ["output"], "dP": [f"softmax{GRADIENT}"]}
-    within["dQKV"] = [f"{what}{GRADIENT}" for what in given]
+    kind, inputs = FP8_ATTENTION[plan.recipe.attention], ["queries", "keys", "values"]
+    by_slot = {"S": ["softmax"], "O": ["output"], "dP": [f"softmax{GRADIENT}"]}
+    by_slot["dQKV"] = [f"{name}{GRADIENT}" for name in inputs]
     copies = ("", ", along tokens")[: kind.copies]
-    casts = [
-        (f"{x}{copy}", plan.attention) for x in [*given, f"output{GRADIENT}"] for copy in copies
-    ]
-    casts += [(what, "fp32") for slot in kind.slots for what in within.get(slot, ())]
-    for what, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
-        back = GRADIENT in what
+    operands = [*inputs, f"output{GRADIENT}"]
+    casts = [(f"{name}{copy}", plan.attention) for name in operands for copy in copies]
+    casts += [(name, "fp32") for slot in kind.slots for name in by_slot.get(slot, ())]
+    for name, source in sorted(casts, key=lambda cast: GRADIENT in cast[0]):
+        back = GRADIENT in name
         yield Cast(
             path=path,
-            what=what,
+            what=name,
             source=source,
             target=kind.gradient_format if back else "e4m3",
             runs="backward" if back else "forward",
         )
 
 
-def _there_and_back(one: Step) -> Iterator[Cast]:
-    (source,), target = one.operands, one.output
-    yield Cast(path=one.path, what=one.what, source=source, target=target)
-    if one.back:
-        what = one.what + GRADIENT
-        yield Cast(path=one.path, what=what, source=target, target=source, runs="backward")
+def _forth_and_back(step: Step) -> Iterator[Cast]:
+    """Yield a traced cast, and the cast of its gradient."""
+    (source,), target = step.operands, step.output
+    yield Cast(path=step.path, what=step.tensor, source=source, target=target)
+    if step.back:
+        name = step.tensor + GRADIENT
+        yield Cast(path=step.path, what=name, source=target, target=source, runs="backward")
 
 
 def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
-    """The casts of a linear to FP8, FP6 or FP4."""
+    """Yield the casts of a linear to FP8, FP6 or FP4."""
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
     for place, quantizer in layer.quantizers.casts.items() if layer.quantizers else ():
         operand, _, gemm = place.partition(".")
-        what = operand.replace("grad_output", "output gradient")
+        name = operand.replace("grad_output", "output gradient")
         is_weight = operand == "weight"
         yield Cast(
             path=path,
-            what=f"{what} for {gemm}" if gemm else what,
+            what=f"{name} for {gemm}" if gemm else name,
             source="fp32" if is_weight else dtype,
             target=name_of(plan, layer, quantizer, dtype),
             runs="backward" if operand == "grad_output" else "forward",

@@ -42,14 +42,14 @@ def size_notes(config: GPTConfig, plan: Plan) -> list[str]:
             notes.append(_best(name, size, _up(size, BEST)))
     multiple = _ATTENTION[plan.attention]
     if config.head_width % multiple:
-        what = f"attention in {plan.attention} wants"
-        notes.append(_too_odd("head width", config.head_width, multiple, what))
+        wish = f"attention in {plan.attention} wants"
+        notes.append(_too_odd("head width", config.head_width, multiple, wish))
     return notes
 
 
-def _too_odd(name: str, size: int, multiple: int, wanted: str) -> str:
+def _too_odd(name: str, size: int, multiple: int, wish: str) -> str:
     return (
-        f"{name} {size} is no multiple of {multiple}, which {wanted}; "
+        f"{name} {size} is no multiple of {multiple}, which {wish}; "
         f"the next one is {_up(size, multiple)}"
     )
 

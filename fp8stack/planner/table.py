@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from fp8stack.config import RunConfig
 from fp8stack.formats import FORMATS
 from fp8stack.model.config import GPTConfig
 from fp8stack.planner.operations import (
@@ -43,51 +44,32 @@ class PrecisionTable:
     notes: tuple[str, ...]
 
     def counts(self, per: Literal["micro-batch", "step"]) -> dict[str, int]:
-        """How many tensors are cast, "to_fp8" and between "other" dtypes; per step in all its
-        micro-batches."""
-        found = {"to_fp8": 0, "other": 0}
+        """The number of tensors that are cast "to_fp8" and between "other" dtypes; per step in all
+        its micro-batches."""
+        counts = {"to_fp8": 0, "other": 0}
         for cast in self.casts:
             times = self.accumulate if per == "step" and cast.per == "micro-batch" else 1
-            found["to_fp8" if cast.to_fp8 else "other"] += times * (per in ("step", cast.per))
-        return found
+            counts["to_fp8" if cast.to_fp8 else "other"] += times * (per in ("step", cast.per))
+        return counts
 
 
-def make_table(
-    config: GPTConfig,
-    plan: Plan,
-    *,
-    model: str,
-    machine: str,
-    accumulate: int = 1,
-    optimizer: str = "adamw",
-    grad_compression: str = "none",
-    activation_checkpointing: str = "none",
-) -> PrecisionTable:
-    """The table of a plan whose layers have been decided.
-
-    Args:
-        config: the shape of the model.
-        plan: a plan with its layers.
-        model: its name.
-        machine: the machine, in words.
-        accumulate: micro-batches per step.
-        optimizer: of the run, by name.
-        grad_compression: of the run.
-        activation_checkpointing: of the run.
-    """
-    notes = size_notes(config, plan)
-    if activation_checkpointing != "none":
-        but = ", GEMMs and attention left out" if activation_checkpointing == "selective" else ""
+def make_table(config: GPTConfig, plan: Plan, run: RunConfig, machine: str) -> PrecisionTable:
+    """The table of a run of a model with this plan, whose layers have been decided."""
+    notes, checkpointing = size_notes(config, plan), run.activation_checkpointing
+    if checkpointing != "none":
+        but = ", GEMMs and attention left out" if checkpointing == "selective" else ""
         again = "runs the blocks' forward operations and casts once more"
         notes.append(f"activation checkpointing {again}{but}")
-    run: Any = {"optimizer": optimizer, "grad_compression": grad_compression}
+    operations = operations_of(
+        config, plan, optimizer=run.optimizer, grad_compression=run.grad_compression
+    )
     return PrecisionTable(
-        model=model,
+        model=run.model,
         machine=machine,
         plan=plan,
-        operations=tuple(operations_of(config, plan, **run)),
+        operations=tuple(operations),
         casts=tuple(casts_of(config, plan)),
-        accumulate=accumulate,
+        accumulate=run.accumulate,
         notes=tuple(notes),
     )
 
@@ -98,8 +80,8 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
         "model": table.model,
         "machine": table.machine,
         "plan": table.plan.to_json(),
-        "operations": [asdict(one) for one in table.operations],
-        "casts": [asdict(one) for one in table.casts],
+        "operations": [asdict(operation) for operation in table.operations],
+        "casts": [asdict(cast) for cast in table.casts],
         "accumulate": table.accumulate,
         "casts_per_micro_batch": table.counts("micro-batch"),
         "casts_per_step": table.counts("step"),
@@ -119,38 +101,38 @@ def as_lines(table: PrecisionTable) -> list[str]:
 
 
 def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
-    fp8, other = table.counts(per).values()
-    what = "micro-batch"
+    to_fp8, between = table.counts(per).values()
+    unit = "micro-batch"
     if per == "step":
         plural = "es" if table.accumulate > 1 else ""
-        what = f"optimizer step of {table.accumulate} micro-batch{plural}"
-    if not fp8 and not other:
-        return f"casts per {what}: none"
-    named = {cast.target.split(" ")[0] for cast in table.casts if cast.to_fp8}
-    bits = sorted({FORMATS[name].bits for name in named}) or [8]
-    low = " and ".join(f"FP{each}" for each in bits)
-    return f"casts per {what}: {fp8} tensors to {low}, {other} between other dtypes"
+        unit = f"optimizer step of {table.accumulate} micro-batch{plural}"
+    if not to_fp8 and not between:
+        return f"casts per {unit}: none"
+    formats = {cast.target.split(" ")[0] for cast in table.casts if cast.to_fp8}
+    bits = sorted({FORMATS[name].bits for name in formats}) or [8]
+    low = " and ".join(f"FP{width}" for width in bits)
+    return f"casts per {unit}: {to_fp8} tensors to {low}, {between} between other dtypes"
 
 
 def _where(casts: Sequence[Cast]) -> list[str]:
-    """The casts of each layer in a line; layers of several blocks that are alike share one."""
+    """A line for the casts of each layer; equal lines of several blocks are merged."""
     layers: dict[str, list[Cast]] = {}
     for cast in casts:
         layers.setdefault(cast.path, []).append(cast)
-    alike: dict[tuple[str, str], list[int]] = {}
-    for path, found in layers.items():
-        alike.setdefault((_star(path), "; ".join(_phrases(found))), []).append(_block(path))
-    return [f"  {_unstar(path, blocks)}: {line}" for (path, line), blocks in alike.items()]
+    lines: dict[tuple[str, str], list[int]] = {}
+    for path, of_layer in layers.items():
+        lines.setdefault((_star(path), "; ".join(_phrases(of_layer))), []).append(_block(path))
+    return [f"  {_unstar(path, blocks)}: {line}" for (path, line), blocks in lines.items()]
 
 
 def _phrases(casts: Sequence[Cast]) -> list[str]:
-    there = {(cast.what + GRADIENT, cast.source, cast.target) for cast in casts}
-    backs = {(cast.what, cast.target, cast.source) for cast in casts}
+    tensors = {(cast.what, cast.source, cast.target) for cast in casts}
+    gradients = {(name + GRADIENT, target, source) for name, source, target in tensors}
     phrases = []
     for cast in casts:
-        if (cast.what, cast.target, cast.source) in there:
-            continue
-        mirrored = (cast.what + GRADIENT, cast.source, cast.target) in backs
+        if (cast.what, cast.source, cast.target) in gradients:
+            continue  # the phrase of the tensor names it
+        mirrored = (cast.what + GRADIENT, cast.target, cast.source) in tensors
         back = " and its gradient back" if mirrored else ""
         once = ", once per optimizer step" if cast.per == "step" else ""
         phrases.append(f"{cast.what} {cast.source} -> {cast.target}{back}{once}")
@@ -158,35 +140,35 @@ def _phrases(casts: Sequence[Cast]) -> list[str]:
 
 
 def rows_of(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
-    """The operations as rows under `HEADINGS`; blocks that are alike are one, `blocks.0-11`, and so
-    are operations of one layer that differ in their names alone."""
+    """The operations as rows under `HEADINGS`; blocks that are alike are merged, `blocks.0-11`, and
+    so are operations of one layer that differ in their names alone."""
     merged: list[Operation] = []
-    for one in _grouped(operations):
+    for operation in _grouped(operations):
         last = merged[-1] if merged else None
-        if last is not None and replace(last, name=one.name) == one:
-            merged[-1] = replace(last, name=f"{last.name}, {one.name}")
+        if last is not None and replace(last, name=operation.name) == operation:
+            merged[-1] = replace(last, name=f"{last.name}, {operation.name}")
         else:
-            merged.append(one)
+            merged.append(operation)
     return [
-        (one.path or "model", one.name, " x ".join(one.operands), one.adds_in, one.output, one.why)
-        for one in merged
+        (x.path or "model", x.name, " x ".join(x.operands), x.adds_in, x.output, x.why)
+        for x in merged
     ]
 
 
 def _grouped(operations: Sequence[Operation]) -> list[Operation]:
-    """Blocks whose operations are the same are shown in the first one's place, once."""
-    alike: dict[tuple[Operation, ...], list[int]] = {}
-    for block, found in groupby(operations, key=lambda one: _block(one.path)):
-        starred = tuple(replace(one, path=_star(one.path)) for one in found)
-        alike.setdefault(starred, []).append(block)
-    groups = alike.items()
-    return [replace(x, path=_unstar(x.path, blocks)) for group, blocks in groups for x in group]
+    """Merge blocks whose operations are the same, in the place of the first of them."""
+    groups: dict[tuple[Operation, ...], list[int]] = {}
+    for block, of_block in groupby(operations, key=lambda x: _block(x.path)):
+        starred = tuple(replace(x, path=_star(x.path)) for x in of_block)
+        groups.setdefault(starred, []).append(block)
+    merged = groups.items()
+    return [replace(x, path=_unstar(x.path, blocks)) for group, blocks in merged for x in group]
 
 
 def _block(path: str) -> int:
     """The index of the block that a module is in; -1 if it is in none."""
-    found = _BLOCK.match(path)
-    return int(found[1]) if found else -1
+    match = _BLOCK.match(path)
+    return int(match[1]) if match else -1
 
 
 def _star(path: str) -> str:
@@ -215,26 +197,26 @@ WIDE = 140
 
 
 def rich_table(table: PrecisionTable, width: int) -> Table:
-    """The operations as a table for a terminal of so many columns; where that is narrow, layers are
-    named within their block, and `reasons_of` has what the last column would say."""
+    """The operations as a table for a terminal of so many columns; in a narrow terminal, layers are
+    named within their block, and `reasons_of` replaces the last column."""
     from rich.table import Table
 
     is_wide = width >= WIDE
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    grid = Table(box=None, pad_edge=False, header_style="bold")
     for heading in HEADINGS if is_wide else HEADINGS[:-1]:
-        made.add_column(heading, no_wrap=heading == "layer", overflow="fold")
-    within = ""
-    for layer, *cells, why in rows_of(table.operations):
+        grid.add_column(heading, no_wrap=heading == "layer", overflow="fold")
+    shown_block = ""
+    for layer, *cells, reason in rows_of(table.operations):
         if is_wide:
-            made.add_row(layer, *cells, why)
+            grid.add_row(layer, *cells, reason)
             continue
-        found = _SHOWN_BLOCK.match(layer)
-        if found and found[0] != within:
-            made.add_row(found[0])
-        within = found[0] if found else ""
-        inner = layer.removeprefix(within).removeprefix(".") or "block"
-        made.add_row(f"  {inner}" if found else layer, *cells)
-    return made
+        match = _SHOWN_BLOCK.match(layer)
+        if match and match[0] != shown_block:
+            grid.add_row(match[0])
+        shown_block = match[0] if match else ""
+        inner = layer.removeprefix(shown_block).removeprefix(".") or "block"
+        grid.add_row(f"  {inner}" if match else layer, *cells)
+    return grid
 
 
 _SHOWN_BLOCK = re.compile(r"blocks\.[\d,-]+")
@@ -242,8 +224,8 @@ _SHOWN_BLOCK = re.compile(r"blocks\.[\d,-]+")
 
 def reasons_of(table: PrecisionTable) -> list[str]:
     """The reasons for the operations' dtypes, each once."""
-    found: dict[str, list[str]] = {}
-    for layer, name, *_, why in rows_of(table.operations):
-        if why:
-            found.setdefault(why, []).append(layer if layer == "lm_head" else name)
-    return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in found.items()]
+    reasons: dict[str, list[str]] = {}
+    for layer, name, *_, reason in rows_of(table.operations):
+        if reason:
+            reasons.setdefault(reason, []).append(layer if layer == "lm_head" else name)
+    return [f"{', '.join(dict.fromkeys(names))}: {x}" for x, names in reasons.items()]

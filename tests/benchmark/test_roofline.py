@@ -16,7 +16,8 @@ from fp8stack.benchmark import roofline
 from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
 from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
-from fp8stack.model.trace import Operator, Part, Trace, trace
+from fp8stack.model.trace import Trace, trace
+from fp8stack.model.tracer import Operator, Slice
 from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Rates, achievable, cast_bytes
@@ -83,11 +84,11 @@ def test_operations_are_those_of_the_configuration(model, recipe):
 
 def test_work_takes_as_long_as_its_operations_or_its_bytes():
     rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, memory=1e3)
-    assert Work(part="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
-    fp8, attention = (Work(part="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
+    assert Work(category="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
+    fp8, attention = (Work(category="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
     assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
     assert attention.seconds(rates) == pytest.approx(8192 / 4e6)
-    assert Work(part="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
+    assert Work(category="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
     whole = trace(WIDE, made, 2, 64, blocks=(0, 1, 2, 3), backward=True)
     every = list(ideal_work(whole))
     for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
-        found = sum(one.moved for one in every if one.part == part)
+        found = sum(one.moved for one in every if one.category == part)
         assert 1000 * found == pytest.approx(got[part], rel=1e-4)
 
 
@@ -246,13 +247,13 @@ def traced(*operators: dict) -> Trace:
     """Operators of values of 100 bytes each; `reads` is their numbers."""
     made, count = [], 0
     for one in operators:
-        reads = tuple(Part(number, 0, 100) for number in one["reads"])
+        reads = tuple(Slice(number, 0, 100) for number in one["reads"])
         made.append(
             Operator(**({"name": "", "path": "", "backward": False} | one | {"reads": reads}))
         )
         count = max(count, *one["reads"], *one["writes"])
-    none: dict[str, Any] = {"kinds": [], "lasting": set(), "fp8_weights": 0}
-    none |= {"kept": Counter(), "copies": Counter()}
+    none: dict[str, Any] = {"kinds": (), "lasting": set(), "fp8_weights": 0}
+    none |= {"activations": Counter(), "weight_copies": Counter()}
     return Trace(operators=made, values=[100] * (count + 1), **none)
 
 

@@ -19,7 +19,8 @@ from fp8stack.backends import build_backend
 from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.model.trace import Step, Tracer, steps_of
+from fp8stack.model.steps import Step, merged_steps
+from fp8stack.model.tracer import Tracer
 from fp8stack.planner.operations import Operation, casts_of, operations_of, trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.dtype_recorder import Recorder
@@ -77,7 +78,7 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     tracer = Tracer(model, plan, composed=True)
     with tracer.recording():
         model(tokens[:, :-1], tokens[:, 1:])
-    return recorder, steps_of(tracer.operators)
+    return recorder, merged_steps(operator.step for operator in tracer.operators)
 
 
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:

@@ -24,7 +24,7 @@ def table(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **k
     backend = keys.pop("backend", "auto")
     accumulate = keys.pop("accumulate", 1)
     plan = plan_for(config, load_recipe(recipe, keys), hardware, backend)
-    return make_table(config, plan, model="small", machine="here", accumulate=accumulate)
+    return make_table(config, plan, RunConfig(model="small", accumulate=accumulate), "here")
 
 
 def rows(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: Any):
@@ -177,7 +177,7 @@ def test_activation_checkpointing_is_noted_and_a_model_in_fp32_casts_nothing():
     plan = plan_for(SMALL, "bf16", H100)
     last_lines = {}
     for kind in ("none", "selective", "block"):
-        planned = make_table(SMALL, plan, model="m", machine="h", activation_checkpointing=kind)
+        planned = make_table(SMALL, plan, RunConfig(activation_checkpointing=kind), "here")
         last_lines[kind] = as_lines(planned)[-1]
     assert "once more" in last_lines["block"]
     assert "GEMMs and attention left out" in last_lines["selective"]
