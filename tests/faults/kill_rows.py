@@ -109,14 +109,14 @@ def kills_in_saves(folder: Path, count: int) -> Outcome:
     """A kill before every operation on files that saving comes to, and some in between; half of
     them where checkpoints are written in the background."""
     rng, outcome = random.Random(2), Outcome()
-    for name, flags, fraction in (
+    for name, flags, kill_count in (
         ("waiting", [], count - count // 2),
         ("background", IN_BACKGROUND, count // 2),
     ):
         twin = Twin(folder / name, "delayed", 6, 2, flags)
         among = [operation for operation in twin.operations() if operation.step]
-        between = fraction // 4
-        faults = [f"kill@save:{among[n].number}" for n in spread(fraction - between, len(among))]
+        between = kill_count // 4
+        faults = [f"kill@save:{among[n].number}" for n in spread(kill_count - between, len(among))]
         for _ in range(between):
             later = f"+{10 ** rng.uniform(-5, -2.5):.6f}"  # 10 microseconds to 3 ms
             faults.append(f"kill@save:{rng.choice(among).number}{later}")
@@ -158,8 +158,8 @@ def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
 def _whole_checkpoints(run: Path) -> set[str]:
     """The checkpoints that lack nothing, with their files: an old one more than is kept does no
     harm, where the kill came just before it was removed."""
-    newest_first = checkpoints(run)
-    complete = [path for path in newest_first if files(path) == files(newest_first[-1])]
+    saved = checkpoints(run)
+    complete = [path for path in saved if files(path) == files(saved[-1])]
     return {str(p.relative_to(run)) for path in complete for p in (path, *path.iterdir())}
 
 
@@ -330,7 +330,7 @@ def growth(samples: Sequence[Sample]) -> str:
     if grown > MEMORY_MIB:
         return f"the run without faults grew by {grown:.1f} MiB from its middle to its end"
     # The fewest: now and then a file is open for a moment.
-    was, now = (min(s.open_files for s in samples) for samples in (middle, end))
+    was, now = (min(s.open_files for s in fifths) for fifths in (middle, end))
     return f"the run without faults has {now} files open, {was} before" if now > was else ""
 
 

@@ -191,13 +191,13 @@ def numeric_faults(folder: Path, count: int) -> Outcome:
     once = [(r, p, v) for r in RECIPES for p in places(r) for v in VALUES]
     for_good = [(persistent, r, p) for r in RECIPES for p in SHOWN]
     for_good += [(only_in_fp8, r, "input") for r in FP8] + [(only_in_fp8, "delayed", "amax")]
-    persistent = max(1, round(count * len(for_good) / (len(once) + len(for_good))))
-    chosen = evenly(once, count - persistent)
+    repeated = max(1, round(count * len(for_good) / (len(once) + len(for_good))))
+    chosen = evenly(once, count - repeated)
     outcome = Outcome()
     for recipe in RECIPES:
         if mine := [(place, value) for r, place, value in chosen if r == recipe]:
             outcome += transient(folder, recipe, mine)
-    for check, recipe, place in evenly(for_good, persistent):
+    for check, recipe, place in evenly(for_good, repeated):
         wrong = check(folder, recipe, place)
         outcome += judged([f"{recipe}, nan into {place} in every step"], wrong)
     return outcome
