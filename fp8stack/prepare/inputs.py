@@ -6,7 +6,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -248,7 +248,7 @@ def _kind(path: Path) -> Kind:
     suffix = (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
     if suffix in KINDS:
         return KINDS[suffix]
-    with closing(ByteStream(path)) as stream:
+    with ByteStream(path) as stream:
         head = stream.read(SNIFFED_BYTES)
     if suffix == ".json":
         if b"".join(head.split()).startswith(b"[{"):
