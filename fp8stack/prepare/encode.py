@@ -129,7 +129,7 @@ _tokenizer: Tokenizer | None = None  # of a process that tokenizes
 
 
 def _begin(tokenizer: Tokenizer) -> None:
-    """Let a process ignore Ctrl-C, which its parent answers, and end with its parent."""
+    """Prepare a process: it ignores Ctrl-C, which its parent answers, and ends with its parent."""
     global _tokenizer
     _tokenizer = tokenizer
     for number in SIGNALS:

@@ -203,7 +203,7 @@ def describe_inputs(inputs: Sequence[str], sources: Sequence[Source]) -> list[di
     sizes."""
     described = []
     for number, name in enumerate(inputs):
-        files = [source for source in sources if source.given == number]
+        files = [source for source in sources if source.input_index == number]
         listing = "".join(f"{source.size} {source.path}\n" for source in files)
         digest = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
         size = sum(source.size for source in files)
@@ -265,13 +265,13 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
 def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The summary as JSON data."""
     tokenizer, counts = manifest["tokenizer"], manifest["documents"]
-    parts = [manifest["splits"].get(name, {"shards": []}) for name in ("train", "val")]
+    splits = [manifest["splits"].get(name, {"shards": []}) for name in ("train", "val")]
     sizes = [
-        {key: split.get(key, 0) for key in ("tokens", "documents", "bytes")} for split in parts
+        {key: split.get(key, 0) for key in ("tokens", "documents", "bytes")} for split in splits
     ]
     return {
         "out": str(settings.out),
-        "shards": [shard["file"] for split in parts for shard in split["shards"]],
+        "shards": [shard["file"] for split in splits for shard in split["shards"]],
         **{key: sum(split[key] for split in sizes) for key in sizes[0]},
         "tokenizer": {key: tokenizer[key] for key in ("name", "sha256", "vocabulary")},
         "held_out": sizes[1],

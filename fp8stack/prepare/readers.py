@@ -1,6 +1,6 @@
-"""Documents of sources, a generator for each format. The only file that imports datasets, which
-reads arrow files, saved datasets and those of the Hub. It would change documents of other formats:
-it types columns of JSON, and shifts fields of CSV."""
+"""Documents of sources, a generator for each format. The only file that imports datasets: it reads
+arrow files, saved datasets and datasets of the Hub, but would change documents of other formats,
+since it types columns of JSON and shifts fields of CSV."""
 
 import csv
 import glob

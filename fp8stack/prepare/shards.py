@@ -183,7 +183,7 @@ class Writer:
 
 
 def held_out(documents: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out, by their indices among the inputs: a share chosen by SplitMix64
+    """A mask of the documents to hold out, by their indices among the inputs: a share by SplitMix64
     hashes of the indices. Document 0 never is."""
     x = mixed(documents.astype(np.uint64) * np.uint64(GOLDEN))
     below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53

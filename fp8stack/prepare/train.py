@@ -110,10 +110,10 @@ def _beginning(source: Source, budget: int, reader: Reader) -> Iterator[tuple[st
     """Yield the first `budget` bytes of text of a source, up to the end of a document or of a piece
     of one, each with the bytes read from the file."""
     smaller = replace(reader, size=max(4096, min(reader.size, budget)))
-    left = budget
+    remaining = budget
     with closing(smaller.read(source)) as texts:
         for text in texts:
-            if left <= 0:
+            if remaining <= 0:
                 return
-            left -= bytes_of(text.text)
+            remaining -= bytes_of(text.text)
             yield text.text, text.on_disk

@@ -201,7 +201,7 @@ def test_sources_are_sampled_by_size_for_a_tokenizer(monkeypatch):
     monkeypatch.setattr(train, "SAMPLE_BYTES", train.SAMPLE_BYTES // 100)
 
     def sampled(*sizes: int) -> list[tuple[inputs.Source, int]]:
-        sources = [inputs.Source(path=str(s), kind="text", size=s, given=0) for s in sizes]
+        sources = [inputs.Source(path=str(s), kind="text", size=s, input_index=0) for s in sizes]
         return train.sample_of(sources)
 
     assert all(budget >= source.size for source, budget in sampled(10, 30))
