@@ -1,1 +1,1 @@
-"""Tokenizes documents into shards by Hugging Face `datasets`; see `run.prepare`. No torch."""
+"""Tokenizes documents into shards; see `run.prepare`. No torch."""

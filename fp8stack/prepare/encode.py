@@ -1,56 +1,70 @@
-"""Tokenizes the documents of blocks, in the processes that `datasets` starts."""
+"""Tokenizes blocks of documents, in several processes."""
 
-import json
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fp8stack.errors import UserError, quoted
-from fp8stack.prepare.blocks import Block
-from fp8stack.prepare.tables import kind_of, text_in
+from fp8stack.errors import RankLost
+from fp8stack.prepare.readers import Text
 from fp8stack.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
-
-KEPT = ("source", "offset", "state", "continues", "unfinished", "inside_a_word", "listing")
-"""Columns of a block that its tokens keep."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder:
-    """Tokenizes blocks; without a tokenizer, only looks for problems."""
+class Place:
+    """A place in the sources, from which reading can continue."""
 
-    tokenizer: Tokenizer | None
-    text_key: str
+    source: int = 0
+    texts: int = 0  # number of `Text`s that were read of the source
+    state: str = ""  # see `Text`
 
-    def __call__(self, block: Block) -> dict[str, Any]:
-        """The row of a block: `tokens` of the tokenizer's type, each document but an unfinished one
-        followed by the end-of-text token; `lengths` and `text_bytes` of each document, as int64;
-        how many U+FFFD `replaced` invalid Unicode; the `problem`, if there is one."""
-        texts, problem = list[tuple[str, int]](), block.problem
-        try:
-            texts = [] if problem else list(texts_of(block, self.text_key))
-        except UserError as error:
-            problem = str(error)
-        tokens, counts = [np.empty(0, dtype=np.uint32)], list[int]()
-        if self.tokenizer is not None and not problem:
-            end = self.tokenizer.end_of_text
-            ends = [np.array([] if end is None else [end], dtype=np.uint32)] * len(texts)
-            if block.unfinished:
-                ends[-1] = ends[-1][:0]
-            ids = self.tokenizer.encode_batch([text for text, _ in texts])
-            tokens += [piece for pair in zip(ids, ends, strict=True) for piece in pair]
-            counts = [len(i) + len(e) for i, e in zip(ids, ends, strict=True)]
-        dtype = np.uint32 if self.tokenizer is None else self.tokenizer.dtype
-        return {key: getattr(block, key) for key in KEPT} | {
-            "tokens": np.concatenate(tokens).astype(dtype).tobytes(),
-            "lengths": np.array(counts, dtype=np.int64).tobytes(),
-            "text_bytes": np.array([bytes_of(text) for text, _ in texts], np.int64).tobytes(),
-            "replaced": sum(replaced for _, replaced in texts),
-            "problem": problem,
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Documents and pieces, and the place after them."""
+
+    texts: Sequence[Text]
+    place: Place
+    on_disk: int  # bytes of all files (packed) read so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Tokens of a block."""
+
+    tokens: npt.NDArray[Any]  # of all its texts: [tokens], in the tokenizer's type
+    lengths: npt.NDArray[np.int64]  # tokens of each text: [texts]
+    text_bytes: npt.NDArray[np.int64]  # bytes of each text in UTF-8: [texts]
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[Text]) -> Encoded:
+    """Tokenize texts, with the end-of-text token after each document."""
+    end = tokenizer.end_of_text
+    ids = tokenizer.encode_batch([text.text for text in texts])
+    after = np.array([] if end is None else [end], dtype=np.uint32)
+    with_ends = [
+        piece
+        for tokens, text in zip(ids, texts, strict=True)
+        for piece in (tokens, after[: 0 if text.unfinished else 1])
+    ]
+    lengths = np.array([len(piece) for piece in with_ends], dtype=np.int64)
+    return Encoded(
+        tokens=np.concatenate(with_ends).astype(tokenizer.dtype),
+        lengths=lengths.reshape(-1, 2).sum(axis=1),
+        text_bytes=np.array([bytes_of(text.text) for text in texts], dtype=np.int64),
+    )
 
 
 def bytes_of(text: str) -> int:
@@ -58,60 +72,79 @@ def bytes_of(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def texts_of(block: Block, text_key: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each document of a block, see `Block`, with the number of U+FFFD that
-    replaced invalid Unicode. Raises a UserError if a line is no JSON object or has no text."""
-    if block.kind == "lines":
-        yield from _in_lines(block.content[0], block.path, block.first, text_key)
-    else:
-        yield from map(_decoded, block.content)
-
-
-def _decoded(content: bytes) -> tuple[str, int]:
-    """Bytes as text, with the number of U+FFFD that replaced invalid UTF-8."""
+def encode_blocks(
+    tokenizer: Tokenizer, blocks: Iterable[Block], workers: int
+) -> Generator[tuple[Block, Encoded], None, None]:
+    """Yield blocks with their tokens, in order, from so many processes. They end with this
+    generator, and with this process. Raises a RankLost if one of them dies."""
+    if workers == 1:
+        for block in blocks:
+            yield block, encode(tokenizer, block.texts)
+        return
+    context = multiprocessing.get_context("fork")  # which starts at once
+    pool = ProcessPoolExecutor(workers, context, _begin, (tokenizer,))
+    waiting: deque[tuple[Block, Future[Encoded]]] = deque()
     try:
-        return content.decode(), 0
-    except UnicodeDecodeError:
-        text = content.decode(errors="replace")
-        return text, text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
+        with _signals_afterwards():
+            pool.submit(int)  # starts all processes
+        for block in blocks:
+            waiting.append((block, pool.submit(_encode, block.texts)))
+            if len(waiting) > 2 * workers:
+                block, encoded = waiting.popleft()
+                yield block, encoded.result()
+        while waiting:
+            block, encoded = waiting.popleft()
+            yield block, encoded.result()
+    except BrokenProcessPool:
+        raise RankLost(
+            "A process that tokenizes died; the system may have run out of memory. Progress is "
+            "saved: the same command continues, with fewer --workers if necessary."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)  # what is being tokenized takes a second
 
 
-def _in_lines(content: bytes, path: str, first: int, key: str) -> Iterator[tuple[str, int]]:
-    """Yield the texts of JSON lines, numbered from `first`."""
-    for number, line in enumerate(content.split(b"\n"), first):
-        if not line.strip():
-            continue
-        where = f"{quoted(path)} line {number}"
-        try:
-            decoded, replaced = _decoded(line)
-            row = json.loads(decoded)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", type(error).__name__)
-            raise UserError(
-                f"{where} is not JSON ({reason}). Correct the line; the same command then "
-                "continues."
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{where} is no object but a {kind_of(row)}. Give one object on each line, such as "
-                f'{{"{quoted(key)}": "..."}}.'
-            )
-        if key not in row:
-            keys = ", ".join(sorted(quoted(name) for name in list(row)[:20])) or "none"
-            raise UserError(
-                f"{where} has no {quoted(key)!r}. Its keys: {keys}. Name the one with the text by "
-                "--text-key."
-            )
-        text, more = _without_surrogates(text_in(row[key], path, f"line {number}"))
-        yield text, replaced + more
-
-
-def _without_surrogates(text: str) -> tuple[str, int]:
-    """A string without lone surrogates, which JSON can represent and UTF-8 cannot, and the number
-    of U+FFFD in their place."""
+@contextmanager
+def _signals_afterwards() -> Iterator[None]:
+    """A context in which signals wait for its end. In a fork, an exception of a handler would be
+    lost, and later leave processes that nobody ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived = list[int]()
+    handlers = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in SIGNALS
+    }
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        paired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return paired, paired.count(REPLACEMENT) - text.count(REPLACEMENT)
-    return text, 0
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for arrived_number in arrived:
+            signal.raise_signal(arrived_number)
+
+
+_tokenizer: Tokenizer | None = None  # of a process that tokenizes
+
+
+def _begin(tokenizer: Tokenizer) -> None:
+    """Prepare a process: it ignores Ctrl-C, which its parent answers, and ends with its parent."""
+    global _tokenizer
+    _tokenizer = tokenizer
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode(texts: Sequence[Text]) -> Encoded:
+    assert _tokenizer is not None
+    return encode(_tokenizer, texts)

@@ -5,16 +5,16 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_parts
 from fp8stack.errors import UserError, quoted
-from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
+from fp8stack.io import lock, storage_errors, sweep, sync_folder, write_atomically
 from fp8stack.prepare.inputs import Settings, Source
-from fp8stack.prepare.shards import OWN_FILE, SplitWriter
+from fp8stack.prepare.shards import SHARD_FILE, SplitWriter
 from fp8stack.tables import counted
 from fp8stack.tokenizer import TOKENIZER_FILES, Tokenizer
 from fp8stack.version import __version__
@@ -34,11 +34,13 @@ NOTES = {  # of each count, in the singular and the plural
 
 
 class Folder:
-    """A folder of shards. A preparation keeps its tokens in `scratch` until all are there."""
+    """A folder of shards. While they are written, `scratch` holds what the preparation began with,
+    its tokenizer if it trains one, and a journal: a line for each place to continue from."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.scratch = path, path / UNFINISHED
         self.manifest_path, self.begun_path = path / MANIFEST, self.scratch / "begun.json"
+        self.journal_path = self.scratch / "journal.jsonl"
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -80,27 +82,27 @@ class Folder:
             )
         with storage_errors(self.path):
             self.scratch.mkdir(exist_ok=True)
-            self.begun_path.touch()  # goes last, so that an interrupted removal can be repeated
+            self.begun_path.touch()  # so that an interrupted removal can be repeated
             self.manifest_path.unlink(missing_ok=True)
-            self.remove_shards()
+            self._remove_shards()
             for name in TOKENIZER_FILES:
                 (self.path / name).unlink(missing_ok=True)
-            self.sweep()
+        self.remove_scratch()
 
-    def remove_shards(self) -> None:
-        """Remove all shards."""
+    def remove_unfinished(self) -> None:
+        """Remove all shards, and then `scratch`."""
+        with storage_errors(self.path):
+            self._remove_shards()
+        self.remove_scratch()
+
+    def _remove_shards(self) -> None:
         for path in sorted(self.path.iterdir()):
-            if OWN_FILE.fullmatch(path.name):
+            if SHARD_FILE.fullmatch(path.name):
                 path.unlink()
 
-    def sweep(self) -> None:
+    def remove_scratch(self) -> None:
         """Remove `scratch`, and files that were being written."""
-        inside = list(self.scratch.iterdir()) if self.scratch.is_dir() else []
-        for path in (*inside, *self.path.glob(f"{TEMPORARY}*")):
-            if path.is_dir() and path != self.scratch:
-                shutil.rmtree(path)
-            elif path not in (self.scratch, self.begun_path):
-                path.unlink()
+        sweep(self.path)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def manifest(self) -> dict[str, Any] | None:
@@ -130,20 +132,40 @@ class Folder:
         return content if isinstance(content, dict) else {}
 
     def begin(self, content: dict[str, Any]) -> None:
-        """Begin a preparation; tokens of an unfinished one with the same `content` stay."""
+        """Begin a preparation; an unfinished one with the same `content` stays."""
         if self.begun() != content:
+            self.remove_unfinished()
             with storage_errors(self.path):
-                self.sweep()
                 self.scratch.mkdir()
             write_atomically(self.begun_path, json.dumps(content).encode())
+
+    def record(self, place: Mapping[str, Any]) -> None:
+        """Add a place to the journal."""
+        with storage_errors(self.path), self.journal_path.open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(place) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def return_to(self, is_valid: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+        """The last valid place in the journal, without those after it; None if there is none."""
+        lines = list[str]()
+        with suppress(FileNotFoundError):
+            lines = self.journal_path.read_text(encoding="utf-8").splitlines()
+        while lines:
+            with suppress(ValueError):  # the last line may be incomplete
+                place: dict[str, Any] = json.loads(lines[-1])
+                if is_valid(place):
+                    break
+            lines.pop()
+        write_atomically(self.journal_path, "".join(f"{line}\n" for line in lines).encode())
+        return place if lines else None
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, which marks the folder as finished. Raises a StorageError if that
         fails."""
         sync_folder(self.path)
         write_atomically(self.manifest_path, (json.dumps(manifest, indent=1) + "\n").encode())
-        with storage_errors(self.path):
-            self.sweep()
+        self.remove_scratch()
 
     def require_settings(self, earlier: dict[str, Any] | None, settings: Settings) -> None:
         """Raise a UserError that names the first difference from the `earlier` settings, if they
@@ -181,7 +203,7 @@ def describe_inputs(inputs: Sequence[str], sources: Sequence[Source]) -> list[di
     sizes."""
     described = []
     for number, name in enumerate(inputs):
-        files = [source for source in sources if source.given == number]
+        files = [source for source in sources if source.input_index == number]
         listing = "".join(f"{source.size} {source.path}\n" for source in files)
         digest = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
         size = sum(source.size for source in files)
@@ -243,13 +265,13 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
 def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The summary as JSON data."""
     tokenizer, counts = manifest["tokenizer"], manifest["documents"]
-    parts = [manifest["splits"].get(name, {"shards": []}) for name in ("train", "val")]
+    splits = [manifest["splits"].get(name, {"shards": []}) for name in ("train", "val")]
     sizes = [
-        {key: split.get(key, 0) for key in ("tokens", "documents", "bytes")} for split in parts
+        {key: split.get(key, 0) for key in ("tokens", "documents", "bytes")} for split in splits
     ]
     return {
         "out": str(settings.out),
-        "shards": [shard["file"] for split in parts for shard in split["shards"]],
+        "shards": [shard["file"] for split in splits for shard in split["shards"]],
         **{key: sum(split[key] for split in sizes) for key in sizes[0]},
         "tokenizer": {key: tokenizer[key] for key in ("name", "sha256", "vocabulary")},
         "held_out": sizes[1],

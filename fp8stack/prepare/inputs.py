@@ -6,7 +6,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -81,7 +81,7 @@ class Source:
     path: str  # of the file, or the name with `hf:`
     kind: Kind
     size: int  # bytes on the disk; 0 for a dataset of the Hub
-    given: int  # index of its input
+    input_index: int  # index of its input
     changed: int = 0  # when the file was changed, in nanoseconds
 
 
@@ -102,7 +102,7 @@ def find_sources(settings: Settings) -> list[Source]:
     for number, name in enumerate(settings.inputs):
         try:
             if name.startswith("hf:"):
-                sources.append(Source(path=name, kind="hf", size=0, given=number))
+                sources.append(Source(path=name, kind="hf", size=0, input_index=number))
                 continue
             status = _status(name)
             if stat.S_ISDIR(status.st_mode) and not is_saved(Path(name)):
@@ -147,15 +147,17 @@ def _unreadable(name: str, error: OSError) -> NoReturn:
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote the folder."""
-    one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return one or (folder / "dataset_dict.json").is_file()
+    is_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return is_split or (folder / "dataset_dict.json").is_file()
 
 
 class _Binary(UserError):
     """A file that is no text."""
 
 
-def _in_folder(folder: Path, settings: Settings, given: int, problems: list[str]) -> list[Source]:
+def _in_folder(
+    folder: Path, settings: Settings, input_index: int, problems: list[str]
+) -> list[Source]:
     """The sources in a folder; what is wrong with others is added to `problems`."""
     out, saved = settings.out.resolve(), list[Path]()
 
@@ -177,14 +179,14 @@ def _in_folder(folder: Path, settings: Settings, given: int, problems: list[str]
         try:
             status = _status(str(path))
             if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
-                sources.append(_source(path, given))
+                sources.append(_source(path, input_index))
         except _Binary:
             binary.append(path)
         except UserError as error:
             problems.append(str(error))
     if binary and settings.skip_binary:
-        left = counted(len(binary), "file that looks binary is", "files that look binary are")
-        say(f"note: {left} left out: {_named(binary)}")
+        skipped = counted(len(binary), "file that looks binary is", "files that look binary are")
+        say(f"note: {skipped} left out: {_named(binary)}")
     elif binary:
         verb = "looks" if len(binary) == 1 else "look"
         problems.append(
@@ -217,7 +219,7 @@ def _is_selected(inside: str, settings: Settings) -> bool:
     return (not settings.include or matches(settings.include)) and not matches(settings.exclude)
 
 
-def _source(path: Path, given: int) -> Source:
+def _source(path: Path, input_index: int) -> Source:
     """The source of a file, or of a folder of `save_to_disk`. Raises a UserError if it cannot be
     one, a `_Binary` if a text looks binary."""
     status = _status(str(path))
@@ -225,11 +227,13 @@ def _source(path: Path, given: int) -> Source:
         states = [file.stat() for file in sorted(path.rglob("*")) if file.is_file()]
         changed = max(state.st_mtime_ns for state in states)
         size = sum(state.st_size for state in states)
-        return Source(path=str(path), kind="hf", size=size, given=given, changed=changed)
+        return Source(
+            path=str(path), kind="hf", size=size, input_index=input_index, changed=changed
+        )
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{quoted(str(path))} is not a regular file. Give a file or a folder.")
     kind, size, changed = _kind(path), status.st_size, status.st_mtime_ns
-    return Source(path=str(path), kind=kind, size=size, given=given, changed=changed)
+    return Source(path=str(path), kind=kind, size=size, input_index=input_index, changed=changed)
 
 
 def _kind(path: Path) -> Kind:
@@ -248,7 +252,7 @@ def _kind(path: Path) -> Kind:
     suffix = (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
     if suffix in KINDS:
         return KINDS[suffix]
-    with closing(ByteStream(path)) as stream:
+    with ByteStream(path) as stream:
         head = stream.read(SNIFFED_BYTES)
     if suffix == ".json":
         if b"".join(head.split()).startswith(b"[{"):

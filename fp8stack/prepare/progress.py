@@ -15,8 +15,8 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows the progress of `work` on files of `total` bytes, 0 if that is unknown, of which `done`
-    were processed before."""
+    """Shows the progress of `work` on files of `total` bytes (0: unknown), of which `done` were
+    processed before."""
 
     def __init__(
         self, work: str, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
@@ -46,10 +46,10 @@ class Display:
         """The plain line."""
         elapsed_s, total = max(self._clock() - self._started, 1e-9), self.total
         share = f"{100 * done / total:.1f} % of {total / 1e6:,.1f} MB" if total else ""
-        parts = [self.work, share or f"{done / 1e6:,.1f} MB", *([line] if line else [])]
+        fields = [self.work, share or f"{done / 1e6:,.1f} MB", *([line] if line else [])]
         if done > self._begin:
             speed = (done - self._begin) / elapsed_s
-            parts.append(f"{speed / 1e6:.1f} MB/s")
+            fields.append(f"{speed / 1e6:.1f} MB/s")
             if total:
-                parts.append(f"ETA {timedelta(seconds=round((total - done) / speed))}")
-        return " | ".join(parts)
+                fields.append(f"ETA {timedelta(seconds=round((total - done) / speed))}")
+        return " | ".join(fields)

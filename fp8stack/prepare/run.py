@@ -1,28 +1,19 @@
-"""Runs a preparation: blocks are tokenized in groups, which stay on the disk, and shards are
-written when all groups are there. After an interruption the groups are what is not done again."""
+"""Runs a preparation: sources are read in blocks, which are tokenized and written to shards. After
+an interruption it continues from the last place in the journal."""
 
-import itertools
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import UserError, quoted
-from fp8stack.io import storage_errors
-from fp8stack.prepare.blocks import BLOCK_BYTES, Block, Place, Reader, may_be_cut
-from fp8stack.prepare.encode import Encoder
+from fp8stack.prepare.encode import Block, Place, encode_blocks
 from fp8stack.prepare.folder import Folder, describe_inputs, manifest_of, summary
 from fp8stack.prepare.inputs import Settings, Source, find_sources, listings, require_none
 from fp8stack.prepare.progress import Display
-from fp8stack.prepare.shards import SplitWriter
-from fp8stack.prepare.tables import encode, encoded, last_row, library
+from fp8stack.prepare.readers import Reader, Text, may_be_cut
+from fp8stack.prepare.shards import Writer
 from fp8stack.prepare.train import sample_of, train_bpe
 from fp8stack.tables import counted
 from fp8stack.terminal import say
@@ -35,7 +26,9 @@ from fp8stack.tokenizer import (
 )
 from fp8stack.version import __version__
 
-GROUP_BYTES = 2**23  # for each process
+BLOCK_BYTES = 2**20
+DOCUMENT_BYTES = 2**8  # counted for each document, in case they are all empty
+GROUP_BYTES = 2**23  # for each process, between two places in the journal
 SAVED = "Stopped. Progress is saved; the same command continues."
 
 Stopping = Callable[[str], AbstractContextManager[object]]
@@ -55,7 +48,6 @@ def prepare(
         RankLost: a process that tokenizes died.
     """
     settings.check()
-    library()
     sources = find_sources(settings)
     folder = Folder(settings.out)
     with folder.claimed():
@@ -65,7 +57,7 @@ def prepare(
         manifest, speed = folder.manifest(), ""
         if manifest is not None:
             _require_same(folder, settings, sources, manifest)
-            folder.sweep()
+            folder.remove_scratch()
             say(f"{settings.out} is finished already.")
         else:
             if not is_own:
@@ -122,7 +114,7 @@ def _prepare(
                 try:
                     tokenizer = _train(settings, sources, reader)
                 except BaseException:
-                    folder.sweep()
+                    folder.remove_scratch()
                     raise
             folder.begin(begin)
             save_tokenizer(tokenizer, trained)
@@ -134,15 +126,14 @@ def _prepare(
             "documents. Name one by --end-of-text."
         )
     reader = replace(reader, cut_texts=may_be_cut(tokenizer))
-    encoder = Encoder(tokenizer=tokenizer, text_key=settings.text_key)
-    tokens = _encode_all(folder, settings, sources, reader, encoder, stopping)
-    with stopping(SAVED):
-        counts, splits = _write(folder, settings, tokenizer)
-    if not splits["train"].text_bytes:
-        folder.sweep()
+    writer = Writer(folder.path, tokenizer.dtype.itemsize, settings.shard_tokens, settings.held_out)
+    tokens = _encode_all(folder, settings, sources, reader, tokenizer, writer)
+    writer.finish()
+    if not writer.splits["train"].text_bytes:
+        folder.remove_unfinished()
         raise UserError("There is no text in the inputs. Give files with text in them.")
     save_tokenizer(tokenizer, folder.path)
-    manifest = manifest_of(settings, sources, tokenizer, counts, splits)
+    manifest = manifest_of(settings, sources, tokenizer, writer.counts, writer.splits)
     folder.finish(manifest)
     speed = tokens / max(time.monotonic() - started, 1e-9)
     return manifest, f", {speed / 1e3:,.0f}k tokens/s" if tokens else ""
@@ -167,26 +158,21 @@ def _size(sources: Iterable[Source]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def _groups(folder: Folder) -> list[Path]:
-    """The groups of tokens that are done."""
-    return [path for path in sorted(folder.scratch.iterdir()) if path.name.isdigit()]
+def _resume(folder: Folder, sources: Sequence[Source], writer: Writer) -> Place:
+    """The last place in the journal up to which the sources have not changed since."""
+    listing = listings(sources)
 
+    def is_valid(entry: dict[str, Any]) -> bool:
+        number = entry["place"]["source"]
+        unchanged = number < len(sources) and entry["listing"] == listing[number]
+        return unchanged and writer.has(entry["written"])
 
-def _resume(folder: Folder, sources: Sequence[Source]) -> Place:
-    """The place after the groups that are done. Groups of inputs that have changed since are
-    removed."""
-    listing, place, valid = listings(sources), Place(), True
-    for path in _groups(folder):
-        row = last_row(path)
-        at = Place(source=row["source"], offset=row["offset"], state=row["state"])
-        valid = valid and at.source < len(sources) and row["listing"] == listing[at.source]
-        if valid:
-            place = at
-        else:
-            shutil.rmtree(path)
-    if place != Place():
-        say(f"going on after {counted(len(_groups(folder)), 'group')} of tokens")
-    return place
+    entry = folder.return_to(is_valid)
+    writer.go_to(writer.begin if entry is None else entry["written"])
+    if entry is None:
+        return Place()
+    say(f"going on after {counted(writer.counts['documents'], 'document')}")
+    return Place(**entry["place"])
 
 
 def _encode_all(
@@ -194,88 +180,64 @@ def _encode_all(
     settings: Settings,
     sources: Sequence[Source],
     reader: Reader,
-    encoder: Encoder,
-    stopping: Stopping,
+    tokenizer: Tokenizer,
+    writer: Writer,
 ) -> int:
-    """Tokenize all blocks in groups, and return the number of tokens. Raises one UserError for
-    all sources that cannot be read: once there is one, the others are only looked through."""
-    place = _resume(folder, sources)
-    problems: dict[int, str] = {}
-    number = len(_groups(folder))
-    tokens, total, workers = 0, _size(sources), settings.workers
-    done = sum(source.size for source in sources[: place.source])
+    """Tokenize and write all documents, and return the number of tokens. Raises one UserError for
+    all sources that cannot be read: after the first, the others are only looked through."""
+    begin = place = _resume(folder, sources, writer)
+    listing, problems = listings(sources), list[str]()
+    tokens, unrecorded, total, workers = 0, 0, _size(sources), settings.workers
+    done = sum(source.size for source in sources[: begin.source])
     if total:  # an idle process would cost its start
         workers = max(1, min(workers, -(-(total - done) // BLOCK_BYTES)))
+
     started = time.monotonic()
     with (
         closing(Display("prepared", total, done)) as display,
-        closing(reader.blocks(sources, place)) as blocks,
+        closing(_blocks(sources, reader, begin, problems)) as blocks,
+        closing(encode_blocks(tokenizer, blocks, workers)) as encoded_blocks,
     ):
-        while group := _group(blocks, GROUP_BYTES * workers):
-            path = folder.scratch / f"{number:08d}"
-            with stopping(SAVED):  # also a request that was lost while processes started
-                encode(group, encoder, path, workers)
-            for row in encoded(path, ("source", "problem", "lengths")):
-                if row["problem"]:
-                    problems.setdefault(row["source"], row["problem"])
-                tokens += int(np.frombuffer(row["lengths"], np.int64).sum())
-            if problems:
-                shutil.rmtree(path)
-                encoder = replace(encoder, tokenizer=None)
-            number += 1
+        for block, encoded in encoded_blocks:
+            writer.add(block.texts, encoded)
+            tokens += len(encoded.tokens)
+            unrecorded += sum(len(text.text) + DOCUMENT_BYTES for text in block.texts)
+            if unrecorded >= GROUP_BYTES * workers:
+                place, unrecorded = block.place, 0
+                entry = {"place": vars(place), "listing": listing[place.source]}
+                folder.record(entry | {"written": writer.place()})
             speed = tokens / max(time.monotonic() - started, 1e-9)
             line = f"{tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s"
-            display.update(group[-1].on_disk, line)
-    if problems and not _groups(folder) and settings.train_bpe is None:
-        folder.sweep()  # what holds nothing yet must not bind the folder to these inputs
-    require_none(list(problems.values()))
+            display.update(block.on_disk, line)
+    if problems and place == Place() and settings.train_bpe is None:
+        folder.remove_unfinished()  # what holds nothing yet must not bind the folder
+    require_none(problems)
     return tokens
 
 
-def _group(blocks: Iterator[Block], size: int) -> list[Block]:
-    """The next blocks, of `size` bytes together."""
-    group = list[Block]()
-    for block in blocks:
-        group.append(block)
-        size -= sum(map(len, block.content))
-        if size <= 0:
-            break
-    return group
-
-
-def _write(
-    folder: Folder, settings: Settings, tokenizer: Tokenizer
-) -> tuple[dict[str, int], dict[str, SplitWriter]]:
-    """Write all groups to shards, each document to its split. Returns counts, and the splits."""
-    splits = {
-        name: SplitWriter(folder.path, name, settings.shard_tokens) for name in ("train", "val")
-    }
-    counts = dict.fromkeys(("documents", "empty", "replaced", "cut_words"), 0)
-    with storage_errors(folder.path):
-        folder.remove_shards()
-    for row in itertools.chain.from_iterable(map(encoded, _groups(folder))):
-        lengths, sizes = (np.frombuffer(row[key], np.int64) for key in ("lengths", "text_bytes"))
-        tokens = np.frombuffer(row["tokens"], tokenizer.dtype)
-        begun = counts["documents"] - row["continues"]
-        held = held_out(np.arange(begun, begun + len(lengths)), settings.held_out)
-        finished = len(lengths) - row["unfinished"]
-        for name, chosen in (("train", ~held), ("val", held)):
-            if chosen.any():
-                part = slice(None) if chosen.all() else chosen.repeat(lengths)
-                of_finished = lengths[:finished][chosen[:finished]]
-                splits[name].add(tokens[part], of_finished, int(sizes[chosen].sum()))
-        counts["documents"] = begun + len(lengths)
-        counts["empty"] += int((sizes[row["continues"] : finished] == 0).sum())
-        counts["replaced"] += row["replaced"]
-        counts["cut_words"] += row["inside_a_word"]
-    for split in splits.values():
-        split.finish()
-    return counts, splits
-
-
-def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out, by their indices among the inputs: a share chosen by SplitMix64
-    hashes of the indices. Document 0 never is."""
-    x = mixed(places.astype(np.uint64) * np.uint64(GOLDEN))
-    below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
-    return below & (places > 0)
+def _blocks(
+    sources: Sequence[Source], reader: Reader, begin: Place, problems: list[str]
+) -> Generator[Block, None, None]:
+    """Yield all documents from a place on, in blocks. Once a source cannot be read, which is added
+    to `problems`, no more blocks follow."""
+    texts, size, done = list[Text](), 0, sum(source.size for source in sources[: begin.source])
+    place, on_disk = begin, 0
+    for number, source in enumerate(sources[begin.source :], begin.source):
+        skip, state = (begin.texts, begin.state) if number == begin.source else (0, "")
+        try:
+            with closing(reader.read(source, skip, state)) as source_texts:
+                for count, text in enumerate(source_texts, skip + 1):
+                    if problems:
+                        continue
+                    texts.append(text)
+                    size += len(text.text) + DOCUMENT_BYTES
+                    place = Place(source=number, texts=count, state=text.state)
+                    on_disk = done + text.on_disk
+                    if size >= reader.size:
+                        yield Block(texts=texts, place=place, on_disk=on_disk)
+                        texts, size = [], 0
+        except UserError as error:
+            problems.append(str(error))
+        done += source.size
+    if texts:
+        yield Block(texts=texts, place=place, on_disk=on_disk)

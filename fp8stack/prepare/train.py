@@ -6,9 +6,9 @@ from contextlib import closing
 from dataclasses import replace
 
 from fp8stack.errors import UserError
-from fp8stack.prepare.blocks import Place, Reader
-from fp8stack.prepare.encode import bytes_of, texts_of
+from fp8stack.prepare.encode import bytes_of
 from fp8stack.prepare.inputs import Source, require_none
+from fp8stack.prepare.readers import Reader
 from fp8stack.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
 # bytes of text, at most: more changes little, and words are counted in memory
@@ -43,17 +43,17 @@ def train_bpe(
     )
     problems, stopped, read_bytes = list[str](), threading.Event(), 0
 
-    def texts() -> Iterator[list[str]]:
+    def texts() -> Iterator[str]:
         nonlocal read_bytes
         done = 0
         for source, budget in sample_of(sources):
             begun = read_bytes
             try:
-                for some, on_disk in _beginning(source, budget, reader):
+                for text, on_disk in _beginning(source, budget, reader):
                     if stopped.is_set():
                         raise InterruptedError
-                    yield [] if problems else some
-                    read_bytes += sum(map(bytes_of, some))
+                    yield "" if problems else text
+                    read_bytes += bytes_of(text)
                     share = min(1.0, (read_bytes - begun) / budget)
                     report(done + max(on_disk, round(source.size * share)))
             except UserError as error:
@@ -70,7 +70,7 @@ def train_bpe(
 
 def _in_thread(train: Callable[[], None], stopped: threading.Event) -> None:
     """Call `train` in a thread, because its library answers no signal. If this thread gets one,
-    what reads the inputs is told that it is `stopped`; training itself ends with the process."""
+    the generator that reads the inputs is `stopped`; training itself ends with the process."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -100,25 +100,20 @@ def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
     if files > SAMPLE_BYTES:
         small = files / len(sources) < SMALL_BYTES
         every = -(-files // SAMPLE_BYTES) if small else -(-len(sources) // MOST_SOURCES)
-    chosen = sources[::every]
-    weights = [source.size or max(files, 1) for source in chosen]
+    sampled = sources[::every]
+    weights = [source.size or max(files, 1) for source in sampled]
     shares = [max(1, SAMPLE_BYTES * weight // sum(weights)) for weight in weights]
-    return list(zip(chosen, shares, strict=True))
+    return list(zip(sampled, shares, strict=True))
 
 
-def _beginning(source: Source, budget: int, reader: Reader) -> Iterator[tuple[list[str], int]]:
+def _beginning(source: Source, budget: int, reader: Reader) -> Iterator[tuple[str, int]]:
     """Yield the first `budget` bytes of text of a source, up to the end of a document or of a piece
     of one, each with the bytes read from the file."""
     smaller = replace(reader, size=max(4096, min(reader.size, budget)))
-    left = budget
-    with closing(smaller.blocks([source], Place())) as blocks:
-        for block in blocks:
-            require_none([block.problem] if block.problem else [])
-            some = list[str]()
-            for text, _ in texts_of(block, reader.text_key):
-                if left > 0:
-                    some.append(text)
-                    left -= bytes_of(text)
-            yield some, block.on_disk
-            if left <= 0:
+    remaining = budget
+    with closing(smaller.read(source)) as texts:
+        for text in texts:
+            if remaining <= 0:
                 return
+            remaining -= bytes_of(text.text)
+            yield text.text, text.on_disk

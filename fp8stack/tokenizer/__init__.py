@@ -114,9 +114,9 @@ def tokenizer_from_json(
     return FileTokenizer(text, name, end_of_text)
 
 
-def alike(one: Tokenizer, other: Tokenizer) -> bool:
+def alike(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether ids stand for the same texts in both; the rest of their files may differ."""
-    return one.identity.is_alike(other.identity)
+    return first.identity.is_alike(second.identity)
 
 
 def _file(name: str) -> Path:
@@ -130,8 +130,8 @@ def _file(name: str) -> Path:
     except (OSError, ValueError):  # such as a NUL in the name
         pass
     if folder:
-        what = f"The folder {quoted(name)} has no {TOKENIZER_FILE}"
-        raise UserError(f"{what}. Give bytes, gpt2, or the path of one.")
+        problem = f"The folder {quoted(name)} has no {TOKENIZER_FILE}"
+        raise UserError(f"{problem}. Give bytes, gpt2, or the path of one.")
     raise UserError(
         f"No tokenizer {quoted(name)!r}. Give bytes, gpt2, or the path of a {TOKENIZER_FILE}."
     )

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and text that comes token by token. No torch here."""
+"""The interface of tokenizers, and decoders of text that comes token by token. No torch here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Decoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """What is left of a character that was cut, as U+FFFD; "" if none was."""
+        """The rest of a character that was cut, as U+FFFD; "" if none was."""
         ...
 
 
@@ -56,7 +56,7 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of its ids in a file: little-endian, as wide as the vocabulary needs."""
+        """The type of ids in a file: little-endian, as wide as the vocabulary needs."""
         return np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
 
     @abstractmethod
@@ -78,28 +78,29 @@ class Tokenizer(ABC):
         return ids
 
     def begin(self, text: str) -> list[int]:
-        """The ids that a model continues: those of a text; of one without any, what ends a
-        document, and so begins one. [] if there is no such id."""
+        """The ids that a model continues: the ids of a text, or the end of a document if there is
+        no text. [] if the tokenizer has no such id."""
         return self.encode(text) or ([] if self.end_of_text is None else [self.end_of_text])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids. Special tokens and ids outside the vocabulary are left out; bytes
         that are not UTF-8 become U+FFFD."""
-        known = self._token_bytes
-        assert known is not None, "a tokenizer without bytes for its tokens decodes by itself"
-        inside = (known[token] for token in tokens if 0 <= token < len(known))
+        token_bytes = self._token_bytes
+        assert token_bytes is not None, "a tokenizer without bytes for its tokens decodes by itself"
+        inside = (token_bytes[token] for token in tokens if 0 <= token < len(token_bytes))
         return b"".join(inside).decode(errors="replace")
 
     def stream(self) -> Decoder:
         """A decoder for ids that come one by one."""
-        known = self._token_bytes
-        return _TextStream(self) if known is None else _ByteStream(known)
+        token_bytes = self._token_bytes
+        return _TextStream(self) if token_bytes is None else _ByteStream(token_bytes)
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """How many bytes of UTF-8 each id stands for, int64 [vocabulary], 0 for special tokens;
-        None if that depends on the ids around."""
-        known = self._token_bytes
-        return None if known is None else np.array([len(token) for token in known], dtype=np.int64)
+        """The number of bytes of UTF-8 for each id, int64 [vocabulary], 0 for special tokens; None
+        if that depends on the ids around."""
+        if self._token_bytes is None:
+            return None
+        return np.array([len(token) for token in self._token_bytes], dtype=np.int64)
 
     @cached_property
     def sha256(self) -> str:
@@ -114,7 +115,7 @@ class Tokenizer(ABC):
 
     @property
     def identity(self) -> TokenizerIdentity:
-        """What a run records of it."""
+        """The identity that a run records."""
         return TokenizerIdentity(name=self.name, sha256=self.sha256, ids_sha256=self.ids_sha256)
 
     @cached_property
@@ -123,7 +124,7 @@ class Tokenizer(ABC):
 
 
 class _ByteStream(Decoder):
-    """Of a tokenizer whose ids stand for bytes, whatever is around them."""
+    """Decodes ids that stand for bytes, whatever is around them."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._bytes = token_bytes
@@ -138,8 +139,8 @@ class _ByteStream(Decoder):
 
 
 class _TextStream(Decoder):
-    """Of any other: what the ids since the last whole character decode to, more than before. The
-    ids that gave the last characters are decoded along, because they may decide about a space."""
+    """Decodes ids of any other tokenizer: the ids since the last complete character, and the ids
+    that gave the last characters, because these may decide about a space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

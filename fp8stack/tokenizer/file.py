@@ -41,9 +41,9 @@ class FileTokenizer(Tokenizer):
         self.name = name
         self._tokenizer, self._content = _parsed(text, name)
         # The file's own text, unless it would make others cut or pad what they encode.
-        whole = {"truncation": None, "padding": None}
-        if any(self._content.get(key) is not None for key in whole):
-            text = json.dumps(self._content | whole, ensure_ascii=False, indent=2)
+        unlimited = {"truncation": None, "padding": None}
+        if any(self._content.get(key) is not None for key in unlimited):
+            text = json.dumps(self._content | unlimited, ensure_ascii=False, indent=2)
         self._text = text
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary = max(ids, default=-1) + 1
@@ -73,8 +73,8 @@ class FileTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
         with _library_errors(f"Tokenizer {quoted(self.name)} cannot encode a text"):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -92,14 +92,14 @@ class FileTokenizer(Tokenizer):
         decoder = self._content.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             return None
-        found = [b""] * self.vocabulary
+        token_bytes = [b""] * self.vocabulary
         for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
             spelled = all(char in BYTE_OF_CHARACTER for char in token)  # else it is taken for text
             written = bytes(BYTE_OF_CHARACTER[char] for char in token) if spelled else b""
-            found[id] = written if spelled else token.encode()
+            token_bytes[id] = written if spelled else token.encode()
         for id, added in self._tokenizer.get_added_tokens_decoder().items():
-            found[id] = b"" if added.special else added.content.encode()
-        return found
+            token_bytes[id] = b"" if added.special else added.content.encode()
+        return token_bytes
 
 
 def _parsed(text: str, name: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -142,8 +142,8 @@ def _library_errors(failed: str) -> Iterator[None]:
 
 
 def _redirect_stderr(descriptor: int) -> int | None:
-    """Have what is printed on stderr go to `descriptor`. Returns a copy of stderr's own; None if it
-    is closed."""
+    """Redirect stderr to `descriptor`. Returns a copy of stderr's descriptor; None if it is
+    closed."""
     try:
         terminal = os.dup(2)
     except OSError:

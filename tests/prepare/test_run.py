@@ -26,7 +26,7 @@ import tokenizers
 import zstandard
 
 from fp8stack.data import tokenizer_of
-from fp8stack.prepare import blocks, inputs, run, tables, train
+from fp8stack.prepare import inputs, readers, run, train
 from fp8stack.prepare.inputs import Settings
 from fp8stack.prepare.progress import Display
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
@@ -201,7 +201,7 @@ def test_sources_are_sampled_by_size_for_a_tokenizer(monkeypatch):
     monkeypatch.setattr(train, "SAMPLE_BYTES", train.SAMPLE_BYTES // 100)
 
     def sampled(*sizes: int) -> list[tuple[inputs.Source, int]]:
-        sources = [inputs.Source(path=str(s), kind="text", size=s, given=0) for s in sizes]
+        sources = [inputs.Source(path=str(s), kind="text", size=s, input_index=0) for s in sizes]
         return train.sample_of(sources)
 
     assert all(budget >= source.size for source, budget in sampled(10, 30))
@@ -280,7 +280,7 @@ def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
     tmp_path, out, monkeypatch, capsys
 ):
     monkeypatch.setattr(run, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(blocks, "LONGEST_WORD", 256)
+    monkeypatch.setattr(readers, "LONGEST_WORD", 256)
     text = "世界" * 500
     manifest = prepared(written(tmp_path / "a.txt", text.encode()), out=out)
     require(out, [text])  # no character is torn
@@ -360,7 +360,7 @@ def test_the_name_of_a_dataset_has_its_parts():
         "hf:a/b@test": ("a/b", None, "test"),
         "hf:a/b:c@train[:10%]": ("a/b", "c", "train[:10%]"),
     }
-    assert {given: tables.parse_dataset(given) for given in parsed} == parsed
+    assert {given: readers.parse_dataset(given) for given in parsed} == parsed
 
 
 @pytest.mark.usefixtures("item_bytes")
@@ -596,15 +596,15 @@ ROTTEN = bytearray(gzip.compress(JSON_LINES))
 ROTTEN[len(ROTTEN) // 2] ^= 0xFF
 BAD_FILES = {
     "cut.jsonl.gz": (gzip.compress(JSON_LINES)[:-9], "cut short"),
-    "rotten.txt.gz": (bytes(ROTTEN), "cut short or damaged after"),
-    "no.txt.gz": (b"plain text", "damaged after 0 bytes"),
+    "rotten.txt.gz": (bytes(ROTTEN), "cut short or damaged"),
+    "no.txt.gz": (b"plain text", "is cut short or damaged"),
     "cut.jsonl.zst": (zstandard.ZstdCompressor().compress(JSON_LINES)[:-5], "cut short or damaged"),
-    "no.txt.zst": (b"plain text", "damaged after 0 bytes"),
+    "no.txt.zst": (b"plain text", "is cut short or damaged"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
     "short.csv": (b"n,text\n1,one\n2\n", "up to line 3 (a row has 1 fields"),
     "quote.csv": (b'n,text\n1,"one\n', "unexpected end of data"),
-    "torn.json.gz": (gzip.compress(b'[\n {"text": "one"}\n'), "Cannot read"),
-    "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "not text"),
+    "torn.json.gz": (gzip.compress(b'[\n {"text": "one"}\n'), "is not JSON"),
+    "mixed.json": (b'[{"text": "one"}, {"text": 2}]', "row 2 has a number where text"),
     "no.arrow": (b"ARROW1" + bytes(99), "Cannot read"),
     "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary: byte 8"),
     "empty.txt": (b"", "is empty"),
@@ -671,7 +671,7 @@ def test_a_tokenizer_that_cannot_end_a_text_is_told_and_a_line_without_an_end_re
     assert ends.tolist() == np.cumsum([len(text.encode()) for text in documents(300)]).tolist()
     out = tmp_path / "b"
     monkeypatch.setattr(run, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(blocks, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
     path = written(tmp_path / "a.jsonl", lines(["x" * 2000]))
     assert "has a line of more than 1,000 bytes" in refusal(path, out=out)
 
@@ -682,7 +682,8 @@ def test_a_package_that_is_missing_is_named(corpus, tmp_path, out, monkeypatch):
         patched.setitem(sys.modules, "zstandard", None)
         assert "pip install zstandard" in refusal(packed, out=out)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "needs the extra 'data'" in refusal(corpus, out=out)
+    assert "need the extra 'data'" in refusal("hf:owner/name", out=out)
+    prepared(corpus, out=out)  # which needs no datasets
 
 
 def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus, tmp_path, out):
@@ -777,24 +778,24 @@ def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
     given = str(tmp_path / "prefix.json")
     metaspace().save(given)  # it puts a space before every text
     prefix = load_tokenizer(given)
-    assert not blocks.may_be_cut(prefix)
+    assert not readers.may_be_cut(prefix)
     monkeypatch.setattr(run, "BLOCK_BYTES", 64)
     text = "some words " * 60
     path = written(tmp_path / "a.txt", text.encode())
     prepared(path, out=out, tokenizer=given)
     require(out, [text], prefix.encode)
-    monkeypatch.setattr(blocks, "LONGEST_UNCUT", 256)
+    monkeypatch.setattr(readers, "LONGEST_UNCUT", 256)
     message = refusal(path, out=tmp_path / "b", tokenizer=given)
     assert "is longer than 256 bytes" in message
 
 
 def test_a_cut_comes_before_a_space_after_a_word():
-    assert blocks.may_be_cut(load_tokenizer("bytes"))
-    assert blocks.cut_of(b"one two  three") == len("one two")
-    assert blocks.cut_of("один два".encode()) == len("один".encode())
-    assert blocks.cut_of("a\u00a0 \u3000 b".encode()) == 0
-    assert blocks.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
-    assert blocks.cut_of(b" word") == 0
+    assert readers.may_be_cut(load_tokenizer("bytes"))
+    assert readers.cut_of(b"one two  three") == len("one two")
+    assert readers.cut_of("один два".encode()) == len("один".encode())
+    assert readers.cut_of("a\u00a0 \u3000 b".encode()) == 0
+    assert readers.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
+    assert readers.cut_of(b" word") == 0
 
 
 # The folder
