@@ -82,7 +82,7 @@ def amax(x: Array, axis: Any = None) -> Array:
 
 
 def scale_of(
-    largest: Array,
+    largest: Array | float,
     format: str,
     power_of_two: bool = False,
     eps: float = 0.0,

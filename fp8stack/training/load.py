@@ -215,7 +215,7 @@ def absolute_source(init_from: str) -> str:
 def _of_folder(path: Path, name: str) -> Trained:
     """The model in a folder that transformers saved; `name` is the source's."""
     folder = hf.open_folder(path)
-    model = hf.found_in(folder.config, str(path / "config.json"))
+    model = hf.model_from_config(folder.config, str(path / "config.json"))
     return Trained(
         path=Path(name),
         shape=model.config,

@@ -139,10 +139,10 @@ def _count_launches() -> list[int]:
     real = weights.launch_weights
 
     def launch(
-        tiles: int, operands: tuple[Tensor, ...], how: Variant, options: dict[str, Any]
+        tiles: int, operands: tuple[Tensor, ...], variant: Variant, options: dict[str, Any]
     ) -> None:
         made.append(tiles)
-        real(tiles, operands, how, options)
+        real(tiles, operands, variant, options)
 
     weights.launch_weights = launch
     launch_cast = fused_casts._launch

@@ -9,7 +9,7 @@ import pytest
 from fp8stack import GPTConfig
 from fp8stack.errors import UserError
 from fp8stack.hf.layouts import config_json, layout_of
-from fp8stack.hf.reading import found_in
+from fp8stack.hf.reading import model_from_config
 from fp8stack.model.config import ActivationName
 from tests.support.hf_models import BASE, LAYOUT, ROPE, SHAPES
 
@@ -34,7 +34,7 @@ def test_every_activation_has_a_layout_and_is_read_back(activation):
     assert configs != []
     for config in configs:
         table = config_json(config, "float32", None)
-        assert found_in(table, "config.json").config.activation == activation
+        assert model_from_config(table, "config.json").config.activation == activation
 
 
 def test_every_activation_of_every_layout_is_compared_with_transformers():
