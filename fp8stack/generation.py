@@ -21,7 +21,7 @@ DECODED_AGAIN = 64  # last prompt tokens, which may affect the first character a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class GenerationOptions:
     """The options of a generation."""
 
     run: str  # see `find_source`
@@ -45,7 +45,7 @@ class Request:
             raise UserError("The prompt is not valid UTF-8. Write it in UTF-8.") from None
 
 
-def write(request: Request) -> None:
+def write(request: GenerationOptions) -> None:
     """Print the prompt and the model's text while it is generated. Prints the checkpoint, plan and
     speed to stderr.
 
@@ -95,7 +95,7 @@ def generate(
         NoUsableCheckpoint: the run's checkpoints are damaged.
         NumericFailure: the model gives logits that are not finite.
     """
-    request = Request(
+    request = GenerationOptions(
         run=str(run_or_checkpoint),
         prompt=prompt,
         tokens=tokens,
@@ -112,7 +112,7 @@ def generate(
 class _Text:
     """A text to generate. `say` is called with lines on the checkpoint and the plan."""
 
-    def __init__(self, request: Request, say: Callable[..., None]) -> None:
+    def __init__(self, request: GenerationOptions, say: Callable[..., None]) -> None:
         hardware = probe(request.device)
         trained = find_source(request.run)
         recipe, reason = (request.recipe, "") if request.recipe else default_recipe(hardware)

@@ -18,7 +18,7 @@ from bench import report, runner
 from bench.cost import emulation
 from bench.report import Report, Row
 from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import Work, training_step
+from fp8stack.benchmark.step import StepWork, training_step
 from fp8stack.benchmark.timing import summarize, wait_for
 from fp8stack.checkpoint.saver import Groups, Saver
 from fp8stack.checkpoint.state import capture
@@ -48,7 +48,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     """Save checkpoints of a model of 84 million parameters, which trains in fp32 in between."""
     hardware = probe(arguments.device)
     shape = GPTConfig(vocabulary=16384, context=256, layers=10, width=768, heads=12)
-    work = Work(model="84M parameters", config=shape, batch=1, context=128)
+    work = StepWork(model="84M parameters", config=shape, batch=1, context=128)
     work = emulation.tiny_work() if arguments.tiny else work
     if hardware.device == "cpu":
         keep_freed_memory()
@@ -58,7 +58,9 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of(hardware.device, settings, rows)
 
 
-def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tuple[list[Row], int]:
+def _measured(
+    work: StepWork, hardware: Hardware, folder: Path, rounds: int
+) -> tuple[list[Row], int]:
     step, state = _training(work, hardware)
     savers = {
         WAITING: Saver(folder / "waiting", keep=2),
@@ -91,7 +93,9 @@ def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tupl
     return rows, size
 
 
-def _training(work: Work, hardware: Hardware) -> tuple[Callable[[], None], Callable[[], Groups]]:
+def _training(
+    work: StepWork, hardware: Hardware
+) -> tuple[Callable[[], None], Callable[[], Groups]]:
     """A training step in fp32, and a function that returns the state that a run saves."""
     plan = plan_for(work.config, "fp32", hardware, "reference")
     model = GPT(work.config, build_backend(plan)).to(hardware.device)

@@ -19,7 +19,7 @@ from bench import peers, report, runner
 from bench.cells import words
 from bench.report import Bar, Report, Row
 from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import FP8, StepArm, Work, arms, build_step, works
+from fp8stack.benchmark.step import FP8, StepArm, StepWork, arms, build_step, works
 from fp8stack.benchmark.timing import Timing, ratio
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import allow_many_compilations
@@ -41,15 +41,15 @@ def case_of(tokens: int, inputs: int, outputs: int) -> str:
     return f"{tokens} x {inputs} -> {outputs}"
 
 
-def step_case(work: Work) -> str:
+def step_case(work: StepWork) -> str:
     c = work.config
     return f"step: {c.layers} layers of {c.width}, {work.batch} x {work.context} tokens"
 
 
-def nano() -> Work:
+def nano() -> StepWork:
     """The training step of the README's first run."""
     config = load_config("gpt-nano")
-    return Work(model="gpt-nano", config=config, batch=8, context=config.context)
+    return StepWork(model="gpt-nano", config=config, batch=8, context=config.context)
 
 
 def _bars() -> list[Bar]:
@@ -118,10 +118,10 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of("cpu", settings, rows, bars=bars, packages=packages)
 
 
-def tiny_work() -> Work:
+def tiny_work() -> StepWork:
     """A step that takes almost no time, to test a scenario."""
     config = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
-    return Work(model="tiny", config=config, batch=2, context=32)
+    return StepWork(model="tiny", config=config, batch=2, context=32)
 
 
 def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
@@ -195,7 +195,7 @@ def linear_arm(
 # A step
 
 
-def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
+def own_steps(work: StepWork, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
     """Builders of a training step in every recipe."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
@@ -204,7 +204,7 @@ def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], A
     return {arm.name: partial(build_step, arm, work, hardware) for arm in our_arms}
 
 
-def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
+def step_arms(work: StepWork, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
     """Builders of `own_steps`, and of the steps of torchao's recipes and transformers' GPT-2."""
     builders = own_steps(work, compiled)
     builders["torchao tensorwise"] = partial(peers.step, work, "cpu", "tensorwise", False)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bench import report, runner
 from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.benchmark.step import PRECISIONS, Work, works
+from fp8stack.benchmark.step import PRECISIONS, StepWork, works
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import probe
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runner.add_options(parser, rounds=100, budget_s=600.0, warm_up=10, recipes=PRECISIONS)
 
 
-def sizes(device: str, tiny: bool) -> list[Work]:
+def sizes(device: str, tiny: bool) -> list[StepWork]:
     """The work of a step in at least three sizes, the smallest first."""
     if device == "cuda" and not tiny:
         gpu_works = works(device)
@@ -35,7 +35,7 @@ def sizes(device: str, tiny: bool) -> list[Work]:
     if not tiny:
         widths, layers, batch, context = WIDTHS, 2, 8, 64
     return [
-        Work(
+        StepWork(
             model=f"width {width}",
             config=GPTConfig(vocabulary=256, context=context, layers=layers, width=width, heads=2),
             batch=batch,

@@ -20,7 +20,15 @@ import torch
 from bench import cells, report, runner
 from bench.cost import activations, emulation
 from bench.report import Report, Row
-from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
+from fp8stack.benchmark.step import (
+    PRECISIONS,
+    StepArm,
+    StepWork,
+    arms,
+    baseline,
+    build_step,
+    chosen,
+)
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.memory import keep_freed_memory
 
@@ -51,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     return measured_report | {"activations": activations.rows(tiny)}
 
 
-def _measured(arm: StepArm, work: Work, hardware: Hardware) -> list[Row]:
+def _measured(arm: StepArm, work: StepWork, hardware: Hardware) -> list[Row]:
     try:
         gib = in_a_process(arm, work, hardware)
     except RuntimeError as error:
@@ -62,12 +70,12 @@ def _measured(arm: StepArm, work: Work, hardware: Hardware) -> list[Row]:
     return [{"case": work.model, "arm": arm.name, "peak_gib": round(gib, 4), "floor_gib": floor}]
 
 
-def floor_gib(work: Work) -> float:
+def floor_gib(work: StepWork) -> float:
     """Weights, gradients and AdamW's two moments, float32 each: 16 bytes per parameter."""
     return 16 * work.config.parameters() / 2**30
 
 
-def in_a_process(arm: StepArm, work: Work, hardware: Hardware) -> float:
+def in_a_process(arm: StepArm, work: StepWork, hardware: Hardware) -> float:
     """The peak GiB of the arm, measured in a new process.
 
     Raises:
@@ -89,7 +97,7 @@ def in_a_process(arm: StepArm, work: Work, hardware: Hardware) -> float:
     return gib
 
 
-def _measure_here(arm: StepArm, work: Work, hardware: Hardware, sender: Connection) -> None:
+def _measure_here(arm: StepArm, work: StepWork, hardware: Hardware, sender: Connection) -> None:
     """Send the peak GiB of a few steps, minus the memory that the process had before."""
     if hardware.device == "cpu":
         keep_freed_memory()

@@ -10,7 +10,7 @@ from bench import report, runner
 from bench.cost import emulation
 from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.benchmark.step import SMALL, Work
+from fp8stack.benchmark.step import SMALL, StepWork
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
 
@@ -42,7 +42,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of(hardware.device, settings, rows)
 
 
-def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
+def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> StepWork:
     """The work with one of its sizes changed."""
     if tiny:
         base = emulation.tiny_work()
@@ -57,7 +57,9 @@ def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
     context = value if axis == "context" else context
     layers = value if axis == "layers" else config.layers
     sizes = config.model_dump() | {"layers": layers, "context": max(context, config.context)}
-    return Work(model=f"{axis} {value}", config=GPTConfig(**sizes), batch=batch, context=context)
+    return StepWork(
+        model=f"{axis} {value}", config=GPTConfig(**sizes), batch=batch, context=context
+    )
 
 
 def table(data: Report) -> str:

@@ -21,7 +21,7 @@ from bench.cost import emulation
 from bench.report import Bar, Report, Row
 from fp8stack.benchmark.step import (
     FP8,
-    Work,
+    StepWork,
     arms,
     baseline,
     build_step,
@@ -94,7 +94,7 @@ def _gpu(hardware: Hardware) -> bool:
 
 
 def in_turns(
-    work: Work,
+    work: StepWork,
     recipes: Iterable[str],
     hardware: Hardware,
     arguments: argparse.Namespace,
@@ -181,7 +181,7 @@ def _build(
 
 
 def peer_arms(
-    work: Work, hardware: Hardware, compiled: bool
+    work: StepWork, hardware: Hardware, compiled: bool
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Builders of the peers' steps: compiled on a GPU; eager on a CPU, and compiled if
     `compiled`."""
@@ -219,7 +219,9 @@ def bars(rows: list[Row]) -> list[Bar]:
     return bars
 
 
-def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Path | None) -> None:
+def profile(
+    step: cells.Arm, name: str, work: StepWork, hardware: Hardware, out: Path | None
+) -> None:
     """Profile one step: print a table of the slowest operators, and write a trace."""
     out = out or runner.RESULTS / slug(hardware)
     folder = out / "profiles" / work.model / name.replace(" ", "-")

@@ -12,7 +12,7 @@ from functools import partial
 from bench import cells, report, runner
 from bench.cost import emulation
 from bench.report import Bar, Report, Row
-from fp8stack.benchmark.step import FP8, Built, StepArm, Work, build, served
+from fp8stack.benchmark.step import FP8, Built, StepArm, StepWork, build, served
 from fp8stack.benchmark.timing import interleaved
 from fp8stack.config import RunConfig
 from fp8stack.precision import Hardware, probe
@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     return report.report_of(hardware.device, settings, rows, bars=report.judged(bars, rows))
 
 
-def steps(recipe: str, work: Work, hardware: Hardware) -> dict[str, Callable[[], None]]:
+def steps(recipe: str, work: StepWork, hardware: Hardware) -> dict[str, Callable[[], None]]:
     """The arms: steps of the same model without and with samples."""
     backend = served(recipe, hardware)[0]
     arm = StepArm(name=recipe, recipe=recipe, backend=backend, compiled=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8stack import numerics
 from fp8stack.benchmark.timing import interleaved
 from fp8stack.ops.fused_casts import cast_transpose
-from fp8stack.ops.scaled_gemm import Scaled, Scales, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
 from fp8stack.precision import probe
 
 Call = Callable[[], Any]
@@ -51,7 +51,7 @@ def per_tensor(x: Tensor, format: str) -> Scaled:
     """A matrix in FP8 with one scale, computed from its amax."""
     scale = numerics.tensor_scale(numerics.amax(x), format)
     data = numerics.cast_to_fp8(x, scale, format)
-    return Scaled(data, numerics.inverse(scale), Scales.PER_TENSOR)
+    return Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR)
 
 
 def launch(x: Tensor) -> None:

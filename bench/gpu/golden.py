@@ -28,7 +28,7 @@ from fp8stack.conform.golden import FOLDER
 from fp8stack.conform.inputs import (
     DTYPES,
     FORMAT_NAMES,
-    Operands,
+    LinearOperands,
     matrix,
     spiky_steps,
     values_of,
@@ -152,7 +152,7 @@ def inputs() -> Tensors:
     """Inputs that several cases share, named "inputs/..."."""
     tensors: Tensors = {f"inputs/table {dtype}": table(dtype) for dtype in DTYPES}
     steps = spiky_steps(STEPS, *HISTORY_SIZES)
-    for field, series in zip(Operands._fields, zip(*steps, strict=True), strict=True):
+    for field, series in zip(LinearOperands._fields, zip(*steps, strict=True), strict=True):
         tensors[f"inputs/steps {field}"] = torch.stack(list(series))
     for kind, dtype in MATRICES:
         tensors[f"inputs/matrix {kind} {dtype}"] = small_matrix(kind, dtype)

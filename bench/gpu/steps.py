@@ -17,7 +17,7 @@ import torch
 
 from bench.cells import words
 from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import Work, chosen, figures, free_memory, training_step
+from fp8stack.benchmark.step import StepWork, chosen, figures, free_memory, training_step
 from fp8stack.benchmark.timing import interleaved
 from fp8stack.config import RunConfig
 from fp8stack.model.config import GPTConfig, plan_for
@@ -31,7 +31,7 @@ TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 
 
 def measured(
-    work: Work, recipe: str, hardware: Hardware, arguments: argparse.Namespace
+    work: StepWork, recipe: str, hardware: Hardware, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of a recipe: its plan and time; `arguments` are the command's."""
     to_run = load_recipe(recipe)
@@ -76,7 +76,7 @@ def main() -> int:
     arguments = parser.parse_args()
     hardware = probe("cpu" if arguments.tiny else "cuda")
     if arguments.tiny:
-        work = Work(model=arguments.model, config=TINY, batch=2, context=64)
+        work = StepWork(model=arguments.model, config=TINY, batch=2, context=64)
     else:
         (work,) = chosen([arguments.model], hardware.device)
     failed = False

@@ -36,7 +36,7 @@ from fp8stack.backends import torch as torch_backend
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import weights as many_weights
-from fp8stack.ops.kernels import Variant
+from fp8stack.ops.kernels import KernelVariant
 from fp8stack.precision import Plan, load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -272,7 +272,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether compiled code stays compiled in this mode."""
         return True
 
-    def launched(self, tiles: int, operands: Any, variant: Variant, options: Any) -> None:
+    def launched(self, tiles: int, operands: Any, variant: KernelVariant, options: Any) -> None:
         """Replaces the kernel that casts many weights, and records it."""
         elements = tiles * variant.rows * variant.columns
         element_bytes = variant.dtype.primitive_bitwidth // 8 + 2 * (variant.scales != "none")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
-from fp8stack.benchmark.step import Work, training_step
+from fp8stack.benchmark.step import StepWork, training_step
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import allow_many_compilations
 
@@ -48,7 +48,7 @@ def linear(
     return model.to(device, dtype)
 
 
-def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> Step:
+def step(work: StepWork, device: str, torchao: str = "", compiled: bool = True) -> Step:
     """A training step of the plain GPT, with torchao's linears if `torchao` names a recipe: bf16
     autocast on a GPU, float32 on a CPU."""
     # On a GPU the vocabulary is padded to a multiple of 64, as nanoGPT's is (50304).
@@ -80,7 +80,7 @@ def autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor
     return loss
 
 
-def transformers_step(work: Work) -> Step:
+def transformers_step(work: StepWork) -> Step:
     """A training step of transformers' GPT-2 of the same shape, eager, float32, on the CPU."""
     import transformers
 

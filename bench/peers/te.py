@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bench.peers import autocast, shape_of
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
-from fp8stack.benchmark.step import Work, training_step
+from fp8stack.benchmark.step import StepWork, training_step
 from fp8stack.conform import te as te_raw
 
 
@@ -71,7 +71,7 @@ class TEGPT(PlainGPT):
         return x_BTD
 
 
-def step(work: Work, scaling: str | None) -> Callable[[], None]:
+def step(work: StepWork, scaling: str | None) -> Callable[[], None]:
     """A training step of the TEGPT, in bf16 or in an FP8 recipe of TE."""
     model = TEGPT(shape_of(work.config, 64), scaling)
     return training_step(autocast(model, "cuda"), optimizer_for(model), work.batch_of("cuda"))

@@ -29,7 +29,7 @@ from bench.quality import study, study_tables
 from fp8stack.benchmark.timing import machine
 from fp8stack.errors import UserError
 from fp8stack.forecast import law as laws
-from fp8stack.forecast.forecast import Request, find_trained, load_trained
+from fp8stack.forecast.forecast import ForecastOptions, find_trained, load_trained
 from fp8stack.forecast.sensitivity import sensitivities
 from fp8stack.io import write_atomically
 from fp8stack.precision import load_recipe
@@ -105,7 +105,7 @@ def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
         if row["seed"] >= SEEDS or not names or not folder.exists() or row["cpu"] != cpu:
             continue
         recipes = {name: load_recipe(study.source_of(name)) for name in names}
-        request = Request(run=str(folder), device="cpu")
+        request = ForecastOptions(run=str(folder), device="cpu")
         trained = load_trained(request, *find_trained(request))
         text, hardware = trained.windows.tokens, trained.hardware
         for name, measured in sensitivities(trained.model, recipes, text, hardware):

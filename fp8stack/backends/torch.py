@@ -44,7 +44,7 @@ from fp8stack.ops.fused_casts import (
 )
 from fp8stack.ops.kernels import has_kernel, transpose_bytes
 from fp8stack.ops.nvfp4 import cast_nvfp4
-from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.precision.plan import LayerPlan, Plan
 
 Copies = tuple[Scaled, Scaled | None]
@@ -70,7 +70,7 @@ class ScaledOperand(OperandQuantizers):
         self.kind = _kind_of_scales(self.along)
         self.target = FORMATS[self.along.format]
         self.cached: CachedWeight | None = None
-        self.joins = self.kind in (Scales.PER_TENSOR, Scales.SQUARES, Scales.MX)
+        self.joins = self.kind in (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
         self.shared_scale = torch.ones(())
         self.layer: QuantizedLinear | None = None
 
@@ -91,12 +91,12 @@ class ScaledOperand(OperandQuantizers):
         return data, scale
 
 
-def _kind_of_scales(quantizer: Quantizer) -> Scales:
+def _kind_of_scales(quantizer: Quantizer) -> ScaleLayout:
     if quantizer.blocks is None:
-        return Scales.PER_TENSOR if quantizer.per_tensor else Scales.PER_ROW
+        return ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
     if quantizer.scale_bytes == 1:
-        return Scales.MX if quantizer.scale == "e8m0" else Scales.NV
-    return Scales.SQUARES if quantizer.blocks[0] > 1 else Scales.ROWS
+        return ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
+    return ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
 
 
 class _MultiplyTwice(torch.autograd.Function):
@@ -144,24 +144,24 @@ class _MultiplyTwice(torch.autograd.Function):
 
 def _both(data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None) -> Copies:
     """Both copies of an operand that was cast with one scale."""
-    rows = Scaled(data, numerics.inverse(scale), Scales.PER_TENSOR, None, sums)
+    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
     columns = None if transposed is None else rows._replace(data=transposed, sums=None)
     return rows, columns
 
 
-_BY_BLOCKS = {Scales.ROWS, Scales.MX}  # a kernel makes both copies
+_BY_BLOCKS = {ScaleLayout.ROWS, ScaleLayout.MX}  # a kernel makes both copies
 
 
-def _copies(x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True) -> Copies:
+def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = True) -> Copies:
     """Both copies of `x` with scales by row or by block, see `GemmBackend.cast`."""
     x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
     along = Scaled(data, pack_scales(inv_scale, kind), kind)
     if not across:
         return along, None
-    if kind is Scales.SQUARES:
+    if kind is ScaleLayout.SQUARES:
         data, inv_scale = data.t().contiguous(), inv_scale.t()
-    elif kind is Scales.PER_ROW:
+    elif kind is ScaleLayout.PER_ROW:
         data, inv_scale = numerics.quantize(x, quantizer, 0)[:2]
         data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
         inv_scale = inv_scale.view(-1, 1)
@@ -238,7 +238,7 @@ class TorchBackend(Backend):
         sums = call.has_bias and quantizers.name == "grad_output"
         if isinstance(x, Tensor) and x.dtype == torch.float64:
             x = x.float()
-        if kind is Scales.PER_TENSOR:
+        if kind is ScaleLayout.PER_TENSOR:
             # Compiled, a cast is not fused with the computation of x where the amax comes first.
             if isinstance(x, Tensor) and torch.compiler.is_compiling():
                 by_kernel = has_kernel(x.device) and both
@@ -255,7 +255,7 @@ class TorchBackend(Backend):
             return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
         assert isinstance(x, Tensor)
         total = x.sum(0, dtype=torch.float32) if sums else None
-        if kind is Scales.NV:
+        if kind is ScaleLayout.NV:
             across = quantizers.across if both else None
             assert across != "forward"
             bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
@@ -317,7 +317,7 @@ class TorchBackend(Backend):
         quantizers: ScaledOperand = layer.quantizers["weight"]
         quantizer, kind, weight = quantizers.quantizer, quantizers.kind, layer.matrix
         by = self.compiled_by
-        if by and kind is Scales.PER_ROW and has_kernel(weight.device):
+        if by and kind is ScaleLayout.PER_ROW and has_kernel(weight.device):
             rows, columns = _compiled_copies(*by)(weight, quantizer, kind)
         else:
             call = Call(record, len(weight), has_bias=False)
@@ -443,4 +443,4 @@ def _takes_products(layer: nn.Module) -> bool:
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return False
     kinds = {getattr(layer.quantizers[name], "kind", None) for name in ("input", "grad_output")}
-    return kinds <= {Scales.PER_TENSOR, *_BY_BLOCKS}
+    return kinds <= {ScaleLayout.PER_TENSOR, *_BY_BLOCKS}

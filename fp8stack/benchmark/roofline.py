@@ -33,7 +33,7 @@ PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class KernelWork:
     """The work of a kernel for one of `PARTS`, its category: bytes that it moves and, if it
     multiplies matrices, operations at one of the rates."""
 
@@ -53,7 +53,7 @@ _Kernel = tuple[int, int]
 in it if that multiplies, else -1."""
 
 
-def ideal_work(traced: Trace) -> Iterator[Work]:
+def ideal_work(traced: Trace) -> Iterator[KernelWork]:
     """The work of a traced pass on an ideal GPU.
 
     Each GEMM and each attention is a kernel. All operators that wait for equally many of them, one
@@ -110,7 +110,7 @@ def ideal_work(traced: Trace) -> Iterator[Work]:
             {} if at < 0 else {"flops": operators[at].flops, "rate": operators[at].rate}
         )
         for category, size in sizes.items():
-            yield Work(category=category, moved=size, **multiplied)
+            yield KernelWork(category=category, moved=size, **multiplied)
 
 
 def _kernels(traced: Trace) -> list[_Kernel]:
@@ -155,7 +155,7 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
 
 def traced_work(
     config: GPTConfig, plan: Plan, batch: int, context: int
-) -> Iterator[tuple[int, Work]]:
+) -> Iterator[tuple[int, KernelWork]]:
     """Yield the work of a pass, and how often it is done: the work of a model with a block of each
     kind, and for each further block the work that one more of its kind adds."""
     kinds = kinds_of(plan)

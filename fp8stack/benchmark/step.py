@@ -31,7 +31,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """The work of a step: a model, and the number of tokens that go through it."""
 
     model: str
@@ -56,19 +56,19 @@ SMALL = GPTConfig(vocabulary=256, context=256, layers=6, width=384, heads=6)
 """The model for CPUs, 10.8 million parameters: a step takes about a second."""
 
 
-def works(device: str) -> dict[str, Work]:
+def works(device: str) -> dict[str, StepWork]:
     """The models to measure, by name: a small one on a CPU; GPT-2's and two Llama 8B layers on a
     GPU."""
     if device == "cpu":
-        return {"small": Work(model="small", config=SMALL, batch=8, context=256)}
+        return {"small": StepWork(model="small", config=SMALL, batch=8, context=256)}
     batches = {"gpt2-124m": 32, "gpt2-350m": 16, "gpt2-1.5b": 8}
     presets = {
-        name: Work(model=name, config=load_config(name), batch=batch, context=1024)
+        name: StepWork(model=name, config=load_config(name), batch=batch, context=1024)
         for name, batch in batches.items()
     }
     name = "llama-8b-2-layers"
     llama = load_config("llama-8b", {"layers": 2})
-    return presets | {name: Work(model=name, config=llama, batch=1, context=8192)}
+    return presets | {name: StepWork(model=name, config=llama, batch=1, context=8192)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Built:
     model: nn.Module
 
 
-def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
+def plan_of(arm: StepArm, work: StepWork, hardware: Hardware) -> Plan:
     """The plan of an arm. Raises a UserError if this machine would run something else."""
     plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
     if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
@@ -146,7 +146,7 @@ def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
     return plan
 
 
-def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
+def build(arm: StepArm, work: StepWork, hardware: Hardware) -> Built:
     """Model, optimizer and batch on the device; nothing has run yet. Raises what `plan_of`
     raises."""
     plan = plan_of(arm, work, hardware)
@@ -161,7 +161,7 @@ def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
     return Built(step, plan, model)
 
 
-def build_step(arm: StepArm, work: Work, hardware: Hardware) -> Callable[[], None]:
+def build_step(arm: StepArm, work: StepWork, hardware: Hardware) -> Callable[[], None]:
     """The step that `build` builds, by itself."""
     return build(arm, work, hardware).step
 
@@ -196,7 +196,7 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:
+def figures(work: StepWork, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:
     """The figures of a timing: tokens per second by the median step; TFLOP/s of the model's own
     operations, causal attention counted as half (see `GPTConfig.flops_per_token`), and MFU, their
     share of `peak`; the time relative to `base`, of the fastest steps, and its inverse."""
@@ -217,7 +217,7 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
     }
 
 
-def chosen(names: Sequence[str], device: str) -> list[Work]:
+def chosen(names: Sequence[str], device: str) -> list[StepWork]:
     """The works called `names`, all if there are none. Raises a UserError for an unknown name."""
     by_name = works(device)
     for name in names:
@@ -228,7 +228,12 @@ def chosen(names: Sequence[str], device: str) -> list[Work]:
 
 
 def measure(
-    work: Work, hardware: Hardware, *, recipes: Sequence[str] = FP8, rounds: int, budget_s: float
+    work: StepWork,
+    hardware: Hardware,
+    *,
+    recipes: Sequence[str] = FP8,
+    rounds: int,
+    budget_s: float,
 ) -> Iterator[dict[str, Any]]:
     """The figures of each arm (see `figures`), the baseline without FP8 first. Each arm takes turns
     with the baseline alone, so that no more than two models have to fit."""

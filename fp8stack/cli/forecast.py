@@ -55,7 +55,7 @@ def forecast(
     from fp8stack.presets import recipe_words
 
     chosen = forecasts.RECIPES if recipes is None else recipe_words(recipes)
-    request = forecasts.Request(recipes=chosen, **flags)
+    request = forecasts.ForecastOptions(recipes=chosen, **flags)
     with _measuring() as tell:
         result = forecasts.forecast(request, tell).result()
     path = forecasts.keep(result, run)
@@ -96,7 +96,7 @@ def tune(
     target = tune.parse_target(budget, bits, time, out)
     hardware = probe(device)
     chosen = tune.default_candidates(hardware) if recipes is None else recipe_words(recipes)
-    request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
+    request = forecasts.ForecastOptions(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, require_covered=True)
         timed = partial(time_shares, forecast.trained, tell) if target.is_timed(hardware) else None

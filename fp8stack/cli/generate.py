@@ -34,10 +34,10 @@ def generate(
         raise UserError("Give --prompt or --prompt-file, not both.")
     if prompt_file is not None:
         prompt = _read(prompt_file)
-    from fp8stack.generation import Request, write
+    from fp8stack.generation import GenerationOptions, write
     from fp8stack.model.sampling import Sampling
 
-    request = Request(
+    request = GenerationOptions(
         run=run,
         prompt=prompt or "",
         tokens=tokens,

@@ -24,7 +24,7 @@ from fp8stack.ops.attention import attend, document_mask
 _ROUNDINGS = 2
 
 
-class Size(NamedTuple):
+class AttentionSize(NamedTuple):
     """B, T, H, G and E; `documents` holds the length of each document, 0 for one causal text."""
 
     batch: int
@@ -40,7 +40,11 @@ class Size(NamedTuple):
 
 
 # 192 % 128 is 64, where cuDNN's gradients under a mask may be NaN (pytorch issue 196678).
-SIZES = (Size(2, 64, 4, 4, 16, 0), Size(1, 192, 4, 2, 32, 37), Size(2, 320, 4, 4, 64, 100))
+SIZES = (
+    AttentionSize(2, 64, 4, 4, 16, 0),
+    AttentionSize(1, 192, 4, 2, 32, 37),
+    AttentionSize(2, 320, 4, 4, 64, 100),
+)
 
 
 def attention(context: Context) -> Iterator[Check]:
@@ -53,7 +57,7 @@ def attention(context: Context) -> Iterator[Check]:
                 yield Check(name, partial(gradients, context, size, dtype, steep))
 
 
-def gradients(context: Context, size: Size, dtype: torch.dtype, steep: float) -> Facts:
+def gradients(context: Context, size: AttentionSize, dtype: torch.dtype, steep: float) -> Facts:
     """One forward and backward pass."""
     B, T, H, G, E, length = size
     generator = torch.Generator().manual_seed(context.seed)

@@ -32,7 +32,7 @@ from fp8stack.conform.layouts import STORED
 from fp8stack.formats import FORMATS, OPERANDS, FormatName, Operand, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import MLP
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.precision import Recipe, load_recipe
 
 RECIPES = ("delayed", *QUANTIZED_RECIPES)
@@ -58,12 +58,12 @@ class Shape(NamedTuple):
 
 
 LONG = {
-    "current": (Scales.PER_TENSOR, Scales.PER_TENSOR),
-    "rowwise": (Scales.PER_ROW, Scales.PER_ROW),
-    "mxfp8": (Scales.MX, Scales.MX),
-    "nvfp4": (Scales.NV, Scales.NV),
-    "block": (Scales.ROWS, Scales.ROWS),
-    "block forward": (Scales.ROWS, Scales.SQUARES),
+    "current": (ScaleLayout.PER_TENSOR, ScaleLayout.PER_TENSOR),
+    "rowwise": (ScaleLayout.PER_ROW, ScaleLayout.PER_ROW),
+    "mxfp8": (ScaleLayout.MX, ScaleLayout.MX),
+    "nvfp4": (ScaleLayout.NV, ScaleLayout.NV),
+    "block": (ScaleLayout.ROWS, ScaleLayout.ROWS),
+    "block forward": (ScaleLayout.ROWS, ScaleLayout.SQUARES),
 }
 QUICK = (Shape(48, 128, 256, True),)
 SHAPES = (
@@ -79,9 +79,9 @@ def gemms(context: Context) -> Iterator[Check]:
     """Check products of long rows, with slow and fast accumulation, and linears by backend and
     recipe."""
     for recipe, (kind_a, kind_b) in LONG.items():
-        name, alone = f"scales {kind_a.value} x {kind_b.value}", kind_a is Scales.PER_TENSOR
+        name, alone = f"scales {kind_a.value} x {kind_b.value}", kind_a is ScaleLayout.PER_TENSOR
         formats: tuple[FormatName, ...] = ("e4m3", "e5m2") if alone else ("e4m3",)
-        for format in ("e2m1",) if kind_a is Scales.NV else formats:
+        for format in ("e2m1",) if kind_a is ScaleLayout.NV else formats:
             for fast in (False, True) if alone else (False,):
                 accumulation = f", {'fast' if fast else 'slow'} accumulation" if alone else ""
                 check = partial(long_rows, context, recipe, format, fast)
@@ -134,8 +134,8 @@ def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> 
     generator = np.random.default_rng(context.seed)
     operands, exact = [], []
     blocks = {  # rows and columns that share a scale
-        Scales.PER_TENSOR: (size, K), Scales.PER_ROW: (1, K), Scales.MX: (1, 32),
-        Scales.NV: (1, 16), Scales.ROWS: (1, 128), Scales.SQUARES: (128, 128),
+        ScaleLayout.PER_TENSOR: (size, K), ScaleLayout.PER_ROW: (1, K), ScaleLayout.MX: (1, 32),
+        ScaleLayout.NV: (1, 16), ScaleLayout.ROWS: (1, 128), ScaleLayout.SQUARES: (128, 128),
     }  # fmt: skip
     for name, kind in zip(_formats(format), LONG[recipe], strict=True):
         # Codes of values from 2^-3 up to 2^2, and scales from 2^-3 to 2^3, exact in every format.
@@ -146,15 +146,15 @@ def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> 
         spread = scales.repeat(tall, 0).repeat(wide, 1)
         exact.append(torch.from_numpy(oracles.decode(codes, name) * spread))
         upper_scale = None
-        if kind is Scales.NV:
+        if kind is ScaleLayout.NV:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
             upper_scale = torch.tensor(0.75).to(context.device)
             exact[-1] *= 0.75
         held = torch.from_numpy(scales).to(STORED.get(kind, torch.float32)).to(context.device)
-        packed = held.reshape(()) if kind is Scales.PER_TENSOR else pack_scales(held, kind)
+        packed = held.reshape(()) if kind is ScaleLayout.PER_TENSOR else pack_scales(held, kind)
         data = torch.from_numpy(codes).view(FORMATS[name].dtype or torch.uint8)
         operands.append(Scaled(data.to(context.device), packed, kind, upper_scale))
-    dtype = torch.float32 if LONG[recipe][0] is Scales.PER_TENSOR else torch.bfloat16
+    dtype = torch.float32 if LONG[recipe][0] is ScaleLayout.PER_TENSOR else torch.bfloat16
     product = scaled_gemm(operands[0], operands[1], dtype, fast_accumulation=fast)
     value = exact[0] @ exact[1].t()
     return within({"y": product}, {"y": (value, _bound(context, value, value, K, dtype, fast))})
@@ -326,7 +326,7 @@ def multiplied(
 # Norms and an MLP, which TE fuses
 
 
-class Norms(nn.Module):
+class NormsBeforeLinears(nn.Module):
     """A norm before a linear, and one before an MLP."""
 
     def __init__(self, backend: Backend, config: GPTConfig) -> None:
@@ -354,7 +354,7 @@ def fused(context: Context, recipe: str, backend: str) -> Facts:
     backend_for(plan, shapes)  # skips if a layer would not be in FP8
     plain = plan_of(load_recipe("fp32"), context, "reference")
     model, exact = (
-        Norms(build_backend(plan_of_model.for_layers(config.linear_shapes())), config)
+        NormsBeforeLinears(build_backend(plan_of_model.for_layers(config.linear_shapes())), config)
         for plan_of_model in (plan, plain)
     )
     generator = torch.Generator().manual_seed(context.seed + 6)

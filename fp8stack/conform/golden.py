@@ -22,7 +22,7 @@ from fp8stack.conform.checks import Check, Context, Facts, merged, same_bits
 from fp8stack.errors import UserError
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import AmaxHistory
-from fp8stack.ops.scaled_gemm import Scales, pack_scales
+from fp8stack.ops.scaled_gemm import ScaleLayout, pack_scales
 
 FOLDER = Path(__file__).parent / "golden"
 SLOTS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
@@ -121,7 +121,7 @@ def _quantizer(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
 def _layout(case: Case, fields: Tensors, inputs: Tensors) -> Facts:
     codes = inputs[case["input"]].view(torch.float8_e8m0fnu)
     return same_bits(
-        {"scales": (pack_scales(codes, Scales.MX).reshape(-1), fields["scales"].view(-1))}
+        {"scales": (pack_scales(codes, ScaleLayout.MX).reshape(-1), fields["scales"].view(-1))}
     )
 
 

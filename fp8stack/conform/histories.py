@@ -25,7 +25,7 @@ from fp8stack.conform.checks import (
     plan_of,
     same_bits,
 )
-from fp8stack.conform.inputs import Operands, amaxes, spiky_steps
+from fp8stack.conform.inputs import LinearOperands, amaxes, spiky_steps
 from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory
 from fp8stack.precision import load_recipe
@@ -78,7 +78,7 @@ def updates(context: Context, compiled: bool) -> Facts:
     for length, margin, algorithm in ((8, 0, "max"), (3, 1, "most_recent"), (1, 0, "max")):
         kind: Any = {"length": length, "margin": margin, "algorithm": algorithm}
         history = AmaxHistory(names, **kind, device=context.device)
-        slots = {name: oracles.Slot(format, **kind) for name, format in names.items()}
+        slots = {name: oracles.DelayedSlot(format, **kind) for name, format in names.items()}
         for step, amax in enumerate(recorded):
             advance(history, amax.to(context.device))
             for slot, value in zip(slots.values(), amax.tolist(), strict=True):
@@ -88,7 +88,7 @@ def updates(context: Context, compiled: bool) -> Facts:
     return merged(results)
 
 
-def _same(actual: State, slots: dict[str, oracles.Slot]) -> Facts:
+def _same(actual: State, slots: dict[str, oracles.DelayedSlot]) -> Facts:
     """Compare the scales and windows of `fp8_state` with those of slots."""
     states = [_state(slot.scale, slot.window, name) for name, slot in slots.items()]
     return same_bits({n: (actual[n], value) for state in states for n, value in state.items()})
@@ -97,7 +97,7 @@ def _same(actual: State, slots: dict[str, oracles.Slot]) -> Facts:
 def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
     """TE's scales and amax histories after each step."""
     context.need_te("delayed")
-    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
+    slots = {n: oracles.DelayedSlot(f, length, margin, algorithm) for n, f in FORMATS.items()}
     steps = spiky_steps(STEPS, ROWS, 64, 32, context.seed)
     states = te_states(context.device, steps, length, algorithm, margin)
     results = {}
@@ -108,7 +108,7 @@ def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: 
 
 
 def te_states(
-    device: str, steps: list[Operands], length: int, algorithm: AmaxAlgorithm, margin: int
+    device: str, steps: list[LinearOperands], length: int, algorithm: AmaxAlgorithm, margin: int
 ) -> Iterator[State]:
     """The state of a TE linear after each step, with given operands, in the form of `fp8_state`."""
     te.forget()
@@ -130,7 +130,7 @@ def te_states(
     te.forget()
 
 
-def feed(slots: dict[str, oracles.Slot], operands: Operands) -> None:
+def feed(slots: dict[str, oracles.DelayedSlot], operands: LinearOperands) -> None:
     """Give slots the amaxes of one step, and update them."""
     for slot, operand in zip(slots.values(), operands, strict=True):
         slot.record(float(oracles.amax(operand.float().numpy()).max()))
@@ -158,7 +158,9 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
     model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES)).to(context.device)
     called = context.compiled(model) if compiled else model
     slots = {
-        name: {o: oracles.Slot(format, WINDOW, 0, algorithm) for o, format in FORMATS.items()}
+        name: {
+            o: oracles.DelayedSlot(format, WINDOW, 0, algorithm) for o, format in FORMATS.items()
+        }
         for name in SHAPES
     }
     named = {
@@ -180,7 +182,7 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
         batches = [layers]
         if step % 7 == 3:  # other data, and the same weight, which is cast once
             cast = torch.zeros(1)
-            batches.append(tuple(Operands(x * 3, cast, dy * 0.5) for x, _, dy in layers))
+            batches.append(tuple(LinearOperands(x * 3, cast, dy * 0.5) for x, _, dy in layers))
         for batch in batches:
             _pass(called, batch, context.device)
             for name, operands in zip(SHAPES, batch, strict=True):

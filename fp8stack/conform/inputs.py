@@ -23,7 +23,7 @@ MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
 
 
-class Operands(NamedTuple):
+class LinearOperands(NamedTuple):
     """The operands of a linear in one step: x [rows, in], w [out, in], dy [rows, out]."""
 
     x: Tensor
@@ -127,12 +127,14 @@ def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
     return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
 
 
-def spiky_steps(steps: int, rows: int, inputs: int, outputs: int, seed: int = 3) -> list[Operands]:
+def spiky_steps(
+    steps: int, rows: int, inputs: int, outputs: int, seed: int = 3
+) -> list[LinearOperands]:
     """bfloat16 operands that exercise all cases of a delayed scale: each operand has steps with a
     spike, zeros, infinities, NaN, and tiny values."""
     shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
     series = [_spiky(steps, shape, seed + place, 2 * place) for place, shape in enumerate(shapes)]
-    return [Operands(*operands) for operands in zip(*series, strict=True)]
+    return [LinearOperands(*operands) for operands in zip(*series, strict=True)]
 
 
 def _spiky(steps: int, shape: tuple[int, int], seed: int, shift: int) -> list[Tensor]:

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.conform.checks import Check, Context, Facts, same_bits
-from fp8stack.ops.scaled_gemm import Scales, pack_scales
+from fp8stack.ops.scaled_gemm import ScaleLayout, pack_scales
 
 SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole and partial tiles
 
 # The dtypes of scales that lie in tiles; others are float32.
-STORED = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
+STORED = {ScaleLayout.MX: torch.float8_e8m0fnu, ScaleLayout.NV: torch.float8_e4m3fn}
 
 
 def layouts(context: Context) -> Iterator[Check]:
     """Check `pack_scales`: tiles of 128 x 4 for MX and NVFP4, contiguous columns for 1x128, rows
     for 128x128."""
-    for kind in (Scales.MX, Scales.NV, Scales.ROWS, Scales.SQUARES):
+    for kind in (ScaleLayout.MX, ScaleLayout.NV, ScaleLayout.ROWS, ScaleLayout.SQUARES):
         yield Check(f"scales {kind.value}", partial(layout, context, kind))
 
 
-def layout(context: Context, kind: Scales) -> Facts:
+def layout(context: Context, kind: ScaleLayout) -> Facts:
     """Check a layout with scales that differ as far as there are codes."""
     pairs = {}
     for rows, columns in SIZES:
@@ -40,7 +40,7 @@ def layout(context: Context, kind: Scales) -> Facts:
         else:
             scales = scales.float()
             packed, padded = pack_scales(scales.to(context.device), kind), -(-columns // 4) * 4
-            if kind is Scales.ROWS:
+            if kind is ScaleLayout.ROWS:
                 expected, lies = scales.t().reshape(-1), packed.stride(0) == 1 or rows == 1
                 actual = packed.t().reshape(-1) if lies else packed
             else:

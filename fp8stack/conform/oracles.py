@@ -115,7 +115,7 @@ def e8m0_code(largest: Array, name: str, rounding: str) -> Array:
     return (exponent - int(np.log2(limit)) + 127).clip(0, 254)
 
 
-class Quantized(NamedTuple):
+class QuantizedMatrix(NamedTuple):
     """A quantized matrix.
 
     Attributes:
@@ -148,7 +148,7 @@ def quantize(
     overflow: float = FLT_MAX,
     bits: Callable[[int, int], Array] | None = None,
     scale: float | None = None,
-) -> Quantized:
+) -> QuantizedMatrix:
     """Quantize a float32 matrix, for a GEMM that reduces over `dim`.
 
     `overflow` replaces a block's scale beyond float32's range: the largest value of the matrix's
@@ -192,7 +192,7 @@ def quantize(
             factor = out[:, 0, :, 0]
         else:
             values = values * spread
-    return Quantized(codes, stored[:, 0, :, 0], values, factor, into, spread)
+    return QuantizedMatrix(codes, stored[:, 0, :, 0], values, factor, into, spread)
 
 
 def _block(quantizer: Quantizer, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def philox(
     return np.stack([c0, c1, c2, c3], -1).reshape(rows, -1)[:, :columns].astype(np.int64)
 
 
-class Slot:
+class DelayedSlot:
     """One slot of delayed scaling as in Transformer Engine: a list of past amaxes."""
 
     def __init__(self, name: str, length: int, margin: int = 0, algorithm: str = "max") -> None:

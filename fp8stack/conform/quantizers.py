@@ -35,7 +35,7 @@ from fp8stack.numerics import RandomBits, Rounded, fused
 from fp8stack.numerics.rounding import rounding, rounding_of_both
 from fp8stack.ops.fused_casts import Product, cast_blocks
 from fp8stack.ops.nvfp4 import cast_nvfp4
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision import load_recipe
 
@@ -51,7 +51,7 @@ Copy = tuple[Tensor | None, ...]
 """Data and scales of one copy of a matrix, and of NVFP4 the upper scale; None is not compared."""
 Cast = Callable[[Tensor, Quantizer, RandomBits | None], Sequence[Copy]]
 """A cast of a matrix, which gives the copies for GEMMs over the columns, and over the rows."""
-Layout = Callable[[oracles.Quantized, Quantizer, int], Sequence[oracles.Array | Tensor]]
+Layout = Callable[[oracles.QuantizedMatrix, Quantizer, int], Sequence[oracles.Array | Tensor]]
 """The parts of a copy as a cast lays them out, for a GEMM over dimension 1 or 0."""
 
 
@@ -145,7 +145,7 @@ def quantizer_check(
 
 def compare_copies(
     copies: Sequence[Copy],
-    expected: Sequence[oracles.Quantized],
+    expected: Sequence[oracles.QuantizedMatrix],
     quantizer: Quantizer,
     layout: Layout,
 ) -> Facts:
@@ -186,12 +186,12 @@ def matrix_of(name: Matrix, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def expected_of(name: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
+def expected_of(name: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.QuantizedMatrix]:
     """The oracle's copies of a matrix, for GEMMs over the columns, and over the rows."""
     return [quantized(matrix_of(name, seed), quantizer, dim) for dim in (1, 0)]
 
 
-def quantized(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.Quantized:
+def quantized(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.QuantizedMatrix:
     """The oracle's copy of a matrix, with the random bits of `DRAWN`."""
     bits = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
     overflow = torch.finfo(x.dtype).max
@@ -208,7 +208,7 @@ def as_bytes(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[C
 
 
 def stored_bytes(
-    expected: oracles.Quantized, quantizer: Quantizer, dim: int
+    expected: oracles.QuantizedMatrix, quantizer: Quantizer, dim: int
 ) -> tuple[oracles.Array, oracles.Array]:
     """Codes, two to a byte in FP4, and scales by block."""
     stored = expected.stored.astype(np.uint8) if quantizer.scale == "e8m0" else expected.stored
@@ -248,7 +248,7 @@ def _with_factors(copies: Sequence[Rounded]) -> list[Copy]:
 
 
 def multiplied_values(
-    expected: oracles.Quantized, quantizer: Quantizer, dim: int
+    expected: oracles.QuantizedMatrix, quantizer: Quantizer, dim: int
 ) -> tuple[oracles.Array, oracles.Array]:
     """The values that a GEMM multiplies, and the factor of its output."""
     return expected.values, expected.factor
@@ -289,7 +289,7 @@ def _operand(copy: Scaled) -> Copy:
 
 
 def gemm_operand(
-    expected: oracles.Quantized, quantizer: Quantizer, dim: int
+    expected: oracles.QuantizedMatrix, quantizer: Quantizer, dim: int
 ) -> tuple[oracles.Array | Tensor, ...]:
     """Codes with the reduction last, scales as the hardware reads them, and the upper scale."""
     codes, stored = packed(expected.codes, quantizer, dim), expected.stored
@@ -301,7 +301,7 @@ def gemm_operand(
         return codes, tiles(as_tensor(stored.astype(np.uint8)))
     if quantizer.scale != "e4m3":
         return codes, pack_scales(
-            as_tensor(stored), Scales.SQUARES if quantizer.turns else Scales.ROWS
+            as_tensor(stored), ScaleLayout.SQUARES if quantizer.turns else ScaleLayout.ROWS
         )
     scales = oracles.encode(stored, "e4m3").repeat(len(codes) // len(stored), 0)
     has_nan = np.isnan(expected.values).any()

@@ -17,7 +17,7 @@ from fp8stack.formats import Quantizer
 MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
-class Quantized(NamedTuple):
+class TeQuantized(NamedTuple):
     """Bytes (uint8, in the input's shape; FP4 half as many) and inverse scales, both directions.
 
     `across` and its scales belong to the copy that reduces over rows; None if TE made none.
@@ -37,7 +37,7 @@ def dtype_of(format: str) -> Any:
 
 
 @torch.no_grad()
-def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quantized, Tensor]:
+def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[TeQuantized, Tensor]:
     """`Float8Quantizer`: cast `x` with a given scale, as in delayed scaling; also returns the
     amax."""
     import transformer_engine.pytorch as te
@@ -50,7 +50,7 @@ def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quanti
 
 
 @torch.no_grad()
-def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
+def quantize(x: Tensor, quantizer: Quantizer) -> TeQuantized:
     """Both copies of a matrix, by TE's quantizer of this kind: `Float8CurrentScalingQuantizer`,
     `Float8BlockQuantizer`, `MXFP8Quantizer` or `NVFP4Quantizer`."""
     import transformer_engine.pytorch as te
@@ -84,13 +84,13 @@ def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
             across = across.t()
     along = along[: -(-rows // tall), : -(-columns // wide)]
     across = across[: -(-rows // wide), : -(-columns // tall)]
-    return Quantized(data, along, turned, across)
+    return TeQuantized(data, along, turned, across)
 
 
-def _per_tensor(tensor: Any) -> Quantized:
+def _per_tensor(tensor: Any) -> TeQuantized:
     transposed = tensor._transpose  # None if GEMMs need none (10.x), or none was requested
     across = None if transposed is None else transposed.t()
-    return Quantized(tensor._data, tensor._scale_inv.reshape(()), across, None)
+    return TeQuantized(tensor._data, tensor._scale_inv.reshape(()), across, None)
 
 
 def serves(scaling: str) -> str:

@@ -47,7 +47,7 @@ class TokenizerOf(BaseModel, frozen=True, strict=True):
     vocabulary: Annotated[Count, Field(ge=1)]
 
 
-class Manifest(BaseModel, frozen=True, strict=True):
+class ShardManifest(BaseModel, frozen=True, strict=True):
     """The part of a manifest.json that is read; the rest is information."""
 
     format: Literal[1]
@@ -72,12 +72,12 @@ def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
         )
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ShardManifest:
     """The manifest of a prepared folder. Raises a UserError that names the key if it cannot be read
     or is invalid."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(read_json(path))
+        return ShardManifest.model_validate(read_json(path))
     except ValueError as error:
         why = str(error)
         if isinstance(error, ValidationError):

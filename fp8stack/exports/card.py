@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fp8stack import presets
 from fp8stack.config import RunConfig
-from fp8stack.exports.files import Source
+from fp8stack.exports.files import ModelSource
 from fp8stack.io import read_json
 from fp8stack.precision.phases import shared_note
 from fp8stack.training.run_folder import RunFolder
@@ -24,7 +24,7 @@ MARK = "<!-- Written by fp8stack export. -->"
 _ACTIVE = re.compile(r"[^\w .,;+±%()/='-]")
 
 
-def model_card(source: Source, format: str, title: str, repository: str | None) -> str:
+def model_card(source: ModelSource, format: str, title: str, repository: str | None) -> str:
     """The text of the model card.
 
     Args:
@@ -81,7 +81,7 @@ def visible(text: str) -> str:
     return _ACTIVE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def _last_val_loss(source: Source) -> tuple[int, float] | None:
+def _last_val_loss(source: ModelSource) -> tuple[int, float] | None:
     """The last validation loss up to the checkpoint, and its step."""
     last = None
     for row in [] if source.run is None else RunFolder(source.run).read_metrics():
@@ -91,7 +91,7 @@ def _last_val_loss(source: Source) -> tuple[int, float] | None:
     return last
 
 
-def _forecast_gap(source: Source, recipe: str) -> dict[str, float] | None:
+def _forecast_gap(source: ModelSource, recipe: str) -> dict[str, float] | None:
     """The loss gap that `fp8stack forecast` predicted from this checkpoint, in percent of the loss,
     with its 90 % interval; None if the law does not apply, or the forecast is of another checkpoint
     or recipe. Raises a KeyError, OSError or ValueError if there is no forecast."""
@@ -103,7 +103,7 @@ def _forecast_gap(source: Source, recipe: str) -> dict[str, float] | None:
     return {name: 100 * value / forecast["loss"] for name, value in gaps[recipe].items()}
 
 
-def _measured_gap(source: Source) -> dict[str, Any] | None:
+def _measured_gap(source: ModelSource) -> dict[str, Any] | None:
     """The gap to the baseline in the comparison that the run belongs to; None for the baseline, or
     if the checkpoint is not of the last step. Raises an error if there is no comparison."""
     assert source.run is not None

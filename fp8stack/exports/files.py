@@ -23,7 +23,7 @@ Dtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """A model from a checkpoint."""
 
     path: Path  # of the checkpoint
@@ -55,11 +55,11 @@ class Source:
         return tokenizer
 
 
-def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
+def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> ModelSource:
     """Load the model of a checkpoint, or of a run's newest good checkpoint. For errors see
     `find_checkpoint`."""
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
-    return Source(
+    return ModelSource(
         path=path,
         step=checkpoint.step,
         config=model_of(checkpoint),
@@ -83,7 +83,7 @@ class Files:
     notes: list[str] = field(default_factory=list)
 
 
-def safetensors_files(source: Source) -> Files:
+def safetensors_files(source: ModelSource) -> Files:
     """The weights under fp8stack's parameter names, and the shape as a model file."""
     weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
     metadata = {  # the format requires strings
@@ -100,7 +100,7 @@ def safetensors_files(source: Source) -> Files:
     )
 
 
-def hf_files(source: Source, tokenizer_name: str | None) -> Files:
+def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
     """The files that transformers loads. For errors see `layout_of` and `Source.tokenizer`."""
     config = source.config
     layout = layout_of(config)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.errors import UserError
-from fp8stack.exports.files import Files, Source, as_json, hf_files
+from fp8stack.exports.files import Files, ModelSource, as_json, hf_files
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.hf import HfModule, layout_of, modules_of
 from fp8stack.numerics.scales import nvfp4_scale
@@ -54,7 +54,7 @@ class Scheme(NamedTuple):
 
 
 def quantized_files(
-    source: Source, tokenizer: str | None, strategy: Strategy | None = None
+    source: ModelSource, tokenizer: str | None, strategy: Strategy | None = None
 ) -> Files:
     """`hf_files` with quantized weights and scales for the layers whose forward pass the run
     quantized. If the run quantized no layer, the linears of all blocks are cast to FP8.
@@ -127,7 +127,7 @@ def quantized_files(
 
 
 def _layers_to_quantize(
-    source: Source, layers: Mapping[str, object], notes: list[str]
+    source: ModelSource, layers: Mapping[str, object], notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
     """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
@@ -148,7 +148,7 @@ def _layers_to_quantize(
 
 
 def _scheme(
-    source: Source,
+    source: ModelSource,
     strategy: Strategy | None,
     name: str,
     quantized_as: tuple[Quantizers | None, str],
@@ -222,7 +222,7 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
 
 
 def _cast(
-    source: Source, scheme: Scheme, name: str, modules: tuple[HfModule, ...]
+    source: ModelSource, scheme: Scheme, name: str, modules: tuple[HfModule, ...]
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each transformers module of a layer, under the layout's names."""
     weight, quantizer = source.weights[f"{name}.weight"], scheme.weight

@@ -31,7 +31,7 @@ WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ForecastOptions:
     """The options of a forecast."""
 
     run: str  # a run, a checkpoint, hf:FOLDER or hf:owner/name
@@ -82,7 +82,7 @@ class Forecast:
         )
 
 
-def find_trained(request: Request) -> tuple[Trained, int | None]:
+def find_trained(request: ForecastOptions) -> tuple[Trained, int | None]:
     """Find the model of a request, without building it, and the number of its training tokens (None
     if unknown).
 
@@ -104,7 +104,7 @@ def find_trained(request: Request) -> tuple[Trained, int | None]:
     return source, tokens
 
 
-def load_trained(request: Request, source: Trained, tokens: int | None) -> TrainedModel:
+def load_trained(request: ForecastOptions, source: Trained, tokens: int | None) -> TrainedModel:
     """Build the model that `find_trained` returned, and compute its loss on the text. For errors
     see `windows_for`."""
     hardware, config = probe(request.device), source.config or RunConfig()
@@ -130,7 +130,7 @@ def load_trained(request: Request, source: Trained, tokens: int | None) -> Train
 
 
 def forecast(
-    request: Request,
+    request: ForecastOptions,
     tell: Callable[[str], None] = lambda line: None,
     *,
     require_covered: bool = False,

@@ -90,7 +90,7 @@ def sensitivities(
         for name, recipe in recipes.items()
     }
     quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}
-    operands = Operands.of(model, windows[:batch], quantized)
+    operands = OperandRecorder.of(model, windows[:batch], quantized)
     forward: dict[object, tuple[float, dict[str, float]]] = {}
     for name, plan in plans.items():
         tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
@@ -179,7 +179,7 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     return total, dict(zip(linears, layer_divergences, strict=True))
 
 
-class Operands:
+class OperandRecorder:
     """The operands of a model's linears in one forward and backward pass."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Operands:
         self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
 
     @classmethod
-    def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> Operands:
+    def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> OperandRecorder:
         """Record the operands of the linears at `paths` for the loss on `windows`. The model's
         gradients stay unchanged."""
         operands = cls()

@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers, converted in both directions, from the files' formats.
 transformers itself is never imported."""
 
-from fp8stack.hf.folder import HF, Folder, open_folder, path_in
+from fp8stack.hf.folder import HF, ModelFolder, open_folder, path_in
 from fp8stack.hf.hub import Repository, commit_in_cache, fetch, repository_in
 from fp8stack.hf.layouts import Layout, config_json, layout_of, reader_notes
 from fp8stack.hf.reading import HfModel, model_from_config
@@ -9,10 +9,10 @@ from fp8stack.hf.tensors import HfModule, from_hf, modules_of, to_hf
 
 __all__ = [
     "HF",
-    "Folder",
     "HfModel",
     "HfModule",
     "Layout",
+    "ModelFolder",
     "Repository",
     "commit_in_cache",
     "config_json",

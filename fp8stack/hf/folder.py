@@ -29,7 +29,7 @@ def path_in(name: str) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ModelFolder:
     """The configuration and tensors of a folder. Tensors are read when they are accessed."""
 
     path: Path
@@ -43,7 +43,7 @@ class Folder:
         return file if file.is_file() else None
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(path: Path) -> ModelFolder:
     """Open the folder at `path`. Raises a UserError if the folder does not exist, or if a file is
     missing or damaged."""
     exists = False
@@ -65,7 +65,7 @@ def open_folder(path: Path) -> Folder:
                 "read. Save it with safetensors: save_pretrained of transformers does."
             )
         raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
-    return Folder(path, config, Tensors(path, files))
+    return ModelFolder(path, config, Tensors(path, files))
 
 
 def _indexed(path: Path) -> dict[str, list[str]]:

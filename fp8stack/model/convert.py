@@ -21,7 +21,7 @@ from fp8stack.backends.reminder import StateReminder
 from fp8stack.backends.shared_amaxes import Group
 from fp8stack.errors import UserError, described, quoted
 from fp8stack.model.converted import UNCHANGED, PlanFollower
-from fp8stack.model.experts import Mixture, find_mixtures, find_routers, matrices_beside
+from fp8stack.model.experts import ExpertModule, find_mixtures, find_routers, matrices_beside
 from fp8stack.model.heads import find_heads
 from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
@@ -286,7 +286,7 @@ def _with_work(
     module: nn.Module,
     plan: Plan,
     shapes: Mapping[str, tuple[int, int]],
-    mixtures: Collection[Mixture],
+    mixtures: Collection[ExpertModule],
 ) -> Plan:
     """`plan` with the work of its layers and of the matrices outside them; experts
     count only for the share of tokens that they get."""

@@ -24,7 +24,7 @@ _PER_TOKEN = (
 )  # fmt: skip
 
 
-class Mixture(NamedTuple):
+class ExpertModule(NamedTuple):
     """A module that holds experts.
 
     Attributes:
@@ -53,9 +53,9 @@ class Mixture(NamedTuple):
         return child in self.experts
 
 
-def find_mixtures(model: nn.Module) -> list[Mixture]:
+def find_mixtures(model: nn.Module) -> list[ExpertModule]:
     """Find the mixtures of experts of a model."""
-    mixtures: list[Mixture] = []
+    mixtures: list[ExpertModule] = []
     configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     for path, owner in model.named_modules():
         counts = {name: _experts_in(name, child) for name, child in owner.named_children()}
@@ -73,7 +73,7 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
             places = [owner, *owner.children(), *configs]
             shared = "shared" in path.rpartition(".")[2]  # a token goes to all of these
             per_token = max(numbers) if shared else _per_token(places, max(numbers))
-            mixtures.append(Mixture(path, frozenset(counts), numbers, per_token))
+            mixtures.append(ExpertModule(path, frozenset(counts), numbers, per_token))
     return mixtures
 
 
@@ -125,7 +125,7 @@ def _per_token(places: Collection[object], count: int) -> int | None:
 def find_routers(
     model: nn.Module,
     linears: Mapping[str, tuple[int, int]],
-    mixtures: Collection[Mixture],
+    mixtures: Collection[ExpertModule],
 ) -> set[str]:
     """Find the linears that choose experts or weigh a shared one.
 
@@ -173,7 +173,10 @@ def _has_router_word(name: str) -> bool:
 
 
 def _chosen(
-    model: nn.Module, linears: Mapping[str, tuple[int, int]], mixture: Mixture, inside: set[str]
+    model: nn.Module,
+    linears: Mapping[str, tuple[int, int]],
+    mixture: ExpertModule,
+    inside: set[str],
 ) -> list[str]:
     """Find the routers among a mixture's linears outside its experts, `inside`."""
     start = len(mixture.path) + 1 if mixture.path else 0
@@ -216,7 +219,7 @@ class Beside(NamedTuple):
 
 
 def matrices_beside(
-    model: nn.Module, linears: Mapping[str, tuple[int, int]], mixtures: Collection[Mixture]
+    model: nn.Module, linears: Mapping[str, tuple[int, int]], mixtures: Collection[ExpertModule]
 ) -> Beside:
     """Find the matrices outside linears: experts in one 3-D parameter, and 2-D parameters with
     "weight" in their name, such as in `nn.LSTM` or in routers without a linear. Embeddings and
@@ -252,7 +255,7 @@ def matrices_beside(
 
 
 def _multiplies(
-    path: str, owner: nn.Module, parameter: nn.Parameter, mixture: Mixture | None
+    path: str, owner: nn.Module, parameter: nn.Parameter, mixture: ExpertModule | None
 ) -> bool:
     """Whether a parameter outside linears is used as one or several matrices, judged by its shape
     and name."""

@@ -22,7 +22,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TracedStep:
     """A step of the forward pass of the module at `path`.
 
     Attributes:
@@ -43,9 +43,9 @@ class Step:
     back: bool = False
 
 
-def merged_steps(steps: Iterable[Step | None]) -> list[Step]:
+def merged_steps(steps: Iterable[TracedStep | None]) -> list[TracedStep]:
     """The steps of operators, in order: operators of one step of a module are merged into one."""
-    merged: dict[object, Step] = {}
+    merged: dict[object, TracedStep] = {}
     for step in filter(None, steps):
         key = step if step.name == "cast" else (step.path, step.name)
         before = merged.get(key, step).operands
@@ -96,7 +96,7 @@ def step_of(
     inputs: list[Tensor],
     output: Tensor,
     name: str,
-) -> Step | None:
+) -> TracedStep | None:
     """The step of `module` that an operator of its forward pass belongs to.
 
     Args:
@@ -116,8 +116,8 @@ def step_of(
     dtypes = tuple(dict.fromkeys(map(_dtype_name, operands)))
     if func is not _ATEN._to_copy.default:
         if is_linear:
-            return Step(path=path, name="linear")
-        return Step(
+            return TracedStep(path=path, name="linear")
+        return TracedStep(
             path=path, name=_operation_of(path), operands=dtypes, output=_dtype_name(output)
         )
     back = torch.is_grad_enabled() and operands[0].requires_grad
@@ -130,7 +130,7 @@ def step_of(
             return None
     if dtypes == (_dtype_name(output),):
         return None
-    return Step(
+    return TracedStep(
         path=path, name="cast", operands=dtypes, output=_dtype_name(output), tensor=name, back=back
     )
 

@@ -19,7 +19,7 @@ from fp8stack.errors import UserError
 from fp8stack.model import gpt, meta
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.steps import Step, merged_steps
+from fp8stack.model.steps import TracedStep, merged_steps
 from fp8stack.model.tracer import Operator, Tracer, section_of
 from fp8stack.precision import Plan
 
@@ -53,7 +53,7 @@ class Trace:
         saved = (x for x in self.operators if x.is_saved and section_of(x.path) == section)
         return sum(self.values[number] for operator in saved for number in operator.writes)
 
-    def all_steps(self) -> Iterator[Step]:
+    def all_steps(self) -> Iterator[TracedStep]:
         """Yield the steps of the forward pass of a model with all planned blocks, in order."""
         steps = merged_steps(operator.step for operator in self.operators)
         in_blocks = [at for at, step in enumerate(steps) if step.path.startswith("blocks.")]

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8stack.backends.activation_checkpoint import GEMMS, policy
 from fp8stack.backends.linear import QuantizedLinear
 from fp8stack.model import gpt, meta
-from fp8stack.model.steps import Step, TensorNames, step_of
+from fp8stack.model.steps import TensorNames, TracedStep, step_of
 from fp8stack.precision import Plan
 from fp8stack.precision.attention import FP8_ATTENTION
 
@@ -73,7 +73,7 @@ class Operator:
     backward: bool
     reads: tuple[Slice, ...]
     writes: tuple[int, ...]
-    step: Step | None = None
+    step: TracedStep | None = None
     element_bytes: int = 4
     rate: Rate | None = None
     flops: int = 0
@@ -325,11 +325,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _step_of(
         self, func: Any, inputs: list[Tensor], output: Tensor, origin: str, tensor_name: str
-    ) -> Step | None:
+    ) -> TracedStep | None:
         """The step that an operator of the forward pass belongs to."""
         module, path = self._stack[-1][0], self._path
         if self._step_name:
-            return Step(path=path, name=self._step_name)
+            return TracedStep(path=path, name=self._step_name)
         # Hooks on the model update scales and quantize weights.
         is_hook = module is self._model and origin != "tokens"
         if is_hook or not any(x.is_floating_point() for x in inputs):

@@ -25,7 +25,7 @@ from fp8stack.numerics.operators import operator
 from fp8stack.terminal import warn
 
 if TYPE_CHECKING:
-    from fp8stack.numerics.fused_kernels import Work
+    from fp8stack.numerics.fused_kernels import CastWork
     from fp8stack.numerics.rounding import Rounding
 
 # Threads that import numba at once wait for each other's modules for ever.
@@ -145,7 +145,7 @@ def _team() -> Callable[..., None] | None:
     return run
 
 
-def _run(kernel: Any, work: Work, threads: int) -> None:
+def _run(kernel: Any, work: CastWork, threads: int) -> None:
     team = _team() if threads > 1 else None
     if team is None:
         kernel.ctypes(ctypes.addressof(work))
@@ -170,14 +170,14 @@ def _tile(rule: Rounding, rows: int, columns: int) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def _plan(
     number: int, rows: int, columns: int, dtype: torch.dtype, has_scale: bool
-) -> tuple[Work, bool, list[tuple[int, ...]]]:
+) -> tuple[CastWork, bool, list[tuple[int, ...]]]:
     """The work of a cast without its addresses, whether it needs an amax first, and the shapes of
     its results."""
     rule = _RULES[number]
     shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
     kernels = _loaded()[0]
-    work: Work = kernels.Work()
+    work: CastWork = kernels.Work()
     if set(rule.blocks) == {(0, 0)} and not quantizer.hadamard and not quantizer.stochastic:
         rows, columns = 1, rows * columns
     work.source_rows, work.source_columns = rows, columns

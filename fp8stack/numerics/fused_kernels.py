@@ -51,7 +51,7 @@ _FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
 SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
 
 
-class Work(ctypes.Structure):
+class CastWork(ctypes.Structure):
     """The addresses and numbers of one cast."""
 
     _fields_ = [
@@ -62,7 +62,7 @@ class Work(ctypes.Structure):
 
 
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
-_WORK = types.CPointer(from_dtype(np.dtype(Work)))
+_WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
 _MAGNITUDE, _EXPONENT, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF

@@ -22,12 +22,12 @@ from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.kernels import (
     MX_TILE,
     OPTIONS,
-    Variant,
+    KernelVariant,
     converts_exactly,
     has_kernel,
     variant,
 )
-from fp8stack.ops.scaled_gemm import Scales, pack_scales
+from fp8stack.ops.scaled_gemm import ScaleLayout, pack_scales
 
 BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
 LAUNCH = OPTIONS | {"num_warps": 16}
@@ -214,7 +214,7 @@ def _blocks_op(
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
         data, inverse = numerics.quantize(matrix, quantizer)[:2]
         if scales == "mx":
-            return data, pack_scales(inverse, Scales.MX)
+            return data, pack_scales(inverse, ScaleLayout.MX)
         return data, inverse.t().clone(memory_format=torch.contiguous_format)
 
     values = product.values()
@@ -314,7 +314,7 @@ def _launch(product: Product, quantizer: Quantizer, scales: str, **operands: Ten
 
 def product_variant(
     product: Product, quantizer: Quantizer, scales: str, exact: bool, **requested: bool
-) -> Variant:
+) -> KernelVariant:
     """The variant of the kernel for a product; see `kernels.Variant`."""
     name, backward = product.name, product.dy is not None
     return variant(

@@ -71,7 +71,7 @@ def converts_exactly(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class KernelVariant:
     """The constants that a kernel is compiled for; see `variant`.
 
     Attributes:
@@ -108,12 +108,12 @@ class Variant:
 @cache
 def variant(
     quantizer: Quantizer, scales: str, dtype: torch.dtype, exact: bool, **more: Any
-) -> Variant:
+) -> KernelVariant:
     """The variant of a kernel that casts tensors of `dtype` by `quantizer`, with `more` fields."""
     import triton.language as tl
 
     largest = FLT_MAX if scales in ("given", "current") else torch.finfo(dtype).max
-    return Variant(
+    return KernelVariant(
         quantizer=quantizer,
         target=fp8_format(quantizer.format),
         float8=tl.float8e4nv if quantizer.format == "e4m3" else tl.float8e5,

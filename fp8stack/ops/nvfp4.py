@@ -21,13 +21,13 @@ from fp8stack.numerics.hadamard import hadamard as transform
 from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.numerics.scales import OUT_OF_TWO_LEVELS
 from fp8stack.ops.kernels import OPTIONS, converts_exactly, has_kernel, transpose_bytes
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales
 
 LAUNCH = OPTIONS | {"num_warps": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Nvfp4Variant:
     """The constants that the kernels are compiled for.
 
     Attributes:
@@ -78,10 +78,10 @@ def cast_nvfp4(
         x, amaxes, height, hadamard, across is not None, counter, streams, seed, first_row
     )
     upper_scales = torch.where(amaxes[1::2] > 0, torch.nan, amaxes[::2] * OUT_OF_TWO_LEVELS)
-    first = Scaled(data, scales, Scales.NV, upper_scales[0])
+    first = Scaled(data, scales, ScaleLayout.NV, upper_scales[0])
     if across is None:
         return first, None
-    return first, Scaled(turned, scales_across, Scales.NV, upper_scales[1])
+    return first, Scaled(turned, scales_across, ScaleLayout.NV, upper_scales[1])
 
 
 def _tensor(stream: int | Tensor, device: torch.device) -> Tensor:
@@ -173,7 +173,7 @@ def _by_torch(
         data, codes = transpose_bytes(data), codes.t()
     if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs take scales by row
         codes = codes.repeat_interleave(height, 0)
-    return data, pack_scales(codes.contiguous().view(scales.dtype), Scales.NV)
+    return data, pack_scales(codes.contiguous().view(scales.dtype), ScaleLayout.NV)
 
 
 def _runs(x: Tensor) -> bool:
@@ -197,6 +197,6 @@ def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
-def _variant(x: Tensor, hadamard: int, **more: Any) -> Variant:
+def _variant(x: Tensor, hadamard: int, **more: Any) -> Nvfp4Variant:
     bf16, exact = x.dtype == torch.bfloat16, converts_exactly(x.device)
-    return Variant(hadamard=hadamard, bf16=bf16, exact=exact, **more)
+    return Nvfp4Variant(hadamard=hadamard, bf16=bf16, exact=exact, **more)

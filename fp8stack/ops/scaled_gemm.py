@@ -21,7 +21,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp8stack.numerics.operators import operator_on_any_device
 
 
-class Scales(Enum):
+class ScaleLayout(Enum):
     """Layouts of an operand's scales (torch 2.11 does not compile its names for them)."""
 
     PER_TENSOR = "one"
@@ -34,20 +34,20 @@ class Scales(Enum):
 
 # Divisors of a GEMM's reduction and output dimensions, per kind of scale.
 MULTIPLES = {
-    Scales.PER_TENSOR: 16,
-    Scales.PER_ROW: 16,
-    Scales.MX: 32,
-    Scales.NV: 32,  # 16 bytes of K, which cuBLAS wants; torch's check in C++ is 16 elements
-    Scales.ROWS: 128,
-    Scales.SQUARES: 128,
+    ScaleLayout.PER_TENSOR: 16,
+    ScaleLayout.PER_ROW: 16,
+    ScaleLayout.MX: 32,
+    ScaleLayout.NV: 32,  # 16 bytes of K, which cuBLAS wants; torch's check in C++ is 16 elements
+    ScaleLayout.ROWS: 128,
+    ScaleLayout.SQUARES: 128,
 }
 _TORCHS_NAMES = {
-    Scales.MX: ScalingType.BlockWise1x32,
-    Scales.NV: ScalingType.BlockWise1x16,
-    Scales.ROWS: ScalingType.BlockWise1x128,
-    Scales.SQUARES: ScalingType.BlockWise128x128,
+    ScaleLayout.MX: ScalingType.BlockWise1x32,
+    ScaleLayout.NV: ScalingType.BlockWise1x16,
+    ScaleLayout.ROWS: ScalingType.BlockWise1x128,
+    ScaleLayout.SQUARES: ScalingType.BlockWise128x128,
 }
-_SWIZZLED = (Scales.MX, Scales.NV)
+_SWIZZLED = (ScaleLayout.MX, ScaleLayout.NV)
 # Before, inductor hands the scales of scaled_mm to _scaled_mm, which wants another layout. To be
 # deleted when no older torch is supported.
 _COMPILES_SCALED_MM = torch.__version__ >= "2.15"
@@ -64,12 +64,12 @@ class Scaled(NamedTuple):
 
     data: Tensor
     inv_scale: Tensor
-    kind: Scales
+    kind: ScaleLayout
     whole: Tensor | None = None
     sums: Tensor | None = None
 
 
-def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
+def pack_scales(inv_scales: Tensor, kind: ScaleLayout) -> Tensor:
     """Scales in the order of their blocks -> scales as the hardware reads them.
 
     Args:
@@ -78,13 +78,13 @@ def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
             [rows, 1] for PER_ROW.
         kind: how the operand is scaled.
     """
-    if kind is Scales.PER_ROW:
+    if kind is ScaleLayout.PER_ROW:
         return inv_scales
-    if kind in (Scales.MX, Scales.NV):
+    if kind in (ScaleLayout.MX, ScaleLayout.NV):
         return _swizzled(inv_scales)
-    if kind is Scales.ROWS:
+    if kind is ScaleLayout.ROWS:
         return inv_scales.t().contiguous().t()  # the rows of a column lie together
-    assert kind is Scales.SQUARES
+    assert kind is ScaleLayout.SQUARES
     # [K / 128 rounded up to 4, rows / 128], where K lies together
     return F.pad(inv_scales, (0, -inv_scales.shape[1] % 4)).contiguous().t()
 
@@ -119,17 +119,21 @@ def scaled_gemm(
         ValueError: formats, sizes or a layout that the hardware does not take.
     """
     _check(a, b)
-    if a.kind is Scales.PER_ROW and out_dtype == torch.float32 and not _rows_in_float32(a.data):
+    if (
+        a.kind is ScaleLayout.PER_ROW
+        and out_dtype == torch.float32
+        and not _rows_in_float32(a.data)
+    ):
         y = torch.mm(a.data.bfloat16(), b.data.bfloat16().t(), out_dtype=out_dtype)
         y = y * a.inv_scale * b.inv_scale.t()
         return y if bias is None else y + bias.to(out_dtype)
-    if a.kind in (Scales.PER_TENSOR, Scales.PER_ROW):
+    if a.kind in (ScaleLayout.PER_TENSOR, ScaleLayout.PER_ROW):
         # Not scaled_mm: torch 2.11 has that neither for CPUs nor for torch.compile.
         y = torch._scaled_mm(
             a.data,
             b.data.t(),
             scale_a=a.inv_scale,
-            scale_b=b.inv_scale.t() if b.kind is Scales.PER_ROW else b.inv_scale,
+            scale_b=b.inv_scale.t() if b.kind is ScaleLayout.PER_ROW else b.inv_scale,
             bias=None if bias is None else bias.to(out_dtype),
             out_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
@@ -198,8 +202,8 @@ def _mx_gemm(
     kind_b: str = "1x32",
 ) -> Tensor:
     """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
-    first = Scaled(a, scale_a, Scales(kind_a), whole_a)
-    return _by_blocks(first, Scaled(b, scale_b, Scales(kind_b), whole_b), out_dtype)
+    first = Scaled(a, scale_a, ScaleLayout(kind_a), whole_a)
+    return _by_blocks(first, Scaled(b, scale_b, ScaleLayout(kind_b), whole_b), out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:
@@ -213,7 +217,7 @@ def _check(a: Scaled, b: Scaled) -> None:
             f"An FP8 GEMM over {a.data.shape[1]} and {b.data.shape[1]}: reductions differ."
         )
     multiple = MULTIPLES[b.kind]
-    packed = 2 if b.kind is Scales.NV else 1
+    packed = 2 if b.kind is ScaleLayout.NV else 1
     for dimension, size in (("reduction", a.data.shape[1] * packed), ("output", b.data.shape[0])):
         if size % multiple:
             raise ValueError(

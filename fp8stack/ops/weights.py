@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8stack.formats import Quantizer, fp8_format
-from fp8stack.ops.kernels import OPTIONS, Variant, converts_exactly, variant
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
+from fp8stack.ops.kernels import OPTIONS, KernelVariant, converts_exactly, variant
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales
 
 _SQUARE = 128
 
@@ -36,13 +36,15 @@ class KeptWeights:
         self.quantizer = quantizer
         self.device, dtype = weights[0].device, weights[0].dtype
         # The source of the scales, unless they are given: "current", the tensor's amax, or blocks.
-        self._kind, self._scales = Scales.PER_TENSOR, "current"
+        self._kind, self._scales = ScaleLayout.PER_TENSOR, "current"
         if not quantizer.per_tensor:
             mx = quantizer.scale == "e8m0"
-            self._kind, self._scales = (Scales.MX, "mx") if mx else (Scales.SQUARES, "squares")
+            self._kind, self._scales = (
+                (ScaleLayout.MX, "mx") if mx else (ScaleLayout.SQUARES, "squares")
+            )
         # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8; a square
         # has a tile of its own, and so have the scales that are packed together.
-        tile = (128, 64) if self._kind is Scales.PER_TENSOR else (_SQUARE, _SQUARE)
+        tile = (128, 64) if self._kind is ScaleLayout.PER_TENSOR else (_SQUARE, _SQUARE)
         self.copies = [self._room(weight) for weight in weights]
         places = places or range(len(weights))
         rows: list[list[int]] = []
@@ -77,11 +79,11 @@ class KeptWeights:
         inverse = weight.new_zeros((), dtype=torch.float32)  # shared by both copies
         copies = []
         for shape in ((rows, columns), (columns, rows)):
-            if self._kind is Scales.SQUARES:
+            if self._kind is ScaleLayout.SQUARES:
                 high, wide = (-(-size // _SQUARE) for size in shape)
                 zeros = weight.new_zeros((high, wide), dtype=torch.float32)
                 inverse = pack_scales(zeros, self._kind)
-            elif self._kind is Scales.MX:
+            elif self._kind is ScaleLayout.MX:
                 codes = weight.new_zeros(shape[0], -(-shape[1] // 32), dtype=torch.uint8)
                 inverse = pack_scales(codes.view(torch.float8_e8m0fnu), self._kind)
             copies.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
@@ -98,7 +100,7 @@ class KeptWeights:
         if scales is not None:
             self._launch("given", scales, amaxes)
             return
-        if self._kind is Scales.PER_TENSOR:
+        if self._kind is ScaleLayout.PER_TENSOR:
             self._amaxes.zero_()
             self._launch("none", None, self._amaxes)
         self._launch(self._scales, None, None)
@@ -113,7 +115,7 @@ class KeptWeights:
 
 
 def launch_weights(
-    tiles: int, operands: tuple[Tensor, ...], variant: Variant, options: dict[str, Any]
+    tiles: int, operands: tuple[Tensor, ...], variant: KernelVariant, options: dict[str, Any]
 ) -> None:
     """Launch the kernel for many matrices, on their device."""
     from fp8stack.ops import triton_kernels

@@ -20,7 +20,7 @@ _EPS = 1e-6  # torch's clipping adds it to the norm
 FEWEST = 10  # with fewer norms, the percentile is no limit
 
 
-class Norms:
+class NormHistory:
     """The gradient norms of the last good steps, the newest `size` of them, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -133,7 +133,7 @@ def total_norm(norms: Tensor) -> Tensor:
     return norms[0] if len(norms) == 1 else _norm(norms)
 
 
-def adaptive_limit(norms: Norms, percentile: float, ceiling: float = 0.0) -> Tensor:
+def adaptive_limit(norms: NormHistory, percentile: float, ceiling: float = 0.0) -> Tensor:
     """The limit of adaptive clipping: the percentile of earlier norms, at most `ceiling` unless it
     is 0. float32, 0-dim, on the device."""
     smallest = torch.finfo(torch.float32).tiny  # clipping divides by the limit

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from fp8stack.formats import FormatName, Quantizer
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.steps import Step
+from fp8stack.model.steps import TracedStep
 from fp8stack.model.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.attention import FP8_ATTENTION
@@ -128,7 +128,7 @@ def trace_of(config: GPTConfig, plan: Plan) -> Trace:
     return trace(config, plan, sequences=128 // context, context=context)
 
 
-def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
+def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
     """Yield the operations of a traced step."""
     path, name, operands, output = step.path, step.name, step.operands, step.output
     recipe = plan.recipe
@@ -289,7 +289,7 @@ def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
         )
 
 
-def _forth_and_back(step: Step) -> Iterator[Cast]:
+def _forth_and_back(step: TracedStep) -> Iterator[Cast]:
     """Yield a traced cast, and the cast of its gradient."""
     (source,), target = step.operands, step.output
     yield Cast(path=step.path, what=step.tensor, source=source, target=target)

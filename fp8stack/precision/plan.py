@@ -12,7 +12,7 @@ from fp8stack.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.kernels import KERNELS, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
-from fp8stack.precision.recipe import Block, ComputeDtype, Recipe, plain
+from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
 
@@ -412,7 +412,7 @@ def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
     return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
 
 
-def block_indices(names: Iterable[str]) -> dict[str, Block]:
+def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:
     """The `Block` of each layer that is in a list of blocks, by the layer's name.
 
     A list is the path before the number of two or more blocks: `blocks` in `blocks.3.mlp.up`,
@@ -424,7 +424,7 @@ def block_indices(names: Iterable[str]) -> dict[str, Block]:
         lists.setdefault(match[1], set()).add(int(match[2]))
     counts = {path: max(numbers) + 1 for path, numbers in lists.items()}
     return {
-        name: Block(int(match[2]), counts[match[1]])
+        name: BlockIndex(int(match[2]), counts[match[1]])
         for name, match in matches.items()
         if len(lists[match[1]]) > 1 or len(lists) == 1
     }

@@ -34,7 +34,7 @@ ResidualDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockIndex:
     """A layer's block: its index, and the number of blocks."""
 
     index: int
@@ -60,7 +60,9 @@ class LayerRule(BaseModel):
     recipe: str = ""
     quantizers: Quantizers | None
 
-    def matches(self, layer: str, block: Block | None, head: bool, router: bool = False) -> bool:
+    def matches(
+        self, layer: str, block: BlockIndex | None, head: bool, router: bool = False
+    ) -> bool:
         """Whether the rule applies to a layer; for the arguments see `Recipe.for_layer`."""
         if self.match == "head":
             return head
@@ -163,7 +165,7 @@ class Recipe(BaseModel):
     def for_layer(
         self,
         layer: str,
-        block: Block | None,
+        block: BlockIndex | None,
         head: bool,
         router: bool = False,
         router_rules: Collection[LayerRule] = (),
@@ -213,7 +215,7 @@ class Recipe(BaseModel):
             and not fnmatch.filter(not_routers, rule.match)
         )
 
-    def _excluded(self, layer: str, block: Block | None) -> str:
+    def _excluded(self, layer: str, block: BlockIndex | None) -> str:
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(layer, pattern):
                 return f"excluded by the pattern '{pattern}'"
@@ -227,7 +229,7 @@ class Recipe(BaseModel):
     def check_layers(
         self,
         layers: Iterable[str],
-        blocks: Mapping[str, Block],
+        blocks: Mapping[str, BlockIndex],
         heads: Iterable[str],
         routers: Collection[str] = (),
     ) -> None:

@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TextBlock:
     """Documents and pieces, and the place after them."""
 
     texts: Sequence[Text]
@@ -73,8 +73,8 @@ def bytes_of(text: str) -> int:
 
 
 def encode_blocks(
-    tokenizer: Tokenizer, blocks: Iterable[Block], workers: int
-) -> Generator[tuple[Block, Encoded], None, None]:
+    tokenizer: Tokenizer, blocks: Iterable[TextBlock], workers: int
+) -> Generator[tuple[TextBlock, Encoded], None, None]:
     """Yield blocks with their tokens, in order, from so many processes. They end with this
     generator, and with this process. Raises a RankLost if one of them dies."""
     if workers == 1:
@@ -83,7 +83,7 @@ def encode_blocks(
         return
     context = multiprocessing.get_context("fork")  # which starts at once
     pool = ProcessPoolExecutor(workers, context, _begin, (tokenizer,))
-    waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+    waiting: deque[tuple[TextBlock, Future[Encoded]]] = deque()
     try:
         with _signals_afterwards():
             pool.submit(int)  # starts all processes

@@ -33,7 +33,7 @@ NOTES = {  # of each count, in the singular and the plural
 }
 
 
-class Folder:
+class OutputFolder:
     """A folder of shards. While they are written, `scratch` holds what the preparation began with,
     its tokenizer if it trains one, and a journal: a line for each place to continue from."""
 

@@ -14,7 +14,7 @@ from fp8stack.terminal import is_terminal, say
 LINE_EVERY_S = 10.0
 
 
-class Display:
+class ProgressDisplay:
     """Shows the progress of `work` on files of `total` bytes (0: unknown), of which `done` were
     processed before."""
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.prepare.encode import Block, Place, encode_blocks
-from fp8stack.prepare.folder import Folder, describe_inputs, manifest_of, summary
+from fp8stack.prepare.encode import Place, TextBlock, encode_blocks
+from fp8stack.prepare.folder import OutputFolder, describe_inputs, manifest_of, summary
 from fp8stack.prepare.inputs import Settings, Source, find_sources, listings, require_none
-from fp8stack.prepare.progress import Display
+from fp8stack.prepare.progress import ProgressDisplay
 from fp8stack.prepare.readers import Reader, Text, may_be_cut
 from fp8stack.prepare.shards import Writer
 from fp8stack.prepare.train import sample_of, train_bpe
@@ -49,7 +49,7 @@ def prepare(
     """
     settings.check()
     sources = find_sources(settings)
-    folder = Folder(settings.out)
+    folder = OutputFolder(settings.out)
     with folder.claimed():
         is_own = folder.is_own
         if overwrite:
@@ -69,7 +69,7 @@ def prepare(
 
 
 def _require_same(
-    folder: Folder, settings: Settings, sources: Sequence[Source], manifest: dict[str, Any]
+    folder: OutputFolder, settings: Settings, sources: Sequence[Source], manifest: dict[str, Any]
 ) -> None:
     """Raise a UserError unless a finished folder has these settings, inputs and tokenizer."""
     folder.require_settings(manifest["settings"], settings)
@@ -97,7 +97,7 @@ def _load(settings: Settings) -> Tokenizer:
 
 
 def _prepare(
-    folder: Folder, settings: Settings, sources: Sequence[Source], stopping: Stopping
+    folder: OutputFolder, settings: Settings, sources: Sequence[Source], stopping: Stopping
 ) -> tuple[dict[str, Any], str]:
     """The manifest, once the folder is finished, and the speed for the summary."""
     started = time.monotonic()
@@ -143,7 +143,9 @@ def _train(settings: Settings, sources: Sequence[Source], reader: Reader) -> Tok
     """A new tokenizer of the size that `settings` ask for."""
     size = settings.train_bpe or 0
     say(f"training a tokenizer of {size} tokens")
-    with closing(Display("read", _size(source for source, _ in sample_of(sources)))) as display:
+    with closing(
+        ProgressDisplay("read", _size(source for source, _ in sample_of(sources)))
+    ) as display:
         tokenizer, read_bytes = train_bpe(sources, size, reader, display.update)
     if tokenizer.vocabulary < size:
         fewer = tokenizer.vocabulary
@@ -158,7 +160,7 @@ def _size(sources: Iterable[Source]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def _resume(folder: Folder, sources: Sequence[Source], writer: Writer) -> Place:
+def _resume(folder: OutputFolder, sources: Sequence[Source], writer: Writer) -> Place:
     """The last place in the journal up to which the sources have not changed since."""
     listing = listings(sources)
 
@@ -176,7 +178,7 @@ def _resume(folder: Folder, sources: Sequence[Source], writer: Writer) -> Place:
 
 
 def _encode_all(
-    folder: Folder,
+    folder: OutputFolder,
     settings: Settings,
     sources: Sequence[Source],
     reader: Reader,
@@ -194,7 +196,7 @@ def _encode_all(
 
     started = time.monotonic()
     with (
-        closing(Display("prepared", total, done)) as display,
+        closing(ProgressDisplay("prepared", total, done)) as display,
         closing(_blocks(sources, reader, begin, problems)) as blocks,
         closing(encode_blocks(tokenizer, blocks, workers)) as encoded_blocks,
     ):
@@ -217,7 +219,7 @@ def _encode_all(
 
 def _blocks(
     sources: Sequence[Source], reader: Reader, begin: Place, problems: list[str]
-) -> Generator[Block, None, None]:
+) -> Generator[TextBlock, None, None]:
     """Yield all documents from a place on, in blocks. Once a source cannot be read, which is added
     to `problems`, no more blocks follow."""
     texts, size, done = list[Text](), 0, sum(source.size for source in sources[: begin.source])
@@ -234,10 +236,10 @@ def _blocks(
                     place = Place(source=number, texts=count, state=text.state)
                     on_disk = done + text.on_disk
                     if size >= reader.size:
-                        yield Block(texts=texts, place=place, on_disk=on_disk)
+                        yield TextBlock(texts=texts, place=place, on_disk=on_disk)
                         texts, size = [], 0
         except UserError as error:
             problems.append(str(error))
         done += source.size
     if texts:
-        yield Block(texts=texts, place=place, on_disk=on_disk)
+        yield TextBlock(texts=texts, place=place, on_disk=on_disk)

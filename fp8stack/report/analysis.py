@@ -15,7 +15,7 @@ from fp8stack.report.events import ending, failure, from_events
 from fp8stack.report.formatting import Finding, Level, in_steps, percent, with_unit
 from fp8stack.report.gradients import gradient_findings
 from fp8stack.report.outliers import Outlier, find_outliers, settled
-from fp8stack.report.read import Operand, Run, of_linears, table
+from fp8stack.report.read import Operand, RunRecord, of_linears, table
 from fp8stack.tables import counted
 
 MOST = 6  # the worst outliers get a sentence each, the others only their name
@@ -30,7 +30,7 @@ class Analysis:
     """A run with its findings. `extremes` are the worst figures, alarming or not: label, operand,
     step, and the figure as text."""
 
-    run: Run
+    run: RunRecord
     findings: list[Finding]
     outliers: list[Outlier]
     operands: list[Operand]  # only samples with settled scales, see `outliers.settled`
@@ -40,7 +40,7 @@ class Analysis:
     state: str
 
 
-def analyze(run: Run) -> Analysis:
+def analyze(run: RunRecord) -> Analysis:
     """Analyze a run."""
     delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
         np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
@@ -76,7 +76,7 @@ def analyze(run: Run) -> Analysis:
     )
 
 
-def _state(run: Run, done: int, total: int | None) -> str:
+def _state(run: RunRecord, done: int, total: int | None) -> str:
     if run.is_running:
         return "running"
     if failure(run) is not None:

@@ -18,7 +18,7 @@ from fp8stack.report.drawing import (
     thinned,
     whole_steps,
 )
-from fp8stack.report.read import Operand, Run, column, of_linears
+from fp8stack.report.read import Operand, RunRecord, column, of_linears
 from fp8stack.tables import counted
 from fp8stack.training.metrics.plot import smoothed, view_range
 
@@ -26,7 +26,7 @@ FEW = 3  # with more runs than this, only the running mean is drawn
 WORST = 6  # operands whose amaxes are drawn
 
 
-def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
+def loss(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Picture | None:
     """Training loss (raw and smoothed) and validation loss. None if the runs have no losses."""
     with style():
         figure = new_figure(7.4, 3.6)
@@ -72,7 +72,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
         return Picture(figure=figure, name=name, title="Loss", caption=caption, alt=alt)
 
 
-def rates(run: Run, name: str) -> Picture | None:
+def rates(run: RunRecord, name: str) -> Picture | None:
     """Learning rate, and gradient norm on a logarithmic axis. None if the run has neither."""
     with style():
         figure = new_figure(7.4, 3.6)
@@ -103,7 +103,7 @@ def rates(run: Run, name: str) -> Picture | None:
         return Picture(figure=figure, name=name, title=title, caption=caption, alt=alt)
 
 
-def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
+def throughput(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Picture | None:
     """Tokens per second. None if the runs have no timings."""
     with style():
         figure = new_figure(7.4, 2.9)

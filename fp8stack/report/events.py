@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8stack.report.formatting import Finding, in_steps
-from fp8stack.report.read import Run, number
+from fp8stack.report.read import RunRecord, number
 from fp8stack.tables import counted
 
 FAILURES = ("stop", "non-finite")
@@ -16,7 +16,7 @@ _KNOWN = {  # event keys that have their own column, and keys of metrics
 }
 
 
-def failure(run: Run) -> dict[str, Any] | None:
+def failure(run: RunRecord) -> dict[str, Any] | None:
     """The event that ended a failed run; None if a good step or a rollback came after it."""
     for event in reversed(run.events):
         if event.get("event") == "rollback":
@@ -27,7 +27,7 @@ def failure(run: Run) -> dict[str, Any] | None:
     return None
 
 
-def ending(run: Run) -> Iterable[Finding]:
+def ending(run: RunRecord) -> Iterable[Finding]:
     """Findings on why the run failed, if it did, and on losses that are not finite."""
     failed = failure(run)
     if failed is not None:
@@ -38,7 +38,7 @@ def ending(run: Run) -> Iterable[Finding]:
         yield Finding("alarm", f"The loss is not finite at {in_steps(lost)}.")
 
 
-def from_events(run: Run) -> Iterable[Finding]:
+def from_events(run: RunRecord) -> Iterable[Finding]:
     """Findings on events of the guard and the training loop."""
     counts: Counter[str] = Counter(str(event.get("event")) for event in run.events)
     skipped = [event for event in run.events if event.get("event") == "skip"]

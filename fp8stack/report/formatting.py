@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8stack.report.read import Run
+from fp8stack.report.read import RunRecord
 
 Level = Literal["alarm", "warning", "note"]
 
@@ -49,7 +49,7 @@ def in_steps(steps: Iterable[int]) -> str:
     return f"{len(unique)} steps from {unique[0]} to {unique[-1]}"
 
 
-def titles(runs: Sequence[Run]) -> list[str]:
+def titles(runs: Sequence[RunRecord]) -> list[str]:
     """The title of each run: its folder's name, or its path if names collide."""
     names = [run.name for run in runs]
     return [

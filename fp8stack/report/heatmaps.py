@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, plain_log_ticks, style
 from fp8stack.report.gradients import leaves
 from fp8stack.report.outliers import role
-from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps, of_linears
+from fp8stack.report.read import (
+    Figures,
+    RunRecord,
+    grid,
+    joined,
+    kinds_of,
+    layers_by_steps,
+    of_linears,
+)
 
 MOST_SAMPLES = 240  # columns of a map; neighbouring samples are merged into their worst
 DEAD = "#dc2626"
@@ -28,7 +36,7 @@ MAPS = {
 }  # fmt: skip
 
 
-def gradient_map(run: Run, prefix: str) -> Picture | None:
+def gradient_map(run: RunRecord, prefix: str) -> Picture | None:
     """Gradient norms by module and step. None without telemetry."""
     gradients = leaves(run.gradients)
     if not gradients:
@@ -67,7 +75,7 @@ def _height(rows: int) -> float:
     return 1.1 + (0.19 * rows if rows <= 32 else min(8.0, 6.0 + 0.01 * (rows - 32)))
 
 
-def heat_map(run: Run, figure_name: str, name: str) -> Picture:
+def heat_map(run: RunRecord, figure_name: str, name: str) -> Picture:
     """A figure of `MAPS` by layer and step, one panel per operand kind. Needs telemetry."""
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
     operands = of_linears(run.operands)
@@ -134,7 +142,7 @@ def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
     axes.tick_params(length=2)
 
 
-def _mark(axes: Any, run: Run, steps: Any) -> None:
+def _mark(axes: Any, run: RunRecord, steps: Any) -> None:
     """Mark each event by a triangle above the map."""
     for kind, color in EVENT_COLORS.items():
         event_steps = sorted({event["step"] for event in run.events if event.get("event") == kind})

@@ -14,7 +14,7 @@ from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.precision.rules import shipped
 from fp8stack.report.analysis import analyze
-from fp8stack.report.read import Run, read_run
+from fp8stack.report.read import RunRecord, read_run
 from fp8stack.report.summary import headline
 
 Row = dict[str, str | int | float | None]
@@ -86,7 +86,7 @@ def runs(folder: Path) -> list[Row]:
     return rows
 
 
-def _written(run: Run) -> float:
+def _written(run: RunRecord) -> float:
     return run.written.timestamp() if run.written else 0.0
 
 

@@ -84,7 +84,7 @@ class Session:
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunRecord:
     """The contents of a run folder."""
 
     path: Path
@@ -122,14 +122,14 @@ def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def column(run: Run, key: str) -> tuple[list[int], list[float]]:
+def column(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
     """The steps and values of the rows that have a finite `key`."""
     pairs = [(row["step"], number(row.get(key))) for row in run.rows]
     pairs = [(step, value) for step, value in pairs if not math.isnan(value)]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def read_run(path: Path, *, telemetry: bool = True) -> Run:
+def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
     """Read the run in a folder. Raises a UserError if the folder holds no run, or if a file cannot
     be read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
@@ -147,7 +147,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     text = _read_or_note(
         lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes
     )
-    run = Run(
+    run = RunRecord(
         path=path,
         name=path.resolve().name or str(path),
         config=_read_or_note(lambda: read_toml(config), config, {}, notes),
@@ -268,7 +268,7 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
     )
 
 
-def _read_telemetry(path: Path, run: Run) -> None:
+def _read_telemetry(path: Path, run: RunRecord) -> None:
     series: dict[tuple[str, str, str], _Rows] = {}
     by_module: dict[str, _Rows] = {}
     models: dict[int, dict[str, Any]] = {}

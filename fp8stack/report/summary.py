@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8stack.report.analysis import Analysis, verdict
-from fp8stack.report.read import Operand, Run, column, kinds_of, layers, of_linears, table
+from fp8stack.report.read import Operand, RunRecord, column, kinds_of, layers, of_linears, table
 
 ALIKE_DB = 0.5  # smaller differences are not reported
 
@@ -57,7 +57,7 @@ def as_json(runs: Sequence[Analysis]) -> str:
     return json.dumps(rows, indent=2, allow_nan=False)
 
 
-def _times(run: Run) -> dict[str, str]:
+def _times(run: RunRecord) -> dict[str, str]:
     """When the run began, how long it took in how many sessions, and its versions."""
     if not run.sessions:
         return {"began": "unknown", "took": "unknown", "with": "unknown"}
@@ -146,7 +146,7 @@ def _sentence(gains: list[tuple[float, str, str]], run_recipe: str) -> str:
     return f"{'; '.join(clauses)}. (Median SQNR against that of {run_recipe}.)"
 
 
-def not_fp8(run: Run) -> list[tuple[str, str]]:
+def not_fp8(run: RunRecord) -> list[tuple[str, str]]:
     """The layers that are not in FP8 and the reason, from the plan and the last sample."""
     reason_by_layer = {
         str(layer.get("name")): f"{layer.get('precision', '')}, {layer.get('reason', '')}"
@@ -159,7 +159,7 @@ def not_fp8(run: Run) -> list[tuple[str, str]]:
     return [(name, reason.strip(", ")) for name, reason in reason_by_layer.items()]
 
 
-def reasons(run: Run) -> list[str]:
+def reasons(run: RunRecord) -> list[str]:
     """The plan's reasons that concern the whole run, not a single layer."""
     entries = run.plan.get("reasons")
     names = {str(layer.get("name")) for layer in layers(run.plan)}
@@ -170,7 +170,7 @@ def reasons(run: Run) -> list[str]:
     ]
 
 
-def without_telemetry(run: Run) -> str:
+def without_telemetry(run: RunRecord) -> str:
     """Explain why a report has no operands to show; "" if it has some."""
     if run.operands:
         return ""

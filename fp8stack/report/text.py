@@ -10,7 +10,15 @@ from rich.text import Text
 from fp8stack.report import summary
 from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.events import folded
-from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps, of_linears
+from fp8stack.report.read import (
+    Figures,
+    RunRecord,
+    column,
+    joined,
+    kinds_of,
+    layers_by_steps,
+    of_linears,
+)
 from fp8stack.terminal import printable
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -96,7 +104,7 @@ def _cell(cell: tuple[float | None, float | None]) -> str:
     return "-" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
 
 
-def _map(run: Run, width: int) -> Table:
+def _map(run: RunRecord, width: int) -> Table:
     """SQNR by layer and sample, darker where worse. With many layers, only the worst are shown."""
     operands = of_linears(run.operands)
     kinds = kinds_of(operands)

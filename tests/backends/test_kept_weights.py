@@ -21,7 +21,7 @@ from fp8stack.backends.weight_cache import CachedWeight
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import fused_casts, kernels, weights
-from fp8stack.ops.kernels import Variant
+from fp8stack.ops.kernels import KernelVariant
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision import Hardware
 
@@ -139,7 +139,7 @@ def _count_launches() -> list[int]:
     real = weights.launch_weights
 
     def launch(
-        tiles: int, operands: tuple[Tensor, ...], variant: Variant, options: dict[str, Any]
+        tiles: int, operands: tuple[Tensor, ...], variant: KernelVariant, options: dict[str, Any]
     ) -> None:
         made.append(tiles)
         real(tiles, operands, variant, options)

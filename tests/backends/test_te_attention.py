@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8stack import numerics
 from fp8stack.backends import delayed, fp8_state
 from fp8stack.backends.base import Backend
-from fp8stack.conform.oracles import Slot
+from fp8stack.conform.oracles import DelayedSlot
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
@@ -239,7 +239,7 @@ def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, ki
     }
     length, algorithm = options.get("history_length", 1), options.get("amax_algorithm", "max")
     expected = {
-        slot: Slot(
+        slot: DelayedSlot(
             "e5m2" if slot.rpartition(".")[2][0] == "d" else "e4m3",
             *(length, options.get("margin", 0), algorithm),
         )

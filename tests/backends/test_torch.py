@@ -34,7 +34,7 @@ from fp8stack.conform.gemms import Shape
 from fp8stack.ops import nvfp4
 from fp8stack.ops import scaled_gemm as scaled_gemms
 from fp8stack.ops.nvfp4 import cast_nvfp4
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import (
     CPU,
@@ -63,10 +63,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # A GEMM that reads block scales as cuBLAS does
 
 
-def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
+def blocked_values(data: Tensor, scales: Tensor, kind: ScaleLayout) -> Tensor:
     """What an operand [rows, K] stands for, in float64; written element by element."""
     rows, columns = data.shape
-    if kind is Scales.NV:
+    if kind is ScaleLayout.NV:
         steps = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
         value_of = torch.tensor([*steps, *(-value for value in steps)], dtype=torch.float64)
         values = torch.empty(rows, columns := 2 * columns, dtype=torch.float64)
@@ -75,12 +75,12 @@ def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
             values[:, odd::2] = value_of[codes.int()]
     else:
         values = data.double()
-    if kind in (Scales.PER_TENSOR, Scales.PER_ROW):
+    if kind in (ScaleLayout.PER_TENSOR, ScaleLayout.PER_ROW):
         return values * scales.double()
-    if kind in (Scales.MX, Scales.NV):
-        size = 32 if kind is Scales.MX else 16
+    if kind in (ScaleLayout.MX, ScaleLayout.NV):
+        size = 32 if kind is ScaleLayout.MX else 16
         codes = scales.flatten().view(torch.uint8)
-        if kind is Scales.MX:
+        if kind is ScaleLayout.MX:
             factors = [2.0 ** (code - 127) for code in range(256)]
         else:
             factors = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).tolist()
@@ -91,9 +91,9 @@ def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
                 at = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
                 values[r, size * c : size * c + size] *= factors[codes[at]]
         return values
-    for r in range(0, rows, 1 if kind is Scales.ROWS else 128):
+    for r in range(0, rows, 1 if kind is ScaleLayout.ROWS else 128):
         for c in range(columns // 128):
-            if kind is Scales.ROWS:
+            if kind is ScaleLayout.ROWS:
                 values[r, 128 * c : 128 * c + 128] *= scales[r, c].double()
             else:
                 values[r : r + 128, 128 * c : 128 * c + 128] *= scales[c, r // 128].double()
@@ -101,10 +101,10 @@ def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
 
 
 KINDS = {
-    ScalingType.BlockWise1x32: Scales.MX,
-    ScalingType.BlockWise1x16: Scales.NV,
-    ScalingType.BlockWise1x128: Scales.ROWS,
-    ScalingType.BlockWise128x128: Scales.SQUARES,
+    ScalingType.BlockWise1x32: ScaleLayout.MX,
+    ScalingType.BlockWise1x16: ScaleLayout.NV,
+    ScalingType.BlockWise1x128: ScaleLayout.ROWS,
+    ScalingType.BlockWise128x128: ScaleLayout.SQUARES,
 }
 
 
@@ -134,7 +134,7 @@ def cuda_gemm(monkeypatch):
         checked = per_tensor(
             left, right, scale_a=one, scale_b=other, bias=added, out_dtype=out_dtype
         )
-        kinds = (Scales.PER_ROW if scale_a.ndim else Scales.PER_TENSOR,) * 2
+        kinds = (ScaleLayout.PER_ROW if scale_a.ndim else ScaleLayout.PER_TENSOR,) * 2
         return product(a, b, (scale_a, scale_b.t()), kinds, out_dtype, checked, bias)
 
     def fake_blocked(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
@@ -149,7 +149,7 @@ def cuda_gemm(monkeypatch):
         firsts = [one[0] if isinstance(one, list) else one for one in (kind_a, kind_b)]
         kinds = (KINDS[firsts[0]], KINDS[firsts[1]])
         alpha = 1.0
-        if kinds[0] is Scales.NV:  # what torch asks in C++ (ATen/native/cuda/ScaledBlas.cpp)
+        if kinds[0] is ScaleLayout.NV:  # what torch asks in C++ (ATen/native/cuda/ScaledBlas.cpp)
             assert a.dtype == b.dtype == torch.float4_e2m1fn_x2
             assert kind_a == kind_b == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
             swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
@@ -168,7 +168,7 @@ def cuda_gemm(monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
 def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    packed = pack_scales(codes, Scales.MX)
+    packed = pack_scales(codes, ScaleLayout.MX)
     assert torch.equal(
         packed.flatten().view(torch.uint8), to_blocked(codes.view(torch.uint8)).flatten()
     )
@@ -384,7 +384,7 @@ def test_a_gemm_of_rows_in_bf16_adds_a_bias_as_well(monkeypatch):
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
     monkeypatch.setattr(scaled_gemms, "_rows_in_float32", lambda data: False)
     a, b = (
-        Scaled(normal(n, 32, seed=n).to(torch.float8_e4m3fn), torch.rand(n, 1), Scales.PER_ROW)
+        Scaled(normal(n, 32, seed=n).to(torch.float8_e4m3fn), torch.rand(n, 1), ScaleLayout.PER_ROW)
         for n in (16, 48)
     )
     bias = normal(48)
@@ -536,7 +536,7 @@ def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
     for rows in (48, 32):
         mxfp8 = numerics.Quantizer(block=(1, 32), scale="e8m0")
         data, scales = numerics.quantize(normal(rows, 64, seed=rows), mxfp8)[:2]
-        operands += [data, pack_scales(scales, Scales.MX)]
+        operands += [data, pack_scales(scales, ScaleLayout.MX)]
     a, scale_a, b, scale_b = operands
     operator = torch.ops.fp8stack.mx_gemm.default
     checks = ("test_faketensor", "test_aot_dispatch_static")  # the others would add up float8
@@ -565,7 +565,7 @@ def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, word
     one = torch.ones(())
     with pytest.raises(ValueError, match=words):
         scaled_gemm(
-            Scaled(a, one, Scales.PER_TENSOR),
-            Scaled(b, one, Scales.PER_TENSOR),
+            Scaled(a, one, ScaleLayout.PER_TENSOR),
+            Scaled(b, one, ScaleLayout.PER_TENSOR),
             torch.float32,
         )

@@ -17,7 +17,7 @@ from bench import cells, report, runner
 from bench.__main__ import main
 from bench.cells import Cells
 from bench.cost import grid, step
-from fp8stack.benchmark.step import FP8, Work
+from fp8stack.benchmark.step import FP8, StepWork
 from fp8stack.benchmark.timing import Timing
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
@@ -120,7 +120,7 @@ def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     arguments = parser.parse_args(["--device", "cpu"])
-    work = Work(model="124m", config=load_config("gpt2-124m"), batch=32, context=1024)
+    work = StepWork(model="124m", config=load_config("gpt2-124m"), batch=32, context=1024)
 
     def measured() -> list[str]:
         arguments.cells = Cells(tmp_path / "cells.jsonl", "here")

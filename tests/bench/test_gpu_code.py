@@ -22,7 +22,7 @@ from bench.gpu_code import gpu_code
 from bench.runner import RESULTS
 from fp8stack import presets
 from fp8stack.errors import UserError
-from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from tests.conftest import refusal
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -225,25 +225,26 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def operand(rows: int, kind: Scales) -> Scaled:
+def operand(rows: int, kind: ScaleLayout) -> Scaled:
     """An operand with a reduction over 1,024 elements, without values."""
     shapes = {
-        Scales.PER_TENSOR: (), Scales.PER_ROW: (rows, 1), Scales.MX: (rows, 32),
-        Scales.NV: (rows, 64), Scales.ROWS: (rows, 8), Scales.SQUARES: (rows // 128, 8),
+        ScaleLayout.PER_TENSOR: (), ScaleLayout.PER_ROW: (rows, 1), ScaleLayout.MX: (rows, 32),
+        ScaleLayout.NV: (rows, 64), ScaleLayout.ROWS: (rows, 8),
+        ScaleLayout.SQUARES: (rows // 128, 8),
     }  # fmt: skip
-    dtypes = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
+    dtypes = {ScaleLayout.MX: torch.float8_e8m0fnu, ScaleLayout.NV: torch.float8_e4m3fn}
     scales = meta(*shapes[kind], dtype=dtypes.get(kind, torch.float32))
-    if kind is not Scales.PER_TENSOR:
+    if kind is not ScaleLayout.PER_TENSOR:
         scales = pack_scales(scales, kind)
-    if kind is Scales.NV:
+    if kind is ScaleLayout.NV:
         return Scaled(meta(rows, 512, dtype=torch.uint8), scales, kind, meta())
     return Scaled(meta(rows, 1024, dtype=torch.float8_e4m3fn), scales, kind)
 
 
 LAYOUTS = [
-    (Scales.PER_TENSOR, Scales.PER_TENSOR), (Scales.PER_ROW, Scales.PER_ROW),
-    (Scales.MX, Scales.MX), (Scales.NV, Scales.NV),
-    (Scales.ROWS, Scales.ROWS), (Scales.ROWS, Scales.SQUARES),
+    (ScaleLayout.PER_TENSOR, ScaleLayout.PER_TENSOR), (ScaleLayout.PER_ROW, ScaleLayout.PER_ROW),
+    (ScaleLayout.MX, ScaleLayout.MX), (ScaleLayout.NV, ScaleLayout.NV),
+    (ScaleLayout.ROWS, ScaleLayout.ROWS), (ScaleLayout.ROWS, ScaleLayout.SQUARES),
 ]  # fmt: skip
 WRONG = {
     "one row less": lambda scales: scales[1:],
@@ -280,7 +281,10 @@ def test_scales_that_are_laid_out_otherwise_are_refused(first, second, place, wr
 def test_scales_by_block_are_refused_where_torch_does_not_look_at_their_strides():
     from bench.gpu_code.gemms import RefusedGemmError, ScaledGemms
 
-    a, b = operand(1024, Scales.ROWS), operand(1024, Scales.SQUARES)  # squares: of any order
+    a, b = (
+        operand(1024, ScaleLayout.ROWS),
+        operand(1024, ScaleLayout.SQUARES),
+    )  # squares: of any order
     options: Any = {"scale_a": a.inv_scale, "scale_b": b.inv_scale, "out_dtype": torch.bfloat16}
     torch._scaled_mm(a.data, b.data.t(), **options)
     with ScaledGemms("block"), pytest.raises(RefusedGemmError, match="float32 scales by block"):

@@ -12,7 +12,7 @@ from bench.cost import emulation
 from bench.peers import te, torchao
 from bench.peers.plain_gpt import PlainGPT
 from fp8stack.backends import weights
-from fp8stack.benchmark.step import Work, arms, build_step
+from fp8stack.benchmark.step import StepWork, arms, build_step
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
@@ -47,7 +47,7 @@ def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
 def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts(monkeypatch):
     # Else the optimizer's step tells the models of other tests, too.
     monkeypatch.setattr(weights, "_WATCHES", WeakSet())
-    work = Work(model="gpt-nano", config=load_config("gpt-nano"), batch=2, context=16)
+    work = StepWork(model="gpt-nano", config=load_config("gpt-nano"), batch=2, context=16)
     hardware = Hardware("cpu")
     (arm,) = arms(hardware, ["fp32"], ())
     steps = {"ours": build_step(arm, work, hardware), "plain": peers.step(work, "cpu", "", False)}

@@ -95,7 +95,7 @@ def test_a_profile_of_a_step_is_a_table_and_a_trace(tmp_path):
 
 def test_the_memory_of_a_larger_model_is_larger_and_above_its_floor():
     config = GPTConfig(vocabulary=256, context=32, layers=2, width=512, heads=8)
-    work = training_step.Work(model="larger", config=config, batch=2, context=32)
+    work = training_step.StepWork(model="larger", config=config, batch=2, context=32)
     taken = memory.in_a_process(training_step.arms(CPU, ["fp32"], ())[0], work, CPU)
     assert memory.floor_gib(work) == pytest.approx(16 * config.parameters() / 2**30)
     assert memory.floor_gib(work) < taken < memory.floor_gib(work) + 0.25

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fp8stack.benchmark import roofline
-from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
+from fp8stack.benchmark.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
 from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.model.trace import Trace, trace
@@ -84,11 +84,15 @@ def test_operations_are_those_of_the_configuration(model, recipe):
 
 def test_work_takes_as_long_as_its_operations_or_its_bytes():
     rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, memory=1e3)
-    assert Work(category="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
-    fp8, attention = (Work(category="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
+    assert KernelWork(category="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(
+        8192 / 1e6
+    )
+    fp8, attention = (
+        KernelWork(category="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention")
+    )
     assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
     assert attention.seconds(rates) == pytest.approx(8192 / 4e6)
-    assert Work(category="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
+    assert KernelWork(category="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ CPU = Hardware("cpu")
 H200 = Hardware("cuda", (9, 0), name="NVIDIA H200", has_te=True, cuda_version=(12, 9),
                 torch_version="2.13.0", te_version="2.20.2")  # fmt: skip
 SHAPE = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
-TINY = step.Work(model="tiny", config=SHAPE, batch=2, context=32)
+TINY = step.StepWork(model="tiny", config=SHAPE, batch=2, context=32)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

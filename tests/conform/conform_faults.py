@@ -107,7 +107,7 @@ def not_swizzled(exact: Any, codes: Tensor) -> Tensor:
 
 
 def not_padded(made: Tensor, scales: Tensor, kind: Any) -> Tensor:
-    return scales.contiguous().t() if kind is scaled_gemm.Scales.SQUARES else made
+    return scales.contiguous().t() if kind is scaled_gemm.ScaleLayout.SQUARES else made
 
 
 def without_last_row(made: list[Tensor], *given: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from fp8stack import GPT, GPTConfig, UserError, numerics, plan_for
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.conform import oracles
-from fp8stack.exports.files import Source
+from fp8stack.exports.files import ModelSource
 from fp8stack.exports.quantized import quantized_files
 from fp8stack.exports.writing import replace_folder
 from fp8stack.formats import Quantizer
@@ -47,7 +47,7 @@ MODELS = {"qwen3": QWEN3, "qwen3 relu2": RELU2, "arcee": ARCEE, "llama": LLAMA}
 RECIPES = ["delayed", "current", "block", "mxfp8", "bf16"]
 
 
-def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, Source]:
+def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, ModelSource]:
     """A model that was trained in a recipe, one pass of it, and what is exported of it."""
     plan = plan_for(config, load_recipe(recipe, changes), CPU)
     model = GPT(config, build_backend(plan))
@@ -61,13 +61,13 @@ def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, Sou
     return again, source_of(again, plan=plan.to_json(), fp8=state)
 
 
-def exported(folder: Path, source: Source) -> Path:
+def exported(folder: Path, source: ModelSource) -> Path:
     replace_folder(folder, quantized_files(source, None))
     return folder
 
 
 def dequantized(
-    model: GPT, source: Source, recipe: str, power_of_two: bool = False
+    model: GPT, source: ModelSource, recipe: str, power_of_two: bool = False
 ) -> dict[str, torch.Tensor]:
     """The dequantized weights of the model's recipe, cast by layer; by row in recipes that are not
     listed here."""

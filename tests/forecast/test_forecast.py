@@ -54,7 +54,7 @@ def covered(monkeypatch) -> None:
 
 
 def of(run: Path, *recipes: str) -> forecasts.Forecast:
-    return forecasts.forecast(forecasts.Request(run=str(run), recipes=recipes, windows=8))
+    return forecasts.forecast(forecasts.ForecastOptions(run=str(run), recipes=recipes, windows=8))
 
 
 # The law
@@ -491,7 +491,7 @@ def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp
     )
     assert command(*ask, "--data", "text.txt", "--json") == 0
     forecast = forecasts.forecast(
-        forecasts.Request(
+        forecasts.ForecastOptions(
             run=f"hf:{tmp_path / 'theirs'}",
             recipes=["mxfp8"],
             data=str(tmp_path / "text.txt"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends import build_backend
 from fp8stack.forecast.sensitivity import (
-    Operands,
+    OperandRecorder,
     Sensitivity,
     divergence,
     log_probabilities,
@@ -188,7 +188,7 @@ def test_nothing_of_the_model_is_changed(model, windows):
     measured(model, windows, "mxfp4")
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    Operands.of(model, windows, ["blocks.0.mlp.up"])
+    OperandRecorder.of(model, windows, ["blocks.0.mlp.up"])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8stack.conform.oracles import Slot, scale_of
+from fp8stack.conform.oracles import DelayedSlot, scale_of
 from fp8stack.errors import UserError
 from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory, Quantizer, amax
@@ -94,7 +94,7 @@ BY_HAND = (
 
 def test_a_trace_by_hand_is_that_of_the_history_and_of_the_oracle():
     history = AmaxHistory({"x": "e4m3"}, length=3, margin=1)
-    slot = Slot("e4m3", 3, 1)
+    slot = DelayedSlot("e4m3", 3, 1)
     for largest, scale, window in BY_HAND:
         assert trace(history, [largest]) == [scale]
         assert rows(history) == torch.tensor(window, dtype=torch.float32).tolist()
@@ -267,7 +267,7 @@ actions = st.one_of(
 def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, margin, algorithm):
     formats = {"x": "e4m3", "dy": "e5m2"}
     history = AmaxHistory(formats, length=length, margin=margin, algorithm=algorithm)
-    model = {slot: Slot(name, length, margin, algorithm) for slot, name in formats.items()}
+    model = {slot: DelayedSlot(name, length, margin, algorithm) for slot, name in formats.items()}
     for action, *arguments in sequence:
         match action, arguments:
             case "record", (slot, value):

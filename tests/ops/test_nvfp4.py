@@ -134,7 +134,7 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
     from fp8stack.ops import triton_nvfp4
 
     sizes = dict.fromkeys(("rows", "columns"), "i32")
-    how = nvfp4.Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
+    how = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
     text = ptx_of(
         triton_nvfp4.find_amaxes,
         {"x": "*bf16", "figures": "*fp32"} | sizes,
@@ -167,7 +167,7 @@ def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.ops import triton_nvfp4
 
-    how = nvfp4.Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
+    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
     tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
     numbers = seed, first_row, 256, 128, 128, 64
     options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
@@ -196,7 +196,7 @@ def test_squares_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.ops import triton_nvfp4
 
-    how = nvfp4.Variant(hadamard=0, bf16=False, exact=True, height=16)
+    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=False, exact=True, height=16)
     tensors = torch.float32, torch.float32, *[torch.uint8] * 4, torch.float32, torch.float32
     options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
     text = launched_ptx(triton_nvfp4.cast, *tensors, 0, 0, 256, 128, 128, 64, **options)

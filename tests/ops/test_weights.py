@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.conform.oracles import Quantized, amax, quantize
+from fp8stack.conform.oracles import QuantizedMatrix, amax, quantize
 from fp8stack.conform.quantizers import compare_copies, gemm_operand, quantized
 from fp8stack.formats import Quantizer
 from fp8stack.ops import weights
@@ -118,7 +118,7 @@ def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> lis
 
 
 def compared(
-    told: str, copies: tuple[Scaled, Scaled], known: list[Quantized], quantizer: Quantizer
+    told: str, copies: tuple[Scaled, Scaled], known: list[QuantizedMatrix], quantizer: Quantizer
 ) -> list[str]:
     """What of a weight's copies is not as the reference has it."""
     facts = compare_copies([copy[:2] for copy in copies], known, quantizer, gemm_operand)

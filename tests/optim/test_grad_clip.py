@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8stack.config import GuardConfig
 from fp8stack.errors import UserError
 from fp8stack.optim.chained import ChainedOptimizer
-from fp8stack.optim.grad_clip import FEWEST, Norms, adaptive_limit, clip_gradients, total_norm
+from fp8stack.optim.grad_clip import FEWEST, NormHistory, adaptive_limit, clip_gradients, total_norm
 from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.training.guard.monitor import Monitor
 from tests.conftest import metrics, refusal
@@ -97,9 +97,9 @@ def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
     assert torch.equal(torch.cat(gradients(parameters)), after)
 
 
-def known(*norms: float, window: int = 100) -> Norms:
+def known(*norms: float, window: int = 100) -> NormHistory:
     """A window that has seen these norms."""
-    window_norms = Norms(window, CPU)
+    window_norms = NormHistory(window, CPU)
     for norm in norms:
         window_norms.add(torch.tensor(norm), torch.tensor(True))
     return window_norms
@@ -147,11 +147,11 @@ def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(norms):
 
 
 def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_alone():
-    norms = Norms(3, CPU)
+    norms = NormHistory(3, CPU)
     for norm, good in ((1.0, True), (2.0, False), (INF, True), (math.nan, True), (3.0, True)):
         norms.add(torch.tensor(norm), torch.tensor(good))
     assert norms.state() == [1, 3]
-    shorter = Norms(1, CPU)
+    shorter = NormHistory(1, CPU)
     shorter.load_state(norms.state())
     assert shorter.state() == [3]
 

@@ -19,7 +19,7 @@ from fp8stack.backends import build_backend
 from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.model.steps import Step, merged_steps
+from fp8stack.model.steps import TracedStep, merged_steps
 from fp8stack.model.tracer import Tracer
 from fp8stack.planner.operations import Operation, casts_of, operations_of, trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
@@ -66,7 +66,7 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Step]]:
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
     """The passes of a real model of the plan, forward and backward; and the steps of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once

@@ -27,7 +27,7 @@ from fp8stack.precision import (
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.plan import block_indices
-from fp8stack.precision.recipe import Block
+from fp8stack.precision.recipe import BlockIndex
 from tests.conftest import refusal
 from tests.support.study_recipes import BACKWARD_HIGH
 
@@ -807,9 +807,9 @@ NAMINGS = {
 }
 
 
-def inside(naming: str, blocks: Iterable[int] = range(12)) -> dict[str, Block]:
+def inside(naming: str, blocks: Iterable[int] = range(12)) -> dict[str, BlockIndex]:
     stem, linears, _ = NAMINGS[naming]
-    return {f"{stem}{i}.{linear}": Block(i, 12) for i in blocks for linear in linears.split()}
+    return {f"{stem}{i}.{linear}": BlockIndex(i, 12) for i in blocks for linear in linears.split()}
 
 
 def test_an_encoder_and_a_decoder_have_first_and_last_blocks_each():
@@ -848,7 +848,7 @@ def test_a_model_without_numbered_blocks_has_no_block_indices(names):
 def test_blocks_without_a_layer_of_their_own_still_count():
     names = ["h.0.up", "h.4.up", "h.9.up"]
     assert block_indices(names) == dict(
-        zip(names, [Block(0, 10), Block(4, 10), Block(9, 10)], strict=True)
+        zip(names, [BlockIndex(0, 10), BlockIndex(4, 10), BlockIndex(9, 10)], strict=True)
     )
 
 

@@ -16,7 +16,7 @@ from fp8stack.errors import UserError
 from fp8stack.formats import Quantizer, Quantizers
 from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
-from fp8stack.precision.recipe import Block, Recipe, plain
+from fp8stack.precision.recipe import BlockIndex, Recipe, plain
 from tests import conftest
 from tests.support.study_recipes import BACKWARD_HIGH, LAST_BF16, NEAREST, NO_HADAMARD
 
@@ -328,7 +328,7 @@ def choices(recipe: Recipe, blocks: int = 4) -> dict[str, str]:
     for index in range(blocks):
         for linear in ("attention.qkv", "mlp.up", "mlp.down"):
             name = f"blocks.{index}.{linear}"
-            choice[name] = recipe.for_layer(name, Block(index, blocks), False)
+            choice[name] = recipe.for_layer(name, BlockIndex(index, blocks), False)
     choice["lm_head"] = recipe.for_layer("lm_head", None, True)
     return {name: called if table else "none" for name, (table, called, _) in choice.items()}
 
@@ -608,8 +608,8 @@ def test_auto_is_refused_where_a_recipe_must_be_named():
 HEAD = ("lm_head", None, True)
 
 
-def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
-    return (f"blocks.{index}.mlp.up", Block(index, count), False)
+def up(index: int, count: int = 12) -> tuple[str, BlockIndex, bool]:
+    return (f"blocks.{index}.mlp.up", BlockIndex(index, count), False)
 
 
 @pytest.mark.parametrize(
@@ -617,7 +617,7 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
     [
         ({}, HEAD, "the recipe says head = false"),
         ({}, ("score", None, True), "the recipe says head = false"),
-        ({}, ("h.0.score", Block(0, 1), True), "the recipe says head = false"),
+        ({}, ("h.0.score", BlockIndex(0, 1), True), "the recipe says head = false"),
         ({}, ("lm_head", None, False), None),  # a head by its name alone is none
         ({"head": True}, HEAD, None),
         ({}, up(0), None),
@@ -629,9 +629,9 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
         ({"exclude": ("lm_*",)}, HEAD, "the recipe says head = false"),
         ({"exclude_first_blocks": 1}, up(0), "in the first 1 block"),
         ({"exclude_first_blocks": 1}, up(1), None),
-        ({"exclude_first_blocks": 1}, ("h.0.up", Block(0, 12), False), "in the first 1 block"),
+        ({"exclude_first_blocks": 1}, ("h.0.up", BlockIndex(0, 12), False), "in the first 1 block"),
         ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", None, False), None),
-        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", Block(7, 12), False), None),
+        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", BlockIndex(7, 12), False), None),
         ({"exclude_first_blocks": 99}, up(11), "in the first 99 blocks"),
         ({"exclude_first_blocks": 1, "exclude_last_blocks": 1}, up(5), None),
         ({"exclude_last_blocks": 2}, up(9), None),

@@ -20,7 +20,7 @@ from bench.cost.prepare import prepare
 from fp8stack.data import load_corpora
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run
-from fp8stack.prepare.folder import Folder
+from fp8stack.prepare.folder import OutputFolder
 from fp8stack.prepare.shards import SplitWriter
 from tests.conftest import contents
 from tests.conftest import refusal as refused_by
@@ -84,7 +84,7 @@ def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monk
         (encode, "encode"),
         (run, "save_tokenizer"),
     ]
-    steps += [(Folder, name) for name in ("record", "return_to", "remove_scratch")]
+    steps += [(OutputFolder, name) for name in ("record", "return_to", "remove_scratch")]
     for _ in range(15):
         with monkeypatch.context() as patched:
             owner, name = rng.choice(steps)
@@ -340,7 +340,7 @@ def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tm
     with pytest.raises(StorageError) as caught:
         prepared(*mixed, out=tmp_path / "file" / "out")
     assert caught.value.exit_code == 4
-    with Folder(tmp_path / "out").claimed():
+    with OutputFolder(tmp_path / "out").claimed():
         assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
 
 

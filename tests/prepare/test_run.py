@@ -28,7 +28,7 @@ import zstandard
 from fp8stack.data import tokenizer_of
 from fp8stack.prepare import inputs, readers, run, train
 from fp8stack.prepare.inputs import Settings
-from fp8stack.prepare.progress import Display
+from fp8stack.prepare.progress import ProgressDisplay
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
 from tests.support.made_tokenizers import metaspace, trained
@@ -161,11 +161,11 @@ def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(tmp
     paths = [written(tmp_path / f"{n}.txt.gz", packed) for n in range(3)]
     total = 3 * len(packed)
     seen = []
-    monkeypatch.setattr(Display, "update", lambda _, done, line="": seen.append(done))
+    monkeypatch.setattr(ProgressDisplay, "update", lambda _, done, line="": seen.append(done))
     prepared(*paths, out=tmp_path / "out", train_bpe=300)
     assert seen == sorted(seen)
     assert (seen[-1], len(set(seen))) == (total, 3)
-    line = Display("read", total, clock=iter([0.0, 9.0]).__next__).describe(total, "")
+    line = ProgressDisplay("read", total, clock=iter([0.0, 9.0]).__next__).describe(total, "")
     assert line.startswith("read | 100.0 % of")
     assert line.endswith("ETA 0:00:00")
 

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
-from fp8stack.exports.files import Source, hf_files
+from fp8stack.exports.files import ModelSource, hf_files
 from fp8stack.exports.writing import replace_folder
 from fp8stack.model.gpt import PADDED
 
@@ -58,7 +58,7 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def source_of(model: GPT, **changes: Any) -> Source:
+def source_of(model: GPT, **changes: Any) -> ModelSource:
     """A model as if it had come out of a checkpoint of a run in fp32."""
     recipe = {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"}
     layers = [{"name": name, "fp8": False} for name in model.config.linear_shapes()]
@@ -72,7 +72,7 @@ def source_of(model: GPT, **changes: Any) -> Source:
         "dtype": torch.float32,
         "notes": (),
     }
-    return Source(**(told | changes))
+    return ModelSource(**(told | changes))
 
 
 def export_to(folder: Path, model: GPT) -> Path:

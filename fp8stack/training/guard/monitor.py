@@ -22,7 +22,7 @@ from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
 from fp8stack.ops.replay import Replayed
 from fp8stack.optim.chained import optimizers_in
-from fp8stack.optim.grad_clip import Norms, keep_newest
+from fp8stack.optim.grad_clip import NormHistory, keep_newest
 from fp8stack.training.guard.amax import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
@@ -131,7 +131,7 @@ class Monitor:
         self.skips = torch.zeros(len(optimizers), device=device)
         for member, skip in zip(optimizers, self.skips, strict=True):
             member.found_inf = skip  # type: ignore[attr-defined]
-        self.norms = Norms(keep_norms, device) if keep_norms else None
+        self.norms = NormHistory(keep_norms, device) if keep_norms else None
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         # Losses and norms of the last good steps, newest last; NaN in rows not filled yet.
         self._window = torch.full((config.window, 2), torch.nan, **options)
