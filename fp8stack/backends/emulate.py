@@ -148,6 +148,8 @@ class EmulatedOperand(OperandQuantizers):
         bf16: whether values are held in bfloat16 on a GPU.
         rows, columns: the form of each copy.
         packs: whether the column copy is bytes, which are unpacked in the backward pass.
+        always_records: whether the column copy's amax is recorded where the copy is not needed, as
+            in a frozen layer: it has another slot than the row copy.
     """
 
     def __init__(
@@ -164,6 +166,8 @@ class EmulatedOperand(OperandQuantizers):
             self.at_once = None if along is None else rounding_of_both(along, across)
         self.bf16 = bf16
         self.packs = save_fp8 and name != "grad_output"
+        separate = self.slot_across is not None and self.slot_across is not self.slot
+        self.always_records = separate and name != "grad_output" and not self.packs
         in_bf16 = along is not None and along.exact_in_bf16
         self.rows = Form(False, in_bf16)
         if isinstance(across, Quantizer):
@@ -258,6 +262,8 @@ class EmulateBackend(Backend):
             copies.append(Emulated(*rounded, form))
         rows = copies[0]
         if not both:
+            if call.record and quantizers.always_records and quantizers.slot_across is not None:
+                quantizers.slot_across.record(numerics.amax(x))
             return rows, None
         if packs:
             return rows, quantizers.pack(x, rows)
