@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from bench import runner
-from fp8stack.errors import UserError
-from fp8stack.threads import adapting
+from fp8stack.common.errors import UserError
+from fp8stack.training.threads import adapting
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.report import Row
-from fp8stack.benchmark.step import unserved
-from fp8stack.benchmark.timing import Timing, interleaved
+from fp8stack.analysis.benchmark.step_timing import unserved
+from fp8stack.analysis.benchmark.timing import Timing, interleaved
 from fp8stack.precision import Hardware
 
 Arm = Callable[[], object]

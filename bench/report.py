@@ -11,8 +11,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fp8stack import tables
-from fp8stack.benchmark.timing import Timing, machine, median_interval, ratio
+from fp8stack.analysis.benchmark.timing import Timing, machine, median_interval, ratio
+from fp8stack.common import tables
 
 Row = dict[str, Any]
 Report = dict[str, Any]

@@ -20,8 +20,8 @@ from bench import report as reports
 from bench.cells import Cells, words
 from bench.report import Report, Row
 from bench.timing_lock import timing
-from fp8stack.benchmark.timing import machine, slug
-from fp8stack.errors import UserError, quoted
+from fp8stack.analysis.benchmark.timing import machine, slug
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"

@@ -114,7 +114,7 @@ def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    from fp8stack import presets
+    from fp8stack.common import presets
 
     recipes = chosen.recipes.split(",") if chosen.recipes else presets.names("recipes")
     sections = chosen.only.split(",")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fp8stack.io import lock
+from fp8stack.common.io import lock
 
 _USER = os.getuid() if hasattr(os, "getuid") else 0
 PATH = Path(tempfile.gettempdir()) / f"fp8stack-timing-{_USER}.lock"

@@ -2,43 +2,43 @@
 names below are public. They are imported on first use, so that `import fp8stack` is fast."""
 
 # This file imports nothing slow, because the command handles Ctrl-C only after it.
-from fp8stack.lazy import lazy_names
-from fp8stack.version import __version__ as __version__
+from fp8stack.common.lazy import lazy_names
+from fp8stack.common.version import __version__ as __version__
 
 TYPE_CHECKING = False  # as in `typing`, without importing it
 if TYPE_CHECKING:
     from fp8stack import numerics
-    from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-    from fp8stack.errors import UserError
-    from fp8stack.estimate.savings import savings
-    from fp8stack.evaluation import evaluate
-    from fp8stack.exports import export
-    from fp8stack.generation import generate
+    from fp8stack.common.errors import UserError
+    from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
+    from fp8stack.layers import build_backend, fp8_state, load_fp8_state
     from fp8stack.model.config import GPTConfig, load_config, plan_for
     from fp8stack.model.convert import convert
     from fp8stack.model.gpt import GPT
-    from fp8stack.optim.grad_scaler import LossScaler
+    from fp8stack.planning.savings import savings
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
     from fp8stack.precision.phases import precision_for_phase
-    from fp8stack.tokenizer import Tokenizer, load_tokenizer
+    from fp8stack.trained.evaluate import evaluate
+    from fp8stack.trained.export import export
+    from fp8stack.trained.generate import generate
     from fp8stack.training.load import load
+    from fp8stack.training.optim.grad_scaler import LossScaler
     from fp8stack.training.pretrain import pretrain
 
 _NAMES = {
-    "backends": ("build_backend", "fp8_state", "load_fp8_state"),
-    "errors": ("UserError",),
-    "estimate.savings": ("savings",),
-    "evaluation": ("evaluate",),
-    "exports": ("export",),
-    "generation": ("generate",),
+    "layers": ("build_backend", "fp8_state", "load_fp8_state"),
+    "common.errors": ("UserError",),
+    "planning.savings": ("savings",),
+    "trained.evaluate": ("evaluate",),
+    "trained.export": ("export",),
+    "trained.generate": ("generate",),
     "model.config": ("GPTConfig", "load_config", "plan_for"),
     "model.convert": ("convert",),
     "model.gpt": ("GPT",),
     "numerics": (),
-    "optim.grad_scaler": ("LossScaler",),
+    "training.optim.grad_scaler": ("LossScaler",),
     "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
     "precision.phases": ("precision_for_phase",),
-    "tokenizer": ("Tokenizer", "load_tokenizer"),
+    "data.tokenizer": ("Tokenizer", "load_tokenizer"),
     "training.load": ("load",),
     "training.pretrain": ("pretrain",),
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fp8stack import cli
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 
 if TYPE_CHECKING:
     from tests.support.hub_stand_in import Hub

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8stack
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from tests.conftest import TINY
 from tests.docs.docs_found import ROOT
 
@@ -67,9 +67,9 @@ def test_a_model_is_converted_by_a_recipes_name():
 @pytest.mark.parametrize("name", ["generate", "evaluate", "export"])
 def test_the_names_are_functions_whatever_is_imported(name):
     import fp8stack.cli.export
-    import fp8stack.evaluation
-    import fp8stack.exports
-    import fp8stack.generation
+    import fp8stack.trained.evaluate
+    import fp8stack.trained.export
+    import fp8stack.trained.generate
 
     assert callable(getattr(fp8stack, name))
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from fp8stack import __version__, presets
-from fp8stack.conform.golden import FOLDER
+from fp8stack import __version__
+from fp8stack.analysis.conform.golden import FOLDER
+from fp8stack.common import presets
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -91,7 +92,7 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
     assert (
         corpus
         | SOURCES
-        | {"fp8stack/py.typed", "fp8stack/exports/card.md.jinja"}
+        | {"fp8stack/py.typed", "fp8stack/trained/export/card.md.jinja"}
         | {f"fp8stack/report/{name}" for name in files}
         <= names
     )

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import report
 from bench.report import Report, Row
-from fp8stack.backends import build_backend
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Recompute
 from fp8stack.precision import Hardware

@@ -24,11 +24,11 @@ from bench import report
 from bench.cells import clocks, others_s
 from bench.cost import emulation
 from bench.report import Report, Row
-from fp8stack.benchmark.step import arms, build, works
-from fp8stack.errors import UserError
+from fp8stack.analysis.benchmark.step_timing import arms, build, works
+from fp8stack.common.errors import UserError
 from fp8stack.precision import probe
-from fp8stack.threads import USER_SETTINGS, adapting
 from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.threads import USER_SETTINGS, adapting
 
 SHORT = ["--seconds", "1", "--steps", "4"]
 LOOPS = (0, 1, 2, 4)

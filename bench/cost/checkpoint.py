@@ -17,17 +17,17 @@ from pathlib import Path
 from bench import report, runner
 from bench.cost import emulation
 from bench.report import Report, Row
-from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import StepWork, training_step
-from fp8stack.benchmark.timing import summarize, wait_for
-from fp8stack.checkpoint.saver import Groups, Saver
-from fp8stack.checkpoint.state import capture
-from fp8stack.config import RunConfig
+from fp8stack.analysis.benchmark.step_timing import StepWork, training_step
+from fp8stack.analysis.benchmark.timing import summarize, wait_for
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, probe
+from fp8stack.training.checkpoint.saver import Groups, Saver
+from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.optim.optimizer import build_optimizer
+from fp8stack.training.run_config import RunConfig
 
 SHORT = ["--rounds", "3"]
 WAITING, BEHIND = "in the foreground", "in the background"

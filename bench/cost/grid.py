@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bench import report, runner
 from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.benchmark.step import PRECISIONS, StepWork, works
+from fp8stack.analysis.benchmark.step_timing import PRECISIONS, StepWork, works
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import probe
 

@@ -14,8 +14,8 @@ import torch
 from bench import peers, report, runner
 from bench.cost import emulation
 from bench.report import Report, Row
-from fp8stack.benchmark.step import FP8, baseline, served
-from fp8stack.benchmark.timing import Timing
+from fp8stack.analysis.benchmark.step_timing import FP8, baseline, served
+from fp8stack.analysis.benchmark.timing import Timing
 from fp8stack.precision import Hardware, probe
 
 Arm = Callable[[], object]

@@ -20,7 +20,7 @@ import torch
 from bench import cells, report, runner
 from bench.cost import activations, emulation
 from bench.report import Report, Row
-from fp8stack.benchmark.step import (
+from fp8stack.analysis.benchmark.step_timing import (
     PRECISIONS,
     StepArm,
     StepWork,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.benchmark.timing import Timing, interleaved
-from fp8stack.config import GuardConfig
+from fp8stack.analysis.benchmark.timing import Timing, interleaved
 from fp8stack.numerics import (
     AmaxHistory,
     Quantizer,
@@ -28,6 +27,7 @@ from fp8stack.numerics import (
 )
 from fp8stack.precision import probe
 from fp8stack.training.guard.monitor import Monitor
+from fp8stack.training.run_config import GuardConfig
 
 SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)

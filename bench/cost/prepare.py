@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark.timing import interleaved
+from fp8stack.analysis.benchmark.timing import interleaved
 from fp8stack.data import load_corpora
 
 PLAIN = "plain loop"

@@ -10,7 +10,7 @@ from bench import report, runner
 from bench.cost import emulation
 from bench.cost.step import in_turns
 from bench.report import Report, Row
-from fp8stack.benchmark.step import SMALL, StepWork
+from fp8stack.analysis.benchmark.step_timing import SMALL, StepWork
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark.timing import interleaved
+from fp8stack.analysis.benchmark.timing import interleaved
 
 # `main` is the function that the entry point of the installed command calls.
 _COMMAND = "import sys; from fp8stack.cli import main; sys.argv = {words}; main()"

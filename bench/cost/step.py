@@ -19,7 +19,7 @@ from bench import cells, peers, report, runner
 from bench.cells import words
 from bench.cost import emulation
 from bench.report import Bar, Report, Row
-from fp8stack.benchmark.step import (
+from fp8stack.analysis.benchmark.step_timing import (
     FP8,
     StepWork,
     arms,
@@ -30,7 +30,7 @@ from fp8stack.benchmark.step import (
     free_memory,
     plan_of,
 )
-from fp8stack.benchmark.timing import interleaved, slug
+from fp8stack.analysis.benchmark.timing import interleaved, slug
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.metrics import profiler
 from fp8stack.training.metrics.throughput import peak_rate

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.benchmark.timing import interleaved
-from fp8stack.ops.fused_casts import cast_transpose
-from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
+from fp8stack.analysis.benchmark.timing import interleaved
+from fp8stack.layers.kernels.fused_casts import cast_transpose
+from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
 from fp8stack.precision import probe
 
 Call = Callable[[], Any]

@@ -20,12 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.gpu import gpu_report, references
-from fp8stack.conform import histories
-from fp8stack.conform import te as te_raw
-from fp8stack.conform.casts import SCALES
-from fp8stack.conform.checks import Context, Facts, Skipped
-from fp8stack.conform.golden import FOLDER
-from fp8stack.conform.inputs import (
+from fp8stack.analysis.conform import histories
+from fp8stack.analysis.conform import te_casts as te_raw
+from fp8stack.analysis.conform.casts import SCALES
+from fp8stack.analysis.conform.check_inputs import (
     DTYPES,
     FORMAT_NAMES,
     LinearOperands,
@@ -33,8 +31,10 @@ from fp8stack.conform.inputs import (
     spiky_steps,
     values_of,
 )
-from fp8stack.conform.quantizers import TE_QUANTIZERS, rules
-from fp8stack.formats import AmaxAlgorithm, Quantizer
+from fp8stack.analysis.conform.checks import Context, Facts, Skipped
+from fp8stack.analysis.conform.golden import FOLDER
+from fp8stack.analysis.conform.quantizers import TE_QUANTIZERS, rules
+from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.precision import probe
 
 STEPS = 50

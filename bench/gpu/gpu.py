@@ -21,8 +21,8 @@ import torch
 from bench.cells import append_line, json_lines
 from bench.gpu import golden, gpu_report, losses, visit
 from bench.gpu.gpu_report import TIME_IS_UP, Report
-from fp8stack.conform.checks import Check, Context, Facts, run_check
-from fp8stack.conform.suite import GROUPS
+from fp8stack.analysis.conform.checks import Check, Context, Facts, run_check
+from fp8stack.analysis.conform.suite import GROUPS
 from fp8stack.precision import probe
 
 # Seconds. The last section gets the rest of the time.

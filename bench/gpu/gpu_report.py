@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import fp8stack
-from fp8stack.benchmark.timing import version
-from fp8stack.conform.checks import Facts, brief, broken
+from fp8stack.analysis.benchmark.timing import version
+from fp8stack.analysis.conform.checks import Facts, brief, broken
+from fp8stack.common.tables import markdown as table
 from fp8stack.precision import Hardware
-from fp8stack.tables import markdown as table
 
 ROOT = Path(__file__).parents[2]
 TIME_IS_UP = "the section's time was up"

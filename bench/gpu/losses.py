@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from fp8stack import data
-from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import free_memory
-from fp8stack.benchmark.timing import wait_for
-from fp8stack.config import RunConfig
-from fp8stack.conform.checks import Check, Context, Facts, Skipped, plan_of
+from fp8stack.analysis.benchmark.step_timing import free_memory
+from fp8stack.analysis.benchmark.timing import wait_for
+from fp8stack.analysis.conform.checks import Check, Context, Facts, Skipped, plan_of
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import load_recipe
+from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
+from fp8stack.training.run_config import RunConfig
 
 BF16 = ("reference", "bf16")
 # The most important arms first, since the time may not suffice for all.

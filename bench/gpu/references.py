@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp8stack.conform.inputs import NVFP4, amaxes, matrix, ties
-from fp8stack.formats import Quantizer
+from fp8stack.analysis.conform.check_inputs import NVFP4, amaxes, matrix, ties
+from fp8stack.common.formats import Quantizer
 
 Tensors = dict[str, Tensor]
 Made = Iterator[tuple[str, dict[str, Any], Tensors]]

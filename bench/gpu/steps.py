@@ -16,16 +16,22 @@ from typing import Any
 import torch
 
 from bench.cells import words
-from fp8stack.backends import build_backend
-from fp8stack.benchmark.step import StepWork, chosen, figures, free_memory, training_step
-from fp8stack.benchmark.timing import interleaved
-from fp8stack.config import RunConfig
+from fp8stack.analysis.benchmark.step_timing import (
+    StepWork,
+    chosen,
+    figures,
+    free_memory,
+    training_step,
+)
+from fp8stack.analysis.benchmark.timing import interleaved
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, load_recipe, probe
 from fp8stack.training.metrics import profiler
 from fp8stack.training.metrics.throughput import peak_rate
+from fp8stack.training.optim.optimizer import build_optimizer
+from fp8stack.training.run_config import RunConfig
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 

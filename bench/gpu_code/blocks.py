@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu_code import TOKENS
 from bench.gpu_code.gemms import ScaledGemm, scaled_gemms
 from bench.gpu_code.pretend import CUDA
-from fp8stack.backends import build_backend
-from fp8stack.backends import torch as torch_backend
+from fp8stack.layers import build_backend
+from fp8stack.layers import torch as torch_backend
+from fp8stack.layers.kernels import weight_casts as many_weights
+from fp8stack.layers.kernels.variants import KernelVariant
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
-from fp8stack.ops import weights as many_weights
-from fp8stack.ops.kernels import KernelVariant
 from fp8stack.precision import Plan, load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 

@@ -23,8 +23,9 @@ from torch._inductor.codecache import PyCodeCache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fp8stack.layers.kernels import fused_casts
+from fp8stack.layers.kernels import variants as kernels
 from fp8stack.numerics.operators import EAGER
-from fp8stack.ops import fused_casts, kernels
 
 if TYPE_CHECKING:
     from bench.gpu_code.blocks import Program

@@ -33,11 +33,11 @@ from matplotlib.figure import Figure
 from bench.cells import failure, words
 from bench.gpu_code import TOKENS
 from bench.report import Report, Row, heading, markdown, report_of
-from fp8stack import presets
-from fp8stack.benchmark.roofline import ideal_work
-from fp8stack.errors import UserError
+from fp8stack.common import presets
+from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
-from fp8stack.model.trace import trace
+from fp8stack.planning.roofline import ideal_work
+from fp8stack.planning.trace import trace
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 

@@ -26,16 +26,17 @@ from torch._inductor.codecache import PyCodeCache
 from triton.compiler import CompiledKernel
 
 from bench.gpu_code.blocks import GEMMS, Program, compile_for_gpu
-from fp8stack.backends import build_backend
-from fp8stack.backends import torch as torch_backend
-from fp8stack.config import GuardConfig
+from fp8stack.layers import build_backend
+from fp8stack.layers import torch as torch_backend
+from fp8stack.layers.kernels import fused_casts, replay, scaled_gemm
+from fp8stack.layers.kernels import variants as kernels
+from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.model.config import load_config
 from fp8stack.model.gpt import GPT
-from fp8stack.ops import fused_casts, kernels, replay, scaled_gemm
-from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
+from fp8stack.training.run_config import GuardConfig
 
 NARROW = {"width": 128, "heads": 2, "vocabulary": 256, "context": 128}
 WARM_UP = replay.EAGER + 3  # steps after which nothing is compiled or recorded

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bench.peers import autocast, shape_of
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
-from fp8stack.benchmark.step import StepWork, training_step
-from fp8stack.conform import te as te_raw
+from fp8stack.analysis.benchmark.step_timing import StepWork, training_step
+from fp8stack.analysis.conform import te_casts as te_raw
 
 
 def layer_options(shape: Shape, number: int) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.benchmark.step import FP8
-from fp8stack.checkpoint import reader
+from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.training import finalize, loop
+from fp8stack.training.checkpoint import reader
 from fp8stack.training.run import Run
 from tests.faults.processes import checkpoints, rows, run_ranks
 

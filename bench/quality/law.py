@@ -26,12 +26,12 @@ from scipy import optimize
 from bench import report
 from bench.cells import append_line, json_lines
 from bench.quality import study, study_tables
-from fp8stack.benchmark.timing import machine
-from fp8stack.errors import UserError
-from fp8stack.forecast import law as laws
-from fp8stack.forecast.forecast import ForecastOptions, find_trained, load_trained
-from fp8stack.forecast.sensitivity import sensitivities
-from fp8stack.io import write_atomically
+from fp8stack.analysis.benchmark.timing import machine
+from fp8stack.analysis.forecast import law as laws
+from fp8stack.analysis.forecast.forecast import ForecastOptions, find_trained, load_trained
+from fp8stack.analysis.forecast.sensitivity import sensitivities
+from fp8stack.common.errors import UserError
+from fp8stack.common.io import write_atomically
 from fp8stack.precision import load_recipe
 
 SENSITIVITY = "sensitivity.jsonl"

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.numerics import (
     AmaxHistory,
     amax,

@@ -25,8 +25,8 @@ from bench import report as reports
 from bench.cells import words
 from bench.report import Report, Row
 from bench.runner import RESULTS
-from fp8stack.benchmark.timing import machine
-from fp8stack.errors import UserError, unknown
+from fp8stack.analysis.benchmark.timing import machine
+from fp8stack.common.errors import UserError, unknown
 from tests.faults.case import Case, Outcome
 
 ROWS = ("kill_rows", "inputs.input_rows", "numeric.numeric_rows", "rank_rows")

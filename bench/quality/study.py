@@ -28,9 +28,9 @@ from typing import Any
 from bench.cells import append_line, json_lines, words
 from bench.quality import study_tables
 from bench.timing_lock import held_by_another
-from fp8stack.benchmark.timing import machine
-from fp8stack.compare.results import read_run
-from fp8stack.errors import NumericFailure, UserError, quoted
+from fp8stack.analysis.benchmark.timing import machine
+from fp8stack.analysis.compare.run_results import read_run
+from fp8stack.common.errors import NumericFailure, UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.training.run_folder import RunFolder, read_rows

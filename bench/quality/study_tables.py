@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from bench import report
-from fp8stack.compare.intervals import Interval, mean_interval
-from fp8stack.io import write_atomically
+from fp8stack.analysis.compare.intervals import Interval, mean_interval
+from fp8stack.common.io import write_atomically
 
 BASELINE = "fp32"
 SHARED = "first quarter in fp32"

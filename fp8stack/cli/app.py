@@ -28,10 +28,10 @@ from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
 from fp8stack.cli.results import evaluate, list_, report
 from fp8stack.cli.results import show as show_run
-from fp8stack.errors import Interrupted, StorageError, UserError, quoted
-from fp8stack.terminal import show, silence, warn, write_text
-from fp8stack.threads import adapting
-from fp8stack.version import __version__
+from fp8stack.common.errors import Interrupted, StorageError, UserError, quoted
+from fp8stack.common.terminal import show, silence, warn, write_text
+from fp8stack.common.version import __version__
+from fp8stack.training.threads import adapting
 
 app = typer.Typer(
     name="fp8stack",
@@ -175,7 +175,7 @@ def _key_without_flag(error: Any) -> str | None:
     option = error.option_name
     if all(parameter.name != "set" for parameter in error.ctx.command.params):
         return None
-    from fp8stack.config import owner_of
+    from fp8stack.training.run_config import owner_of
 
     key = option.lstrip("-").replace("-", "_")
     owner = owner_of(key)

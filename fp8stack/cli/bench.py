@@ -7,7 +7,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.terminal import show, write_text
+from fp8stack.common.terminal import show, write_text
 
 MODEL = option("Model preset or TOML file. [gpt2-124m]")
 CONTEXT = option("Tokens per sequence. [the model's]", min=1)
@@ -45,8 +45,8 @@ def roofline(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Predict a training step's time in bf16 and each FP8 recipe, part by part."""
-    from fp8stack.benchmark import roofline as predicted
     from fp8stack.model.config import load_config
+    from fp8stack.planning import roofline as predicted
 
     config = load_config(model)
     chosen, hardware = predicted.choose_gpu(capability, gpu)
@@ -79,8 +79,8 @@ def step(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
-    from fp8stack.benchmark.step import FP8, QUANTIZED, chosen, measure, table
-    from fp8stack.errors import unknown
+    from fp8stack.analysis.benchmark.step_timing import FP8, QUANTIZED, chosen, measure, table
+    from fp8stack.common.errors import unknown
     from fp8stack.precision import probe
 
     hardware = probe(device)
@@ -93,6 +93,6 @@ def step(
     if json:
         options.print_json(rows)
     else:
-        from fp8stack.screen import Screen
+        from fp8stack.common.screen import Screen
 
         Screen().print(table(rows))

@@ -6,7 +6,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.errors import Interrupted
+from fp8stack.common.errors import Interrupted
 
 RECIPES = option("Precision recipes or TOML files, separated by commas. [six of them]")
 OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
@@ -51,7 +51,7 @@ def compare(
     """
     flags = options.run_flags(locals())
     flags |= {"out": None, "init_from": from_}
-    from fp8stack.compare import comparison, settings
+    from fp8stack.analysis.compare import comparison, settings
 
     request = settings.prepare(
         recipes,

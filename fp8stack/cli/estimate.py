@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.terminal import show
+from fp8stack.common.terminal import show
 
 if TYPE_CHECKING:
-    from fp8stack.config import RunConfig
-    from fp8stack.estimate.answer import Answer
+    from fp8stack.planning.estimate import Answer
     from fp8stack.precision import Hardware
+    from fp8stack.training.run_config import RunConfig
 
 MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
 
@@ -37,9 +37,9 @@ def estimate(
 ) -> None:
     """Estimate the memory of a run, part by part, and the largest batch that fits."""
     flags = options.run_flags(locals())
-    from fp8stack.config import parse_config
-    from fp8stack.estimate import answer as answers
+    from fp8stack.planning import estimate as answers
     from fp8stack.precision.hardware import machine_for
+    from fp8stack.training.run_config import parse_config
 
     parsed = parse_config(config, flags, set or [])
     hardware = machine_for(capability, te, parsed.device)
@@ -53,14 +53,14 @@ def estimate(
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
     """The memory of a run with this configuration on `ranks` machines like `hardware`. Raises the
     errors of building the run, and a UserError if `memory_given` is not a positive size."""
-    from fp8stack import presets
-    from fp8stack.backends.compiler import require_compilable
-    from fp8stack.config import for_ranks
-    from fp8stack.distributed.parallelize import require_divisible, require_possible
-    from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate, memory_of
+    from fp8stack.common import presets
+    from fp8stack.layers.compiler import require_compilable
     from fp8stack.model.config import load_config, plan_for
-    from fp8stack.optim.optimizer import require_optimizer
+    from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
+    from fp8stack.training.distributed.parallelize import require_divisible, require_possible
     from fp8stack.training.memory import Footprint
+    from fp8stack.training.optim.optimizer import require_optimizer
+    from fp8stack.training.run_config import for_ranks
     from fp8stack.training.run_plans import Decided, context_of, plan_phases, unwanted_backends
 
     memory, whose = memory_of(hardware) if memory_given is None else _given(memory_given)
@@ -124,7 +124,7 @@ def _given(memory: str) -> tuple[int, str]:
     """The bytes of `--memory`, in GiB by default, and the name of their source."""
     import re
 
-    from fp8stack.errors import UserError, quoted
+    from fp8stack.common.errors import UserError, quoted
 
     match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
     size = 0
@@ -142,9 +142,9 @@ def _given(memory: str) -> tuple[int, str]:
 
 def _show(estimated: Answer) -> None:
     """Print tables, as Markdown unless on a terminal."""
-    from fp8stack.estimate.answer import sentences, tables
-    from fp8stack.screen import Screen
-    from fp8stack.tables import markdown, rich_table
+    from fp8stack.common.screen import Screen
+    from fp8stack.common.tables import markdown, rich_table
+    from fp8stack.planning.estimate import sentences, tables
 
     console = Screen()
     show(", ".join(f"{key} {value}" for key, value in estimated.run.items()))

@@ -6,8 +6,8 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.errors import UserError
-from fp8stack.terminal import say, warn
+from fp8stack.common.errors import UserError
+from fp8stack.common.terminal import say, warn
 
 RUN = typer.Argument(help="Run folder or checkpoint.", show_default=False, metavar="RUN")
 FORMAT = option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]")
@@ -30,8 +30,8 @@ def export(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Export a trained model to a folder that transformers, vLLM or safetensors load."""
-    from fp8stack.exports import write_export
-    from fp8stack.hf import hub
+    from fp8stack.common import hub
+    from fp8stack.trained.export import write_export
 
     if push is None and private:
         raise UserError("--private needs --push. Leave it out, or give --push owner/name.")

@@ -11,7 +11,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.terminal import show
+from fp8stack.common.terminal import show
 
 RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
@@ -51,8 +51,8 @@ def forecast(
     One trained model is enough, in any precision; nothing is trained.
     """
     flags = {key: value for key, value in locals().items() if key in MEASURED}
-    from fp8stack.forecast import forecast as forecasts
-    from fp8stack.presets import recipe_words
+    from fp8stack.analysis.forecast import forecast as forecasts
+    from fp8stack.common.presets import recipe_words
 
     chosen = forecasts.RECIPES if recipes is None else recipe_words(recipes)
     request = forecasts.ForecastOptions(recipes=chosen, **flags)
@@ -87,11 +87,11 @@ def tune(
     Cheap is a short time, measured here, on a GPU, and few bits on a CPU.
     """
     flags = {key: value for key, value in locals().items() if key in MEASURED}
-    from fp8stack.forecast import forecast as forecasts
-    from fp8stack.forecast import tune
-    from fp8stack.forecast.times import PLAIN, time_shares
+    from fp8stack.analysis.forecast import forecast as forecasts
+    from fp8stack.analysis.forecast import tune
+    from fp8stack.analysis.forecast.times import PLAIN, time_shares
+    from fp8stack.common.presets import recipe_words
     from fp8stack.precision import probe
-    from fp8stack.presets import recipe_words
 
     target = tune.parse_target(budget, bits, time, out)
     hardware = probe(device)
@@ -115,7 +115,7 @@ def _measuring() -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being measured."""
     from rich.text import Text
 
-    from fp8stack.screen import Screen
+    from fp8stack.common.screen import Screen
 
     with Screen(stderr=True).status("measuring") as status:
         yield lambda name: status.update(Text(f"measured {name}"))

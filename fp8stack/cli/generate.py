@@ -7,7 +7,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.errors import UserError, quoted
+from fp8stack.common.errors import UserError, quoted
 
 TEMPERATURE = option("Sampling temperature; 0 takes the likeliest token. [0.8]")
 TOP_P = option("Sample from the likeliest tokens of this total probability. [all]")
@@ -34,8 +34,8 @@ def generate(
         raise UserError("Give --prompt or --prompt-file, not both.")
     if prompt_file is not None:
         prompt = _read(prompt_file)
-    from fp8stack.generation import GenerationOptions, write
     from fp8stack.model.sampling import Sampling
+    from fp8stack.trained.generate import GenerationOptions, write
 
     request = GenerationOptions(
         run=run,

@@ -8,7 +8,7 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.terminal import show
+from fp8stack.common.terminal import show
 
 ONLY = option("Checks to run: part of a name such as 'gemms: ', or a pattern with * and ?.")
 OUT = option("File to write the report to, as JSON.")
@@ -21,14 +21,14 @@ def doctor(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Show how each recipe runs on this machine and why, and the number formats."""
-    from fp8stack import doctor
+    from fp8stack.precision import doctor
     from fp8stack.precision.hardware import machine_for
 
     hardware = machine_for(capability, te)
     if json:
         options.print_json(doctor.as_json(hardware))
     else:
-        from fp8stack.screen import Screen
+        from fp8stack.common.screen import Screen
 
         doctor.show(hardware, Screen())
 
@@ -47,10 +47,10 @@ def conform(
     """
     from rich.text import Text
 
-    from fp8stack.conform import suite
-    from fp8stack.conform.checks import Context
+    from fp8stack.analysis.conform import suite
+    from fp8stack.analysis.conform.checks import Context
+    from fp8stack.common.screen import Screen
     from fp8stack.precision import probe
-    from fp8stack.screen import Screen
 
     file = suite.file_for(out)
     context = Context(probe(device), quick, seed=seed)

@@ -6,8 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fp8stack.terminal import show, show_json, write_text
-from fp8stack.threads import use_threads
+from fp8stack.common.terminal import show, show_json, write_text
+from fp8stack.training.threads import use_threads
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -23,7 +23,7 @@ def _show(context: typer.Context, requested: bool) -> None:
 
 def _names(kind: Any) -> list[str]:
     """Names for shell completion."""
-    from fp8stack.presets import names
+    from fp8stack.common.presets import names
 
     return names(kind)
 
@@ -73,7 +73,7 @@ JSON = option("Print JSON.", "--json")
 
 def run_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a command that are keys of a run."""
-    from fp8stack.config import RunConfig
+    from fp8stack.training.run_config import RunConfig
 
     return {key: value for key, value in values.items() if key in RunConfig.model_fields}
 
@@ -87,7 +87,7 @@ def print_json(data: Any) -> None:
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as columns, under the names of their keys; integers have thousands separators."""
-    from fp8stack.tables import aligned
+    from fp8stack.common.tables import aligned
 
     def cell(value: Any) -> str:
         if value is None:

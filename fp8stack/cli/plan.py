@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.terminal import show
+from fp8stack.common.terminal import show
 
 if TYPE_CHECKING:
-    from fp8stack.config import RunConfig
-    from fp8stack.planner.table import PrecisionTable
+    from fp8stack.planning.plan_table import PrecisionTable
     from fp8stack.precision import Hardware
+    from fp8stack.training.run_config import RunConfig
 
 GPU = option("Assume this GPU, by its data sheet (H100, L4, RTX 4090).")
 
@@ -33,9 +33,9 @@ def plan(
 ) -> None:
     """Show the precision of every operation of a training step, and where tensors are cast."""
     flags = options.run_flags(locals())
-    from fp8stack.config import parse_config
-    from fp8stack.planner import table as tables
+    from fp8stack.planning import plan_table as tables
     from fp8stack.precision.hardware import machine_for
+    from fp8stack.training.run_config import parse_config
 
     parsed = parse_config(config, flags, set or [])
     table = table_for(parsed, machine_for(capability, te, parsed.device, gpu))
@@ -43,7 +43,7 @@ def plan(
     if json:
         options.print_json(tables.as_json(table) | {"training": training})
         return
-    from fp8stack.screen import Screen
+    from fp8stack.common.screen import Screen
 
     console = Screen()
     show(f"machine: {table.machine}", *table.plan.summary())
@@ -64,9 +64,9 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
     the run would raise."""
     from dataclasses import replace
 
-    from fp8stack.backends.compiler import require_compilable
+    from fp8stack.layers.compiler import require_compilable
     from fp8stack.model.config import load_config
-    from fp8stack.planner.table import make_table
+    from fp8stack.planning.plan_table import make_table
     from fp8stack.training.run_plans import context_of, never_asked_for, phases_in, plan_recipe
 
     shape = load_config(config.model, config.model_overrides)
@@ -86,7 +86,7 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
 def training_of(config: RunConfig) -> dict[str, Any]:
     """The training settings by key: the run's, else the model's training preset's, else the
     default."""
-    from fp8stack.config import training_preset
+    from fp8stack.training.run_config import training_preset
 
     keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
     settings = {key: getattr(config, key) for key in keys}

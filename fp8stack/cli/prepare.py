@@ -51,10 +51,10 @@ def prepare(
     import sys
     from pathlib import Path
 
-    from fp8stack.errors import UserError
-    from fp8stack.prepare.folder import as_json
-    from fp8stack.prepare.inputs import Settings
-    from fp8stack.prepare.run import SAVED, prepare
+    from fp8stack.common.errors import UserError
+    from fp8stack.data.prepare.inputs import Settings
+    from fp8stack.data.prepare.output_folder import as_json
+    from fp8stack.data.prepare.pipeline import SAVED, prepare
     from fp8stack.training.signals import stop_requests
 
     if tokenizer is not None and train_bpe is not None:

@@ -6,7 +6,7 @@ import typer
 
 from fp8stack.cli import leave_while_importing, options
 from fp8stack.cli.options import option
-from fp8stack.errors import Interrupted
+from fp8stack.common.errors import Interrupted
 
 DATA = option("Text, tokens, a folder, or a mixture. [Python's library]")
 DATA_ORDER = option("Window order: random, or shuffled epochs. [random]")

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from fp8stack import terminal
 from fp8stack.cli import options
 from fp8stack.cli.options import option
-from fp8stack.errors import UserError, unknown
+from fp8stack.common import terminal
+from fp8stack.common.errors import UserError, unknown
 
 KINDS = ("models", "recipes", "runs")
 KIND = typer.Argument(help="models, recipes or runs.", show_default=False, metavar="KIND")
@@ -35,7 +35,7 @@ def list_(
     for name, value, of in (("FOLDER", folder, "runs"), ("--capability", capability, "recipes")):
         if value is not None and kind != of:
             raise UserError(f"{name} is for `list {of}`. Leave it out.")
-    from fp8stack.report import listing
+    from fp8stack.analysis.report import listing
 
     if kind == "models":
         rows = listing.models()
@@ -55,7 +55,7 @@ def list_(
 
 def show(run: Annotated[Path, RUN]) -> None:
     """Show a run on the terminal: figures, findings and what to do next."""
-    from fp8stack.report import report
+    from fp8stack.analysis.report import report
     from fp8stack.training.run_folder import RunFolder
 
     report([run], text=True)
@@ -70,7 +70,7 @@ def report(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
-    from fp8stack import report as reports
+    from fp8stack.analysis import report as reports
 
     if json and text:
         raise UserError("Give --json or --text, not both.")
@@ -93,8 +93,8 @@ def evaluate(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Compute validation losses and bits per byte of trained models, in one recipe or several."""
-    from fp8stack import evaluation
-    from fp8stack.presets import recipe_words
+    from fp8stack.common.presets import recipe_words
+    from fp8stack.trained import evaluate as evaluation
 
     scores = evaluation.evaluate(
         runs,
@@ -107,7 +107,7 @@ def evaluate(
         backend=backend,
         device=device,
     )
-    from fp8stack.screen import Screen
+    from fp8stack.common.screen import Screen
 
     console = Screen()
     if json:

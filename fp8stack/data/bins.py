@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8stack.common.errors import UserError
 from fp8stack.data import megatron
 from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import head_and_size
 from fp8stack.data.nanogpt import characters_beside
-from fp8stack.errors import UserError
 
 UINT16_VALUES = 2**16
 HEADER_BYTES = 1024

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.errors import UserError, raised_in_worker
+from fp8stack.common.errors import UserError, raised_in_worker
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Begins: TypeAlias = npt.NDArray[np.bool_]

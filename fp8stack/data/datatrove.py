@@ -8,9 +8,9 @@ https://github.com/huggingface/datatrove/blob/main/src/datatrove/pipeline/tokens
 import re
 from pathlib import Path
 
+from fp8stack.common.errors import UserError
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import head_and_size
-from fp8stack.errors import UserError
 
 WIDTHS = {2: "<u2", 4: "<u4"}
 _BESIDE = re.compile(r"\.ds\.(index|metadata|loss)$")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 
 SNIFFED_BYTES = 2**16
 BYTE_ORDER_MARKS = {  # some editors begin a text with one; it is no part of the text

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8stack.common.errors import UserError
 from fp8stack.data.corpus import CHECKED_AT_ONCE, Begins, Part, ascends, begun, map_tokens
 from fp8stack.data.files import head_and_size
-from fp8stack.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

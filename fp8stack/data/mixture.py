@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fp8stack.common.errors import UserError
 from fp8stack.data.corpus import Corpus
 from fp8stack.data.order import BLOCK, shares
-from fp8stack.errors import UserError
 
 _WEIGHT = r"\s*[-+0-9.]+(?:[eE][-+]?[0-9]+)?\s*:"
 

@@ -7,9 +7,9 @@ import pickletools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8stack.common.errors import UserError
 from fp8stack.data.files import unreadable
-from fp8stack.errors import UserError
-from fp8stack.tokenizer import Tokenizer, tokenizer_from_json
+from fp8stack.data.tokenizer import Tokenizer, tokenizer_from_json
 
 META = "meta.pkl"
 CONSTANTS = {"BININT", "BININT1", "BININT2", "INT", "LONG1"} | {

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.data.corpus import Part, Separator
-from fp8stack.errors import UserError, quoted
 
 MOST_BYTES = 2 * 2**30
 ROWS_AT_ONCE = 4096

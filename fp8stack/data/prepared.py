@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from fp8stack.common.errors import UserError
+from fp8stack.common.io import TEMPORARY, read_json
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
-from fp8stack.errors import UserError
-from fp8stack.io import TEMPORARY, read_json
-from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
+from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
 MANIFEST = "manifest.json"
 ENDS = ".ends"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from fp8stack.common.errors import UserError
 from fp8stack.data import megatron, prepared
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
@@ -23,9 +24,8 @@ from fp8stack.data.texts import (
     standard_library,
     text,
 )
-from fp8stack.errors import UserError
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
-from fp8stack.tokenizer.byte_level import ByteTokenizer
+from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.data.tokenizer.byte_level import ByteTokenizer
 
 Parts = tuple[Part, ...]
 

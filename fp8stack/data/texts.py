@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8stack.common.errors import UserError
+from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import encoding_of, head_and_size, is_empty, unreadable, walk
 from fp8stack.data.parquet import END_OF_TEXT
-from fp8stack.errors import UserError
-from fp8stack.terminal import shell_quoted
-from fp8stack.tokenizer import Tokenizer
+from fp8stack.data.tokenizer import Tokenizer
 
 BYTE_VALUES = 256
 MAPPED_FROM_BYTES = 8 * 2**20  # smaller texts are read, since a map costs a file descriptor

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8stack.backends import fp8_state, load_fp8_state
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
+from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.model.convert import convert
 from fp8stack.precision import Plan, probe, resolve
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fp8stack.backends import fp8_state, load_fp8_state
+from fp8stack.layers import fp8_state, load_fp8_state
 
 log = logging.getLogger("fp8stack")
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
-from fp8stack import presets
-from fp8stack.errors import UnservedAttention, UserError
+from fp8stack.common import presets
+from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
-from fp8stack.precision.attention import FP8_ATTENTION
+from fp8stack.precision.fp8_attention import FP8_ATTENTION
 
 ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 """Activations of the MLP. Each has entries in `ops.activations`, the Triton kernel of
@@ -141,7 +141,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPT
         UserError: no such model or file, an unknown key, sizes that do not divide.
     """
     stem, table = presets.read("models", name)
-    table.pop("training", None)  # defaults of a run, read in fp8stack/config.py
+    table.pop("training", None)  # defaults of a run, read in fp8stack/training/run_config.py
     config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
     return config
 

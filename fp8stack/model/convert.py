@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8stack.backends import Backend, build_backend
-from fp8stack.backends.linear import LowPrecisionLinear
-from fp8stack.backends.reminder import StateReminder
-from fp8stack.backends.shared_amaxes import Group
-from fp8stack.errors import UserError, described, quoted
+from fp8stack.common.errors import UserError, described, quoted
+from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.reminder import StateReminder
+from fp8stack.layers.shared_amaxes import Group
 from fp8stack.model.converted import UNCHANGED, PlanFollower
 from fp8stack.model.experts import ExpertModule, find_mixtures, find_routers, matrices_beside
 from fp8stack.model.heads import find_heads

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8stack.backends.linear import LowPrecisionLinear, require_no_transform
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
+from fp8stack.layers.linear import LowPrecisionLinear, require_no_transform
 from fp8stack.precision import LayerPlan, Plan
 
 log = logging.getLogger("fp8stack")

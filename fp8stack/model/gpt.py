@@ -9,14 +9,14 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack.backends import Backend, build_backend
-from fp8stack.backends.activation_checkpoint import contexts
-from fp8stack.backends.compiler import CompileBackend, compiled, require_compilable
+from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.activation_checkpoint import contexts
+from fp8stack.layers.compiler import CompileBackend, compiled, require_compilable
+from fp8stack.layers.kernels.activations import ACTIVATIONS
+from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
+from fp8stack.layers.kernels.kv_cache import KVCache
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
-from fp8stack.ops.activations import ACTIVATIONS
-from fp8stack.ops.attention import Mask, dense_mask, document_mask
-from fp8stack.ops.kv_cache import KVCache
 from fp8stack.precision import Hardware
 
 Recompute = Literal["none", "selective", "block"]

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack.backends.emulate import EmulateBackend
-from fp8stack.backends.linear import CastLinear, LowPrecisionLinear
+from fp8stack.layers.emulate import EmulateBackend
+from fp8stack.layers.linear import CastLinear, LowPrecisionLinear
 
 CHUNK_BYTES = 128 * 2**20
 """The bytes of a chunk's float32 logits. More rows give faster GEMMs and fewer additions of weight

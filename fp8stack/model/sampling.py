@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8stack.errors import NumericFailure, UserError
+from fp8stack.common.errors import NumericFailure, UserError
 from fp8stack.model.gpt import GPT
 
 

@@ -3,8 +3,8 @@
 Everything here is plain tensor arithmetic that gives the same bits on every device.
 """
 
-from fp8stack.formats import FORMATS, Format, Quantizer
-from fp8stack.numerics.amax import AmaxHistory
+from fp8stack.common.formats import FORMATS, Format, Quantizer
+from fp8stack.numerics.amax_history import AmaxHistory
 from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
 from fp8stack.numerics.quantized import (
     Quantized,

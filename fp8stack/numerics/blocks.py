@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.cast import magnitude
 
 

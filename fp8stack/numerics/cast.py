@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8stack.formats import Format, fp8_format, quantized_format
+from fp8stack.common.formats import Format, fp8_format, quantized_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 _NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.

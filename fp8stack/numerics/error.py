@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.numerics.blocks import block_amax, block_sizes, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8stack.formats import FORMATS
+from fp8stack.common.formats import FORMATS
+from fp8stack.common.terminal import warn
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
-from fp8stack.terminal import warn
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import CastWork

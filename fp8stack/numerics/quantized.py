@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_sizes,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.common.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax, record_amax, round_to_format

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Quantizer, ScaleRounding, quantized_format
+from fp8stack.common.formats import FORMATS, Quantizer, ScaleRounding, quantized_format
 from fp8stack.numerics.cast import FLT_MAX, inverse, quotient, saturated, tensor_scale
 
 _MANTISSA = 0x7FFFFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fp8stack.errors import unknown
+from fp8stack.common.errors import unknown
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fp8stack.errors import UserError, quoted
-from fp8stack.ops.toolchain import find_triton_problem
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.precision.gpus import gpu_named, gpu_of_capability
+from fp8stack.precision.toolchain import find_triton_problem
 
 
 @dataclass(frozen=True)

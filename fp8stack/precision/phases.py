@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fp8stack.errors import UserError, unknown
+from fp8stack.common.errors import UserError, unknown
 from fp8stack.precision.hardware import Hardware, probe
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import load_recipe

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fp8stack.errors import UserError
-from fp8stack.formats import Quantizers
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.kernels import KERNELS, feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import KERNELS, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 

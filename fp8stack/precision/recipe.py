@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fp8stack import presets
-from fp8stack.errors import UserError, quoted
-from fp8stack.formats import (
+from fp8stack.common import presets
+from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.formats import (
     OPERANDS,
     AmaxAlgorithm,
     FormatName,
@@ -26,7 +26,7 @@ from fp8stack.formats import (
     ScaleFormat,
     ScaleRounding,
 )
-from fp8stack.precision.attention import FP8_ATTENTION
+from fp8stack.precision.fp8_attention import FP8_ATTENTION
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPrecision = Literal["compute", "fp32", "mxfp8", "delayed", "current"]

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
-from fp8stack import presets
-from fp8stack.errors import UnservedAttention, UserError, described, unknown
-from fp8stack.formats import FORMATS, Quantizer, Quantizers
-from fp8stack.precision.attention import FP8_ATTENTION
+from fp8stack.common import presets
+from fp8stack.common.errors import UnservedAttention, UserError, described, unknown
+from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
-from fp8stack.precision.kernels import BLACKWELL, KERNELS, SCALED_AFTERWARDS, kernel_of
+from fp8stack.precision.native_gemms import BLACKWELL, KERNELS, SCALED_AFTERWARDS, kernel_of
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 

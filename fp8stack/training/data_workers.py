@@ -21,7 +21,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from fp8stack.errors import DataWorkerLost, UserError
+from fp8stack.common.errors import DataWorkerLost, UserError
 
 LOOK_S = 5.0
 """Seconds between two looks at the processes while a batch is waited for."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fp8stack import data
-from fp8stack.distributed.parallelize import part_of
 from fp8stack.training.data_workers import DataWorkers, in_shared_memory
+from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.run import Run
 
 

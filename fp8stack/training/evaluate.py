@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.distributed.process_group import ALONE, Ranks, losing_ranks
 from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.distributed.process_group import ALONE, Ranks, losing_ranks
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 
-from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.io import write_atomically
+from fp8stack.common.io import write_atomically
+from fp8stack.common.tables import counted
+from fp8stack.common.terminal import LAYOUT
 from fp8stack.model.sampling import Sampling, generate
-from fp8stack.tables import counted
-from fp8stack.terminal import LAYOUT
+from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.metrics.console import Display
-from fp8stack.training.metrics.plot import loss_plot
+from fp8stack.training.metrics.loss_plot import loss_plot
 from fp8stack.training.run import Run
 
 

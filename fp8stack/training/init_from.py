@@ -4,13 +4,13 @@ optimizer, step, scales and schedule."""
 from pathlib import Path
 from typing import Any
 
-from fp8stack import hf, presets
-from fp8stack.checkpoint.state import differences
-from fp8stack.config import RunConfig, preset_for
-from fp8stack.errors import UserError
+from fp8stack.common import hub, presets
+from fp8stack.common.errors import UserError
+from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
-from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
+from fp8stack.training.run_config import RunConfig, preset_for
 
 # Keys that may differ from the source's: initialization and dropout.
 FREE = {"dropout", "init_std"}
@@ -75,14 +75,14 @@ def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _same_repository(requested: hf.Repository, saved: hf.Repository) -> bool:
+def _same_repository(requested: hub.Repository, saved: hub.Repository) -> bool:
     """Whether `requested` may be `saved`, whose revision is a commit."""
     if requested.name != saved.name:
         return False
     commit, revision = saved.revision or "", requested.revision
     if revision is None or (len(revision) >= 7 and commit.startswith(revision)):
         return True
-    return hf.commit_in_cache(requested) == commit
+    return hub.commit_in_cache(requested) == commit
 
 
 def same_source(init_from: str, saved: str | None) -> bool:
@@ -90,8 +90,8 @@ def same_source(init_from: str, saved: str | None) -> bool:
     weights."""
     if saved is None:
         return False
-    if hf.path_in(init_from) is not None or hf.path_in(saved) is not None:
-        requested, repository = hf.repository_in(init_from), hf.repository_in(saved)
+    if hub.path_in(init_from) is not None or hub.path_in(saved) is not None:
+        requested, repository = hub.repository_in(init_from), hub.repository_in(saved)
         if requested is not None and repository is not None:
             return _same_repository(requested, repository)
         return absolute_source(init_from) == saved

@@ -9,25 +9,26 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8stack import hf, presets
-from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
-from fp8stack.checkpoint.state import restore_weights
-from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
-from fp8stack.config import RunConfig, at_home
-from fp8stack.errors import UnservedAttention, UserError, described, quoted
-from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
-from fp8stack.precision.attention import FP8_ATTENTION
-from fp8stack.terminal import printable
-from fp8stack.tokenizer import (
+from fp8stack.common import hub, presets
+from fp8stack.common.errors import UnservedAttention, UserError, described, quoted
+from fp8stack.common.terminal import printable
+from fp8stack.data.tokenizer import (
     NAMED,
     TOKENIZER_FILE,
     Tokenizer,
     TokenizerIdentity,
     load_tokenizer,
 )
+from fp8stack.layers import build_backend, fp8_state, load_fp8_state
+from fp8stack.model import hf
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
+from fp8stack.precision.fp8_attention import FP8_ATTENTION
+from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
+from fp8stack.training.checkpoint.state import restore_weights
+from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
+from fp8stack.training.run_config import RunConfig, at_home
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -196,9 +197,9 @@ def find_source(init_from: str) -> Trained:
     transformers saved, or `hf:owner/name[@revision]` on the Hub, as `--init-from` names it. Raises
     what `fetch` raises, a UserError if it does not exist or our GPT cannot represent the model, and
     a NoUsableCheckpoint if the checkpoint is damaged, or all of the run's are."""
-    repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
+    repository, folder = hub.repository_in(init_from), hub.path_in(init_from)
     if repository is not None:
-        path, fetched = hf.fetch(repository)
+        path, fetched = hub.fetch(repository)
         return _of_folder(path, str(fetched))
     if folder is not None:
         return _of_folder(folder, absolute_source(init_from))
@@ -207,9 +208,9 @@ def find_source(init_from: str) -> Trained:
 
 def absolute_source(init_from: str) -> str:
     """`--init-from` as an absolute path, so that a run can be resumed from any directory."""
-    if (folder := hf.path_in(init_from)) is None:
+    if (folder := hub.path_in(init_from)) is None:
         return os.path.realpath(init_from)
-    return init_from if hf.repository_in(init_from) else f"{hf.HF}{os.path.realpath(folder)}"
+    return init_from if hub.repository_in(init_from) else f"{hub.HF}{os.path.realpath(folder)}"
 
 
 def _of_folder(path: Path, name: str) -> Trained:

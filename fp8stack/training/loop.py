@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from fp8stack import data
-from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint import writer
-from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.saver import Saver
-from fp8stack.checkpoint.state import capture, first_rows, largest_of_state, random_states
-from fp8stack.distributed.process_group import losing_ranks
-from fp8stack.errors import DataWorkerLost, NumericFailure, UserError
-from fp8stack.terminal import say
-from fp8stack.threads import BusySteps
+from fp8stack.common.errors import DataWorkerLost, NumericFailure, UserError
+from fp8stack.common.terminal import say
+from fp8stack.training.checkpoint import reader as checkpoints
+from fp8stack.training.checkpoint import writer
+from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.saver import Saver
+from fp8stack.training.checkpoint.state import capture, first_rows, largest_of_state, random_states
 from fp8stack.training.dataloader import batches
+from fp8stack.training.distributed.process_group import losing_ranks
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.finalize import finish
 from fp8stack.training.guard.monitor import Monitor
@@ -30,10 +29,11 @@ from fp8stack.training.metrics.console import Display, RichDisplay, describe_run
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
 from fp8stack.training.metrics.throughput import Peak, peak_rate
-from fp8stack.training.phases import Phases
+from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run, Variant, versions
 from fp8stack.training.signals import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.step import Step
+from fp8stack.training.threads import BusySteps
 
 DONE, PREEMPTED = 0, 75
 

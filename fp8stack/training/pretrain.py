@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fp8stack.threads import adapting
 from fp8stack.training.loop import PREEMPTED, train
 from fp8stack.training.setup.start import set_up
 from fp8stack.training.signals import Preempted, StopRequests, stop_requests
+from fp8stack.training.threads import adapting
 
 
 def pretrain(

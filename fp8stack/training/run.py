@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8stack import data
-from fp8stack.backends import Backend, build_backend
-from fp8stack.backends.linear import CastLinear, LowPrecisionLinear
-from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.state import restore
-from fp8stack.config import RunConfig
-from fp8stack.distributed.process_group import Ranks
+from fp8stack.common.version import __version__
+from fp8stack.data.tokenizer import Tokenizer
+from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.linear import CastLinear, LowPrecisionLinear
 from fp8stack.model.gpt import GPT, Attention, Block
-from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.recipe import plain
-from fp8stack.telemetry.operands import Telemetry
-from fp8stack.tokenizer import Tokenizer
+from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.state import restore
+from fp8stack.training.distributed.process_group import Ranks
+from fp8stack.training.optim.grad_scaler import LossScaler
+from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Schedule, never_asked_for, phases_in
-from fp8stack.version import __version__
+from fp8stack.training.telemetry.operand_errors import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +180,7 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore weights, moments, scales, random state and step from `checkpoint`. Raises what
-        `fp8stack.checkpoint.state.restore` raises."""
+        `fp8stack.training.checkpoint.state.restore` raises."""
         rank, main = self.ranks.index, self.main.model
         restore(self.model, self.optimizer, checkpoint.tensors, rank, fp8_model=main)
         for variant in self.variants:

@@ -11,12 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from fp8stack.checkpoint import writer
-from fp8stack.checkpoint.reader import candidates, step_of
-from fp8stack.checkpoint.writer import forget_after
-from fp8stack.config import FREE_ON_RESUME, TRACKERS, RunConfig, parse_config, with_files
-from fp8stack.errors import StorageError, UserError
-from fp8stack.io import (
+from fp8stack.common.errors import StorageError, UserError
+from fp8stack.common.io import (
     LOCK,
     TEMPORARY,
     is_held,
@@ -27,8 +23,18 @@ from fp8stack.io import (
     sweep,
     write_atomically,
 )
-from fp8stack.terminal import shell_quoted
-from fp8stack.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
+from fp8stack.common.terminal import shell_quoted
+from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
+from fp8stack.training.checkpoint import writer
+from fp8stack.training.checkpoint.reader import candidates, step_of
+from fp8stack.training.checkpoint.writer import forget_after
+from fp8stack.training.run_config import (
+    FREE_ON_RESUME,
+    TRACKERS,
+    RunConfig,
+    parse_config,
+    with_files,
+)
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""

@@ -6,14 +6,14 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from fp8stack.checkpoint.state import random_state, restore_random_state
-from fp8stack.optim.chained import optimizers_in
-from fp8stack.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
-from fp8stack.optim.optimizer import learning_rate, set_learning_rate
+from fp8stack.training.checkpoint.state import random_state, restore_random_state
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.guard.monitor import Monitor
 from fp8stack.training.metrics.debug_log import DebugLog
-from fp8stack.training.phases import Phases
+from fp8stack.training.optim.chained import optimizers_in
+from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
+from fp8stack.training.optim.optimizer import learning_rate, set_learning_rate
+from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run
 
 

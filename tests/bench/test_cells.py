@@ -17,8 +17,8 @@ from bench import cells, report, runner
 from bench.__main__ import main
 from bench.cells import Cells
 from bench.cost import grid, step
-from fp8stack.benchmark.step import FP8, StepWork
-from fp8stack.benchmark.timing import Timing
+from fp8stack.analysis.benchmark.step_timing import FP8, StepWork
+from fp8stack.analysis.benchmark.timing import Timing
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from bench import runner
 from bench.gpu_code import gpu_code
 from bench.runner import RESULTS
-from fp8stack import presets
-from fp8stack.errors import UserError
-from fp8stack.ops.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
+from fp8stack.common import presets
+from fp8stack.common.errors import UserError
+from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from tests.conftest import refusal
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -205,7 +205,7 @@ def test_torch_takes_every_scaled_gemm_of_every_recipe(model, capability):
 BLOCKS_COMPILED_BY_INDUCTOR = """
 from bench.gpu_code.pretend import pretend
 pretend((9, 0))
-from fp8stack.ops import scaled_gemm
+from fp8stack.layers.kernels import scaled_gemm
 scaled_gemm._COMPILES_SCALED_MM = True
 from bench.gpu_code.blocks import plan_of, scaled_gemms_of
 scaled_gemms_of("llama-8b", plan_of("llama-8b", "block", "9.0"))

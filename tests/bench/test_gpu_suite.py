@@ -24,8 +24,8 @@ import torch
 from bench import runner
 from bench.gpu import gpu, gpu_report, losses, steps, visit, wheels
 from bench.gpu.gpu_report import TIME_IS_UP
-from fp8stack.conform import suite
-from fp8stack.conform.checks import Check, Context, Facts, broken, run_check, same_bits
+from fp8stack.analysis.conform import suite
+from fp8stack.analysis.conform.checks import Check, Context, Facts, broken, run_check, same_bits
 from fp8stack.precision import Hardware
 
 ROOT = Path(__file__).parents[2]

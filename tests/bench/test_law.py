@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bench.quality import law, study_tables
-from fp8stack.errors import UserError
-from fp8stack.forecast.law import Law
+from fp8stack.analysis.forecast.law import Law
+from fp8stack.common.errors import UserError
 
 TRUE = Law(
     forward=1.4, power=0.9, backward=0.12, deviation=0.12, parameters=(1e5, 9e5), ratio=(2, 8),

@@ -11,8 +11,8 @@ from bench import peers
 from bench.cost import emulation
 from bench.peers import te, torchao
 from bench.peers.plain_gpt import PlainGPT
-from fp8stack.backends import weights
-from fp8stack.benchmark.step import StepWork, arms, build_step
+from fp8stack.analysis.benchmark.step_timing import StepWork, arms, build_step
+from fp8stack.layers import weight_changes as weights
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware

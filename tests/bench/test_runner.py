@@ -16,9 +16,9 @@ import torch
 from bench import report, runner
 from bench.__main__ import main
 from bench.cost import emulation, grid, step
-from fp8stack.backends.linear import QuantizedLinear
-from fp8stack.benchmark.step import FP8
-from fp8stack.benchmark.timing import Timing, interleaved, summarize
+from fp8stack.analysis.benchmark.step_timing import FP8
+from fp8stack.analysis.benchmark.timing import Timing, interleaved, summarize
+from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.precision import Hardware
 from tests.conftest import refusal
 from tests.support.clock import Operations, timed

@@ -11,8 +11,8 @@ import torch
 
 from bench import cells, peers, report, runner
 from bench.cost import emulation, grid, linear, memory, operations, scaling, startup, step
-from fp8stack.benchmark import step as training_step
-from fp8stack.benchmark.timing import Timing, summarize
+from fp8stack.analysis.benchmark import step_timing as training_step
+from fp8stack.analysis.benchmark.timing import Timing, summarize
 from fp8stack.model.config import GPTConfig
 from fp8stack.numerics import cast_to_fp8, dequantize, tensor_scale
 from fp8stack.precision import Hardware

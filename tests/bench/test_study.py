@@ -18,8 +18,8 @@ import pytest
 from bench import runner, timing_lock
 from bench.cells import json_lines
 from bench.quality import study, study_tables
-from fp8stack.compare.intervals import always_valid_factor
-from fp8stack.errors import UserError
+from fp8stack.analysis.compare.intervals import always_valid_factor
+from fp8stack.common.errors import UserError
 from tests.support.made_runs import write_lines
 
 ROOT = Path(study.__file__).parents[2]

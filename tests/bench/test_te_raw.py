@@ -1,8 +1,8 @@
-"""Transformer Engine's source says what the calls of `fp8stack.conform.te` take it to say."""
+"""Transformer Engine's source agrees with the calls of `fp8stack.analysis.conform.te_casts`."""
 
 from __future__ import annotations
 
-from fp8stack.conform import te as te_raw
+from fp8stack.analysis.conform import te_casts as te_raw
 from tests.support.te.te_quantizers import SOURCE, te_with_quantizers
 
 BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"

@@ -91,8 +91,8 @@ def struck(module: str, number: int, *words: str, folder: Path) -> tuple[int, st
         ("numpy", ["generate", "r"]),
         ("numpy._core.multiarray", ["report", "r"]),
         ("pydantic", ["plan"]),
-        ("fp8stack.compare.comparison", ["compare", "--out", "c"]),
-        ("fp8stack.exports", ["export", "r", "--out", "x"]),
+        ("fp8stack.analysis.compare.comparison", ["compare", "--out", "c"]),
+        ("fp8stack.trained.export", ["export", "r", "--out", "x"]),
     ],
 )
 def test_ctrl_c_while_modules_are_imported_is_a_quiet_130(module, words, tmp_path):
@@ -111,7 +111,7 @@ def test_a_signal_while_training_is_imported_is_heeded_at_once(module, number, t
 
 def test_ctrl_c_during_a_commands_work_is_one_line(tmp_path):
     work = (
-        "from fp8stack.report import listing\n"
+        "from fp8stack.analysis.report import listing\n"
         "listing.models = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
     )
     code = STRIKE.format(module="-", signal=2, words=["list", "models"]) + work + SCRIPT
@@ -122,7 +122,7 @@ def test_ctrl_c_during_a_commands_work_is_one_line(tmp_path):
 def test_a_warning_and_a_traceback_of_another_library_are_escaped():
     work = (
         "import warnings\n"
-        "from fp8stack.report import listing\n"
+        "from fp8stack.analysis.report import listing\n"
         "def models():\n"
         "    warnings.warn('Glyph \\x1b[2J missing')\n"
         "    raise RuntimeError('\\x1b[2J')\n"
@@ -139,7 +139,7 @@ def test_a_warning_and_a_traceback_of_another_library_are_escaped():
 def test_an_ignored_ctrl_c_stays_ignored():
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from fp8stack.report import listing; models = listing.models\n"
+        "from fp8stack.analysis.report import listing; models = listing.models\n"
         "listing.models = lambda: os.kill(os.getpid(), signal.SIGINT) or models()\n"
         f"sys.argv = ['fp8stack', 'list', 'models']; {SCRIPT}"
     )

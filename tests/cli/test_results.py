@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack import presets
+from fp8stack.common import presets
 from fp8stack.model.config import load_config
 from fp8stack.precision.rules import shipped
 from tests.conftest import TINY

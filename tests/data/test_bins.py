@@ -16,9 +16,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from fp8stack.common.errors import UserError
 from fp8stack.data import Corpus, StepBatches, load_corpora, parquet, tokenizer_of
-from fp8stack.errors import UserError
-from fp8stack.tokenizer import load_tokenizer
+from fp8stack.data.tokenizer import load_tokenizer
 from tests.conftest import refusal as refused_by
 from tests.data.test_sources import refusal
 from tests.support.data_writers import write_llmc, write_megatron, write_prepared

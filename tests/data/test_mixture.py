@@ -20,7 +20,7 @@ from fp8stack.data import (
     validation_windows,
 )
 from fp8stack.data.order import BLOCK, shares, sources_of
-from fp8stack.tokenizer import load_tokenizer
+from fp8stack.data.tokenizer import load_tokenizer
 from tests.conftest import refusal
 from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prepared
 

@@ -149,13 +149,13 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
     if command.block is None and runner.check_name(words, exit_code):
         return
     if _compares(command):
-        from fp8stack.compare import comparison
+        from fp8stack.analysis.compare import comparison
 
         monkeypatch.setattr(comparison, "compare", lambda comparison: 0)
     if _draws(command):
-        import fp8stack.report
+        import fp8stack.analysis.report
 
-        monkeypatch.setattr(fp8stack.report, "report", _runs_are_there)
+        monkeypatch.setattr(fp8stack.analysis.report, "report", _runs_are_there)
     assert exit_code(*runner.scaled(words)) == 0
 
 

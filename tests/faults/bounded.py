@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 import torch
 
 from fp8stack import cli
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from tests.faults.processes import Ended
 
 MEMORY_BYTES = 2**29

@@ -42,8 +42,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack import cli
+from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches
-from fp8stack.errors import UserError
 
 SIGNALS = {
     word: signal.Signals[f"SIG{word.upper()}"]

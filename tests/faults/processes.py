@@ -28,9 +28,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8stack import cli
-from fp8stack.backends import fp8_state
-from fp8stack.checkpoint import reader
+from fp8stack.layers import fp8_state
 from fp8stack.training import finalize, loop
+from fp8stack.training.checkpoint import reader
 from fp8stack.training.run import Run
 from tests.faults.harness import injected, parse
 from tests.support.quick_runs import quick_runs
@@ -38,7 +38,8 @@ from tests.support.quick_runs import quick_runs
 _PRELOADED = [
     "pytest", "tests.faults.processes", "bench.__main__", "fp8stack.training.setup.start",
     "torch.utils.tensorboard", "torch._dynamo", "fp8stack.numerics.fused_kernels",
-    "fp8stack.report.page", "fp8stack.exports", "fp8stack.forecast.forecast",
+    "fp8stack.analysis.report.page", "fp8stack.trained.export",
+    "fp8stack.analysis.forecast.forecast",
 ]  # fmt: skip
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share
 

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import pytest
 
-from fp8stack import io
-from fp8stack.compare import comparison
-from fp8stack.compare.runs import Ended
-from fp8stack.compare.settings import Comparison, Job
-from fp8stack.forecast import forecast as forecasts
-from fp8stack.report import page
+from fp8stack.analysis.compare import comparison
+from fp8stack.analysis.compare.runs import Ended
+from fp8stack.analysis.compare.settings import Comparison, Job
+from fp8stack.analysis.forecast import forecast as forecasts
+from fp8stack.analysis.report import page
+from fp8stack.common import io
 from tests.faults.processes import Change, run_ranks, unchanged
 from tests.support.made_runs import make_run
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches
-from fp8stack.errors import UserError
 from tests.faults import harness as faults
 from tests.faults.harness import Fault, injected, parse
 

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from fp8stack.distributed.process_group import losing_ranks
-from fp8stack.errors import RankLost
+from fp8stack.common.errors import RankLost
+from fp8stack.training.distributed.process_group import losing_ranks
 from tests.faults.processes import Together, last_step, rows, run_ranks
 from tests.faults.rank_rows import BEGUN, not_finite, preempted, rank_twin
 from tests.faults.twins import SMALL, Twin

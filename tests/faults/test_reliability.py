@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from bench import report
 from bench.quality import reliability
 from bench.runner import RESULTS
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from tests.faults.case import Case, Outcome
 
 DRAWN = reliability.figure

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fp8stack.conform.checks import Check, Context, broken, plan_of, run_check
+from fp8stack.analysis.conform.checks import Check, Context, broken, plan_of, run_check
 from fp8stack.precision import load_recipe, probe
 
 if not torch.cuda.is_available():

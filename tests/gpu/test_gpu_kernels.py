@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from fp8stack import numerics
-from fp8stack.formats import Quantizer
-from fp8stack.ops.activations import ACTIVATIONS
-from fp8stack.ops.fused_casts import cast_transpose
-from fp8stack.ops.kernels import has_kernel
-from fp8stack.ops.weights import KeptWeights
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.kernels.activations import ACTIVATIONS
+from fp8stack.layers.kernels.fused_casts import cast_transpose
+from fp8stack.layers.kernels.variants import has_kernel
+from fp8stack.layers.kernels.weight_casts import KeptWeights
 from tests.gpu.machine import CONTEXT, no_waiting
-from tests.ops import test_fused_casts, test_nvfp4, test_weights
-from tests.ops.test_kernels import differences
+from tests.layers.kernels import test_fused_casts, test_nvfp4
+from tests.layers.kernels import test_weight_casts as test_weights
+from tests.layers.kernels.test_variants import differences
 
 pytestmark = pytest.mark.gpu
 

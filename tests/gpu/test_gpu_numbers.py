@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8stack.conform import suite
-from fp8stack.conform.checks import Check
+from fp8stack.analysis.conform import suite
+from fp8stack.analysis.conform.checks import Check
 from tests.gpu.machine import CONTEXT, require
 
 pytestmark = pytest.mark.gpu

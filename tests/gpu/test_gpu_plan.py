@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8stack.backends import build_backend
+from fp8stack.layers import build_backend
 from fp8stack.precision import probe, resolve
 from tests.gpu.machine import CONTEXT
 

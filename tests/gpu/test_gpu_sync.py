@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack.backends import fp8_state
-from fp8stack.ops import replay
+from fp8stack.layers import fp8_state
+from fp8stack.layers.kernels import replay
 from tests.conftest import metrics
 from tests.gpu.machine import CONTEXT, no_waiting, require_plan
 from tests.support.small_loop import SmallLoop, changed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.formats import Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.error import quantization_error
 from tests.gpu.machine import CONTEXT, no_waiting
 from tests.support.small_loop import SmallLoop

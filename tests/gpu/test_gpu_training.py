@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fp8stack.backends import Backend, build_backend, fp8_state
-from fp8stack.errors import UserError
-from fp8stack.formats import fp8_format
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import fp8_format
+from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
@@ -229,7 +229,7 @@ def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mod
 
 FRESH = """
 import sys, torch
-from fp8stack.backends import build_backend
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware

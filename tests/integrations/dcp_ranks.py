@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8stack import fp8_state
 from tests.integrations.loops import RECIPES, adamw, converted, train
-from tests.integrations.test_state import load, save
+from tests.integrations.test_fp8_state import load, save
 from tests.support.backend_models import same
 
 

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from fp8stack.backends import build_backend
+from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.planner.sizes import needed_multiple, size_notes
+from fp8stack.planning.tensor_core_sizes import needed_multiple, size_notes
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
 from tests.support.backend_models import grad
 

@@ -23,12 +23,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fp8stack import presets
-from fp8stack.backends import Backend, build_backend
-from fp8stack.hf.layouts import layout_of
-from fp8stack.hf.tensors import from_hf
+from fp8stack.common import presets
+from fp8stack.layers import Backend, build_backend
 from fp8stack.model.config import ActivationName, GPTConfig, load_config, padded_vocabulary
 from fp8stack.model.gpt import GPT, rope_tables
+from fp8stack.model.hf.architectures import layout_of
+from fp8stack.model.hf.tensors import from_hf
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack.backends import Backend, build_backend, fp8_state
+from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.model import loss as head_module
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT

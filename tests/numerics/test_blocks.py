@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8stack.conform import oracles
-from fp8stack.formats import ScaleRounding
+from fp8stack.analysis.conform import oracles
+from fp8stack.common.formats import ScaleRounding
 from fp8stack.numerics import Quantized, Quantizer, dequantize, quantize
 from fp8stack.numerics.scales import scales_of
 from tests.support.oracles import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.conform.oracles import scale_of
+from fp8stack.analysis.conform.oracles import scale_of
 from fp8stack.numerics import cast_to_fp8, tensor_scale
 from tests.support.oracles import (
     FLOAT_DTYPES,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack.conform import oracles
-from fp8stack.conform.inputs import uneven
-from fp8stack.formats import FormatName, ScaleFormat, ScaleRounding
+from fp8stack.analysis.conform import oracles
+from fp8stack.analysis.conform.check_inputs import uneven
+from fp8stack.common.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
 from tests.support.oracles import (

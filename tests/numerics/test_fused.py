@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8stack.conform.inputs import uneven
+from fp8stack.analysis.conform.check_inputs import uneven
 from fp8stack.numerics import Quantizer, RandomBits, fused
 from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
 from fp8stack.numerics.scales import given_scale

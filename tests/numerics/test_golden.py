@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from bench.gpu import golden
-from fp8stack.conform import oracles
-from fp8stack.conform import te as te_raw
-from fp8stack.conform.checks import Context
-from fp8stack.conform.golden import FOLDER
-from fp8stack.errors import UserError
+from fp8stack.analysis.conform import oracles
+from fp8stack.analysis.conform import te_casts as te_raw
+from fp8stack.analysis.conform.checks import Context
+from fp8stack.analysis.conform.golden import FOLDER
+from fp8stack.common.errors import UserError
 from fp8stack.precision import Hardware
 from tests.support.golden_checks import check, load
 from tests.support.oracles import fp8_codes, to_numpy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
 
-from fp8stack.conform import oracles
+from fp8stack.analysis.conform import oracles
 from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import FLOAT_DTYPES, every_value, to_numpy
 

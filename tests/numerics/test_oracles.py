@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu.references import installed
-from fp8stack.conform.inputs import NVFP4
-from fp8stack.formats import FormatName, Quantizer
+from fp8stack.analysis.conform.check_inputs import NVFP4
+from fp8stack.common.formats import FormatName, Quantizer
 from fp8stack.numerics import dequantize, quantize
 from tests.support.oracles import codes
 from tests.support.peers import PEERS, Compared

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.conform import oracles
-from fp8stack.conform.inputs import MXFP8, NVFP4, extreme, uneven, with_specials
-from fp8stack.formats import FORMATS, FormatName, ScaleFormat, ScaleRounding
+from fp8stack.analysis.conform import oracles
+from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4, extreme, uneven, with_specials
+from fp8stack.common.formats import FORMATS, FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import (
     Quantizer,
     RandomBits,

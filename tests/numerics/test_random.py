@@ -14,7 +14,7 @@ from torch._inductor import config as inductor
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8stack.conform.oracles import philox
+from fp8stack.analysis.conform.oracles import philox
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.random import philox4x32
 

@@ -15,8 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8stack.conform.inputs import MXFP8, NVFP4, extreme, fp32_values, uneven, with_specials
-from fp8stack.formats import FormatName
+from fp8stack.analysis.conform.check_inputs import (
+    MXFP8,
+    NVFP4,
+    extreme,
+    fp32_values,
+    uneven,
+    with_specials,
+)
+from fp8stack.common.formats import FormatName
 from fp8stack.numerics import (
     Quantizer,
     RandomBits,

@@ -19,9 +19,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from fp8stack import doctor
-from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, assumed, hardware, probe, resolve, rules
+from fp8stack.common.errors import UserError
+from fp8stack.precision import Hardware, assumed, doctor, hardware, probe, resolve, rules
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
 from tests.conftest import refusal

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fp8stack
-from fp8stack.config import parse_config, to_toml
-from fp8stack.errors import UserError
-from fp8stack.formats import Quantizer
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Quantizer
 from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
     Phase,
@@ -17,6 +16,7 @@ from fp8stack.precision.phases import (
     phases_of,
     preset,
 )
+from fp8stack.training.run_config import parse_config, to_toml
 
 H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fp8stack import presets
-from fp8stack.errors import UserError
+from fp8stack.common import presets
+from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import (
     Hardware,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fp8stack import presets
-from fp8stack.errors import UserError
-from fp8stack.formats import Quantizer, Quantizers
+from fp8stack.common import presets
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Quantizer, Quantizers
 from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import BlockIndex, Recipe, plain

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack import presets
-from fp8stack.backends import Backend, build_backend
+from fp8stack.common import presets
+from fp8stack.layers import Backend, build_backend
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, load_recipe, resolve

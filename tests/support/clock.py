@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8stack.benchmark.timing import Timing, interleaved
+from fp8stack.analysis.benchmark.timing import Timing, interleaved
 
 
 class Clock:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.backends.emulate import EmulateBackend
-from fp8stack.backends.linear import QuantizedLinear
-from fp8stack.backends.torch import TorchBackend
+from fp8stack.layers.emulate import EmulateBackend
+from fp8stack.layers.linear import QuantizedLinear
+from fp8stack.layers.torch import TorchBackend
 
 SHORT = {
     torch.float32: "fp32",

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fp8stack.conform.gemms import multiplied
-from fp8stack.formats import Operand, Quantizer
+from fp8stack.analysis.conform.gemms import multiplied
+from fp8stack.common.formats import Operand, Quantizer
 from fp8stack.precision import load_recipe
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import numerics
-from fp8stack.backends import Backend, build_backend, fp8_state
-from fp8stack.conform.checks import agreement_db, mark_weights_changed, same_bits
-from fp8stack.conform.golden import CHECKS, compared, fields_of, load
-from fp8stack.conform.inputs import MXFP8
+from fp8stack.analysis.conform.check_inputs import MXFP8
+from fp8stack.analysis.conform.checks import agreement_db, mark_weights_changed, same_bits
+from fp8stack.analysis.conform.golden import CHECKS, compared, fields_of, load
+from fp8stack.layers import Backend, build_backend, fp8_state
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 __all__ = ["check", "load"]

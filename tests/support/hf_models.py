@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
-from fp8stack.exports.files import ModelSource, hf_files
-from fp8stack.exports.writing import replace_folder
 from fp8stack.model.gpt import PADDED
+from fp8stack.trained.export.format_files import ModelSource, hf_files
+from fp8stack.trained.export.writing import replace_folder
 
 BASE: dict[str, Any] = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
 ROPE = BASE | {"norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False}

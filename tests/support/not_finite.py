@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.conform.checks import mark_weights_changed
-from fp8stack.formats import Quantizer
+from fp8stack.analysis.conform.checks import mark_weights_changed
+from fp8stack.common.formats import Quantizer
 from tests.support.gemm_oracle import run
 
 # The number that fills an operand, or random ones for None; another number at one place.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.backends import fp8_state
+from fp8stack.layers import fp8_state
 from tests.support.backend_models import raw
 from tests.support.gemm_oracle import normal, run
 

@@ -1,6 +1,6 @@
 """Casts by ml_dtypes and scales by exact fractions, peers of the oracle in NumPy.
 
-`fp8stack.conform.oracles` has the rules of every quantizer, and is tested against these.
+`fp8stack.analysis.conform.oracles` has the rules of every quantizer, and is tested against these.
 """
 
 from bisect import bisect_left

@@ -22,8 +22,8 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from bench.gpu.references import installed, nvfp4_reference
-from fp8stack.conform.inputs import MXFP8, NVFP4
-from fp8stack.formats import FormatName, Quantizer, ScaleRounding
+from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4
+from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.numerics import RandomBits, dequantize, quantize
 from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import BITS, MAX, ML_DTYPES, codes, nearest_codes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8stack.conform.inputs import MXFP8, NVFP4, ties
-from fp8stack.formats import Quantizer
+from fp8stack.analysis.conform.check_inputs import MXFP8, NVFP4, ties
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.precision import load_recipe
 

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import typer.main
 
-from fp8stack.compare import comparison
-from fp8stack.compare.summary import RecipeFigures
+from fp8stack.analysis.compare import comparison
+from fp8stack.analysis.compare.gaps import RecipeFigures
 from fp8stack.data import Corpus
 from fp8stack.data.sources import _Loader
-from fp8stack.tokenizer.byte_level import ByteTokenizer
+from fp8stack.data.tokenizer.byte_level import ByteTokenizer
 from fp8stack.training import finalize
 from fp8stack.training.metrics import throughput
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fp8stack.backends import fp8_state
+from fp8stack.layers import fp8_state
 from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop, train
 from fp8stack.training.metrics.console import PlainDisplay

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from fp8stack.ops import fused_casts, nvfp4
+from fp8stack.layers.kernels import fused_casts, nvfp4
 
 _WORK = """
 import json, sys, torch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack.checkpoint import reader
+from fp8stack.training.checkpoint import reader
 from tests.conftest import TINY, Command, exit_code
 
 AUTO = ["pretrain", "--resume", "auto", "--out", "r"]

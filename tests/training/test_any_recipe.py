@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fp8stack.benchmark.step import FP8, QUANTIZED
+from fp8stack.analysis.benchmark.step_timing import FP8, QUANTIZED
 from fp8stack.precision import load_recipe
 from tests.faults.processes import difference
 from tests.training.pin_runs import SHAPE, TEXT

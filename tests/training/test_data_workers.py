@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8stack.common.errors import DataWorkerLost
 from fp8stack.data import StepBatches
-from fp8stack.errors import DataWorkerLost
 from fp8stack.training import data_workers
 from fp8stack.training.data_workers import DataWorkers, in_shared_memory
 from tests.conftest import TINY
@@ -111,7 +111,7 @@ MOMENTS = {
     "in the middle": partial(reading, 7, signal_itself),
     "in a step": partial(calling, "fp8stack.training.step.Step.__call__", 3),
     "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
-    "in a save": partial(calling, "fp8stack.checkpoint.writer.sha256_of_file", 2),
+    "in a save": partial(calling, "fp8stack.training.checkpoint.writer.sha256_of_file", 2),
 }
 SIGNALS = [(moment, signal.SIGKILL) for moment in MOMENTS]
 SIGNALS += [("in the middle", signal.SIGTERM), ("in a save", signal.SIGTERM)]

@@ -11,21 +11,20 @@ from rich.console import Console
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
-from fp8stack.backends import build_backend, fp8_state
-from fp8stack.backends.compiler import require_compiler
-from fp8stack.config import RunConfig
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
+from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
-from fp8stack.ops import toolchain
-from fp8stack.optim.optimizer import build_optimizer, learning_rate
-from fp8stack.precision import Hardware, resolve
+from fp8stack.precision import Hardware, resolve, toolchain
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
-from fp8stack.training.metrics.plot import loss_plot
+from fp8stack.training.metrics.loss_plot import loss_plot
 from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
+from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
+from fp8stack.training.run_config import RunConfig
 from fp8stack.training.signals import STOPPING, StopRequests
 from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8stack.backends import torch as torch_backend
-from fp8stack.backends import weights as backend_weights
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.layers import torch as torch_backend
+from fp8stack.layers import weight_changes as backend_weights
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.kernels import weight_casts as weights
+from fp8stack.layers.kernels.replay import Replayed
 from fp8stack.model.config import load_config
-from fp8stack.ops import weights
-from fp8stack.ops.replay import Replayed
-from fp8stack.optim.grad_clip import clip_gradients
 from fp8stack.training import step
+from fp8stack.training.optim.grad_clip import clip_gradients
 from tests.support import small_loop
 from tests.support.launches import Launches, launches, outside_of_blocks
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import fp8stack
-from fp8stack import presets
+from fp8stack.common import presets
 from fp8stack.precision import recipe_from_json
 from tests.conftest import metrics
 from tests.training.pin_runs import MORE, PINNED, RUNS, STEPS, TEXT

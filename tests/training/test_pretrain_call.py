@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fp8stack
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import TINY, losses
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.config import parse_config
+from fp8stack.training.run_config import parse_config
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from tests.common.test_io import held_by_another_process
 from tests.conftest import TINY, contents, refusal
 from tests.support.made_runs import make_run, write_lines
-from tests.test_io import held_by_another_process
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 
@@ -89,7 +89,7 @@ def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path):
 
 
 def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
-    asks = "from fp8stack.io import is_held; from pathlib import Path\nprint(flush=True)\n"
+    asks = "from fp8stack.common.io import is_held; from pathlib import Path\nprint(flush=True)\n"
     asks += f"while True: is_held(Path({str(tmp_path / 'r' / '.lock')!r}))\n"
     folder = RunFolder(tmp_path / "r")
     with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:

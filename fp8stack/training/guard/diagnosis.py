@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.backends.fsdp import local_shard
-from fp8stack.backends.observe import observing
-from fp8stack.backends.shared_amaxes import several_ranks
+from fp8stack.layers.fsdp import local_shard
+from fp8stack.layers.observe import observing
+from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.training.dataloader import inputs_of, tokens_of
 from fp8stack.training.guard.spikes import LARGEST
 from fp8stack.training.run import Run

@@ -21,18 +21,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp8stack.backends.fsdp import local_shard
-from fp8stack.backends.observe import fp8_parts
-from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.validation import can_go_on, load_sound
-from fp8stack.errors import NoUsableCheckpoint
-from fp8stack.optim.chained import plain
+from fp8stack.common.errors import NoUsableCheckpoint
+from fp8stack.common.tables import counted
+from fp8stack.layers.fsdp import local_shard
+from fp8stack.layers.observe import fp8_parts
 from fp8stack.precision import Plan, resolve
-from fp8stack.tables import counted
+from fp8stack.training.checkpoint import reader as checkpoints
+from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.validation import can_go_on, load_sound
 from fp8stack.training.guard.diagnosis import Diagnosis, diagnose
 from fp8stack.training.guard.monitor import NOT_FINITE, BadStep, Cause, Monitor
 from fp8stack.training.guard.spikes import LARGEST
+from fp8stack.training.optim.chained import plain
 from fp8stack.training.run import Run
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.profiler import profile
 
-from fp8stack.tables import counted
+from fp8stack.common.tables import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from rich.progress import MofNCompleteColumn
 from rich.text import Text
 
 from fp8stack import data
+from fp8stack.common.progress import Bar
+from fp8stack.common.screen import Screen
+from fp8stack.common.terminal import is_terminal, printable, say
 from fp8stack.model.config import load_config
 from fp8stack.precision.phases import EVALUATION
-from fp8stack.progress import Bar
-from fp8stack.screen import Screen
-from fp8stack.terminal import is_terminal, printable, say
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.backends.fsdp import local_shard
-from fp8stack.io import storage_errors
-from fp8stack.optim.chained import optimizers_in, parameters_of, plain
+from fp8stack.common.io import storage_errors
+from fp8stack.layers.fsdp import local_shard
+from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain
 from fp8stack.training.run import Run
 
 

@@ -4,10 +4,10 @@ import math
 import time
 from typing import Any
 
-from fp8stack.optim.optimizer import learning_rate
 from fp8stack.precision import Plan
 from fp8stack.training.metrics.console import Display, describe, describe_event
 from fp8stack.training.metrics.throughput import Peak, peak_memory_gib, peak_rate
+from fp8stack.training.optim.optimizer import learning_rate
 from fp8stack.training.run import Run
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from fp8stack.backends.base import DTYPES
+from fp8stack.layers.backend import DTYPES
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.recipe import ComputeDtype

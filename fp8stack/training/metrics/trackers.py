@@ -13,9 +13,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from fp8stack.config import RunConfig, to_toml
-from fp8stack.errors import UserError
-from fp8stack.io import read_json, write_atomically
+from fp8stack.common.errors import UserError
+from fp8stack.common.io import read_json, write_atomically
+from fp8stack.training.run_config import RunConfig, to_toml
 
 PROJECT = "fp8stack"
 IDS = "trackers.json"  # in the run folder: the trackers' ids of the run

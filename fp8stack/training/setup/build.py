@@ -12,31 +12,29 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from fp8stack.backends import Draws, build_backend
-from fp8stack.backends.compiler import is_compiled, require_compiler
-from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.state import restore_weights
-from fp8stack.config import RunConfig
-from fp8stack.distributed.parallelize import (
+from fp8stack.common.errors import UserError
+from fp8stack.data.tokenizer import Tokenizer
+from fp8stack.layers import Draws, build_backend
+from fp8stack.layers.compiler import is_compiled, require_compiler
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.hardware import available_memory
+from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.state import restore_weights
+from fp8stack.training.datasets import read
+from fp8stack.training.distributed.parallelize import (
     DDP_OPTIONS,
     require_divisible,
     require_possible,
     spread,
 )
-from fp8stack.distributed.process_group import Ranks, losing_ranks
-from fp8stack.errors import UserError
-from fp8stack.model.config import GPTConfig, load_config
-from fp8stack.model.gpt import GPT
-from fp8stack.optim.grad_scaler import build_scaler
-from fp8stack.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.hardware import available_memory
-from fp8stack.telemetry.operands import Telemetry
-from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.datasets import read
+from fp8stack.training.distributed.process_group import Ranks, losing_ranks
 from fp8stack.training.load import Trained
 from fp8stack.training.memory import Footprint, keep_freed_memory, require_memory
 from fp8stack.training.metrics.trackers import build_trackers
+from fp8stack.training.optim.grad_scaler import build_scaler
+from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
 from fp8stack.training.run import (
     Run,
     RunData,
@@ -46,6 +44,7 @@ from fp8stack.training.run import (
     main_variant,
     versions,
 )
+from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import (
     Decided,
@@ -55,6 +54,7 @@ from fp8stack.training.run_plans import (
     plan_phases,
 )
 from fp8stack.training.setup.resume import Resumption, decided_in
+from fp8stack.training.telemetry.operand_errors import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 
-from fp8stack import presets
-from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.checkpoint.reader import Checkpoint, recorded_tokenizer
-from fp8stack.checkpoint.state import differences
-from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
-from fp8stack.config import (
+from fp8stack.common import presets
+from fp8stack.common.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.common.hub import repository_in
+from fp8stack.common.terminal import shell_quoted
+from fp8stack.data.tokenizer import Tokenizer
+from fp8stack.precision import recipe_from_json
+from fp8stack.training.checkpoint import reader as checkpoints
+from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
+from fp8stack.training.checkpoint.state import differences
+from fp8stack.training.checkpoint.validation import can_go_on, load_sound, newest_sound
+from fp8stack.training.distributed.process_group import Ranks
+from fp8stack.training.init_from import same_source
+from fp8stack.training.load import layers_left_out, own_tokenizer
+from fp8stack.training.run import Run
+from fp8stack.training.run_config import (
     FREE_ON_RESUME,
     TRACKERS,
     RunConfig,
@@ -22,15 +31,6 @@ from fp8stack.config import (
     parse_config,
     with_files,
 )
-from fp8stack.distributed.process_group import Ranks
-from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
-from fp8stack.hf import repository_in
-from fp8stack.precision import recipe_from_json
-from fp8stack.terminal import shell_quoted
-from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.init_from import same_source
-from fp8stack.training.load import layers_left_out, own_tokenizer
-from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
 

@@ -7,21 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack import data
-from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
-from fp8stack.distributed.process_group import Ranks, join
-from fp8stack.errors import UnservedAttention, UserError
-from fp8stack.hf import path_in, repository_in
-from fp8stack.io import write_atomically
+from fp8stack.common.errors import UnservedAttention, UserError
+from fp8stack.common.hub import path_in, repository_in
+from fp8stack.common.io import write_atomically
+from fp8stack.common.terminal import shell_quoted
+from fp8stack.data.tokenizer import NAMED, save_tokenizer
 from fp8stack.precision import probe
-from fp8stack.terminal import shell_quoted
-from fp8stack.threads import use_threads
-from fp8stack.tokenizer import NAMED, save_tokenizer
 from fp8stack.training.datasets import named_tokenizer, with_vocabulary
+from fp8stack.training.distributed.process_group import Ranks, join
 from fp8stack.training.init_from import tokenizer_to_begin_with, with_source
 from fp8stack.training.load import absolute_source, find_source
 from fp8stack.training.memory import expand_segments
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
+from fp8stack.training.run_config import (
+    RunConfig,
+    for_ranks,
+    parse_config,
+    preset_note,
+    to_toml,
+    with_files,
+)
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup.build import Beginning, build
 from fp8stack.training.setup.resume import (
@@ -32,6 +38,7 @@ from fp8stack.training.setup.resume import (
     restore,
     tokenizer_to_resume,
 )
+from fp8stack.training.threads import use_threads
 
 
 def set_up(

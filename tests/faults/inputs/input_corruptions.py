@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fp8stack.checkpoint import reader
+from fp8stack.training.checkpoint import reader
 from fp8stack.training.setup.start import set_up
 from tests.faults.bounded import bounded
 from tests.faults.numeric.small_runs import small_run, trained

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fp8stack.checkpoint.validation import can_go_on, has_weights, load_sound
-from fp8stack.config import GuardConfig, RunConfig, parse_config, to_toml
+from fp8stack.analysis.report.analysis import analyze
+from fp8stack.analysis.report.events import folded
+from fp8stack.analysis.report.read import read_run
+from fp8stack.analysis.report.text import show
+from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches, load_corpora, validation_windows
-from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, load_recipe
-from fp8stack.report.analysis import analyze
-from fp8stack.report.events import folded
-from fp8stack.report.read import read_run
-from fp8stack.report.text import show
+from fp8stack.training.checkpoint.validation import can_go_on, has_weights, load_sound
 from fp8stack.training.load import trained_run
+from fp8stack.training.run_config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.training.run_folder import RunFolder
 from tests.faults.inputs.input_corruptions import NEWEST, rewrite
 

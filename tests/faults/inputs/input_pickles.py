@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from fp8stack.training.load import load
 from tests.faults.bounded import TRACEBACK, called
 from tests.faults.inputs.input_corruptions import NEWEST, replace

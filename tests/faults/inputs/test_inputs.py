@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 import fp8stack
-from fp8stack.checkpoint import reader
-from fp8stack.errors import NoUsableCheckpoint
+from fp8stack.common.errors import NoUsableCheckpoint
 from fp8stack.training import loop
+from fp8stack.training.checkpoint import reader
 from tests.conftest import TINY, metrics
 from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded
 from tests.faults.bounded import command as in_child

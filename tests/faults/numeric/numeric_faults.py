@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack.backends.delayed import DelayedScaling
-from fp8stack.backends.observe import fp8_linears
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.observe import fp8_linears
 from fp8stack.training.run import Run
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e38": 1e38}

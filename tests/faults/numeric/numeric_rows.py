@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.quality.guard import loss_spikes, spiked_steps
-from fp8stack.checkpoint import reader as checkpoints
-from fp8stack.errors import NumericFailure
+from fp8stack.common.errors import NumericFailure
+from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.run import Run
 from tests.faults.case import Case, Outcome, judged
 from tests.faults.numeric.numeric_faults import VALUES, Fault, places

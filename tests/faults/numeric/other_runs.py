@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8stack.errors import UserError
+from fp8stack.common.errors import UserError
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.conftest import contents

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8stack.backends import fp8_state
-from fp8stack.checkpoint.state import random_state
+from fp8stack.layers import fp8_state
+from fp8stack.training.checkpoint.state import random_state
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up

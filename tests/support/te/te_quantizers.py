@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.conform import oracles
-from fp8stack.formats import Quantizer as Rules
+from fp8stack.analysis.conform import oracles
+from fp8stack.common.formats import Quantizer as Rules
 from tests.support.oracles import FLT_MAX, fp8_codes, to_numpy
 from tests.support.te.te_stand_in import Source, StandIn, installed, nvfp4_of_te
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fp8stack.backends
+import fp8stack.layers
 from bench.gpu.references import nvfp4_reference
 from fp8stack import numerics
 
@@ -721,7 +721,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @contextmanager
 def installed(root: Path = ROOT) -> Iterator[StandIn]:
-    """TE, as the source at `root` has it, can be imported; and `fp8stack.backends.te` with it."""
+    """TE, as the source at `root` has it, can be imported; and `fp8stack.layers.te` with it."""
     global NOW
     NOW = StandIn(Source(root))
     name = "transformer_engine.common.recipe"
@@ -755,5 +755,5 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
 def _forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
-    sys.modules.pop("fp8stack.backends.te", None)
-    vars(fp8stack.backends).pop("te", None)
+    sys.modules.pop("fp8stack.layers.te", None)
+    vars(fp8stack.layers).pop("te", None)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from bench import runner
 from bench.quality import guard
-from fp8stack import presets
-from fp8stack.backends import base
-from fp8stack.backends.observe import fp8_linears
-from fp8stack.errors import NumericFailure
-from fp8stack.ops import replay
-from fp8stack.ops.attention import attend
+from fp8stack.common import presets
+from fp8stack.common.errors import NumericFailure
+from fp8stack.layers import backend as base
+from fp8stack.layers.kernels import replay
+from fp8stack.layers.kernels.attention import attend
+from fp8stack.layers.observe import fp8_linears
 from fp8stack.precision.recipe import RecipeFile
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome

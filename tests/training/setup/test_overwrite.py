@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.io import write_atomically
+from fp8stack.common.io import write_atomically
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import contents, metrics
 from tests.training.conftest import saved

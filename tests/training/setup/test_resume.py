@@ -19,10 +19,10 @@ import torch
 
 import fp8stack
 from fp8stack import cli
-from fp8stack.checkpoint import reader
-from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware
+from fp8stack.training.checkpoint import reader
+from fp8stack.training.checkpoint.validation import newest_sound
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import TINY, contents, losses, metrics

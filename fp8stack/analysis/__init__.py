@@ -1,0 +1,1 @@
+"""Finished runs and this machine: report, compare, forecast, conform and benchmark."""

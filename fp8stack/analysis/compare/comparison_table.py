@@ -1,0 +1,126 @@
+"""A comparison as text: the table that is printed, and `compare.md`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8stack.analysis.compare.gaps import Judging, RecipeFigures, seeds
+from fp8stack.analysis.compare.run_results import HOPELESS, WARM_UP
+from fp8stack.analysis.compare.settings import Comparison
+from fp8stack.common.tables import aligned, counted, markdown
+
+
+def header(baseline: str) -> list[str]:
+    """Column titles."""
+    return [
+        "recipe", "ran", "FP8 layers", "FP8 GEMMs per step", "validation loss",
+        f"gap to {baseline}", "verdict", "tokens/s", "peak GiB", "skips", "worst SQNR",
+    ]  # fmt: skip
+
+
+def cells(row: RecipeFigures) -> list[str]:
+    """The cells of a recipe's row."""
+    plan, gap, worst = row.plan, row.gap_percent, row.worst_sqnr
+    relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
+    return [
+        row.recipe,
+        row.ran,
+        f"{plan['fp8_layers']}/{plan['layers']}" if plan else "",
+        "" if row.fp8_gemms is None else str(row.fp8_gemms),
+        _with_error(row.val_loss, row.standard_error, "{:.4f}"),
+        f"{_with_error(gap.mean, gap.half_width, '{:+.2f}')} %" if gap else "",
+        row.verdict,
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{relative}",
+        "" if row.peak_memory_gib is None else f"{row.peak_memory_gib:.2f}",
+        str(row.skips),
+        f"{worst['db']:.1f} dB, {worst['layer']} {worst['operand']}" if worst else "",
+    ]
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return form.format(value) + ("" if error is None else f" ± {form.format(error).lstrip('+')}")
+
+
+def as_text(rows: Sequence[RecipeFigures], baseline: str, shared: str = "") -> str:
+    """The table with aligned columns, and notes. `shared`: see `Comparison.shared`."""
+    shared_lines = [f"gap: {shared}"] * bool(shared)
+    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *shared_lines, *notes(rows)])
+
+
+def as_markdown(
+    rows: Sequence[RecipeFigures], comparison: Comparison, machine: Mapping[str, Any]
+) -> str:
+    """The text of `compare.md`: the command, the table, an explanation of it, and notes."""
+    config, baseline = comparison.config, comparison.baseline
+    seed_count = max((row.seeds for row in rows), default=comparison.seeds)
+    steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
+    model = f"{config.model}, {steps} of {batch}"
+    start = f", begun with the weights of {config.init_from}" if config.init_from else ""
+    if comparison.shared:
+        start += f"; {comparison.shared}"
+    facts = ", ".join(
+        f"{name} {value}"
+        for name, value in machine.items()
+        if value is not None and name not in ("machine", "slug")
+    )
+    lines = [
+        f"`{comparison.command}`",
+        "",
+        f"made this: {model}, {seeds(seed_count)}{start}, on "
+        f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
+        "same first weights and the same order.",
+        "",
+        *markdown(header(baseline), map(cells, rows)),
+        "",
+        _explanation(baseline, seed_count, comparison.judging),
+        "",
+        *(f"- {note}" for note in notes(rows)),
+        "",
+        "![Validation loss by step, and the gap at the end](compare.png)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _explanation(baseline: str, seed_count: int, judging: Judging) -> str:
+    kind = (
+        "95 % interval that holds however often it is looked at while seeds are added"
+        if judging.always_valid
+        else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand"
+    )
+    errors = (
+        "With one seed there are no errors, and differences mean little. "
+        if seed_count == 1
+        else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
+        f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
+        f"{kind}. A recipe is worse or better if that does not hold 0, and within "
+        f"{judging.margin:g} % of {baseline} if all of it lies there. Each interval is for itself: "
+        "of twenty recipes that are equal, one would seem to differ. "
+    )
+    return (
+        f"Losses are in nats per token, at the last step. {errors}A run diverged if its numbers "
+        f"were no longer finite, or if its loss ended above {HOPELESS} times that of guessing "
+        f"uniformly. tokens/s: the median over steps, without the first {WARM_UP}, and relative to "
+        f"{baseline}; runs were made one after the other. Worst SQNR: of all FP8 operands, at all "
+        "sampled steps but the first of a run."
+    )
+
+
+def notes(rows: Sequence[RecipeFigures]) -> list[str]:
+    """Notes on single recipes: reasons for another plan, events of the guard, failures."""
+    lines = []
+    for row in rows:
+        if row.plan.get("reasons"):
+            lines.append(f"{row.recipe}: {'; '.join(row.plan['reasons'])}")
+        left_out = row.plan.get("not_fp8", {})
+        if left_out and row.plan["fp8_layers"]:
+            reasons = "; ".join(dict.fromkeys(f"{reason}" for reason in left_out.values()))
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            names = ", ".join(list(left_out)[:3]) + more
+            lines.append(f"{row.recipe}: not in FP8: {names} ({reasons})")
+        events = ", ".join(f"{name} {count}" for name, count in row.events.items())
+        if events:
+            lines.append(f"{row.recipe}: events: {events}")
+        lines += [f"{row.recipe}, {error}" for error in row.errors]
+    return lines

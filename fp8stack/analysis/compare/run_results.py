@@ -1,0 +1,186 @@
+"""The results of a run, read from its folder."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from fp8stack.common.io import read_json
+from fp8stack.training.run_folder import RunFolder, read_rows
+
+Row = Mapping[str, Any]
+Status = Literal["done", "diverged", "failed", "unfinished"]
+
+EXPECTED = (None, "phase")  # values of a row's `event` that are not reported
+WARM_UP = 5  # first steps, whose speed does not count: they compile, tune and allocate
+HOPELESS = 1.1
+"""A run diverged if its last validation loss exceeds this many times ln(V), a uniform guess's."""
+NUMERIC_FAILURE = 5  # exit code of a run that stopped because its numbers were not finite
+
+
+class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
+    """The lowest signal-to-noise ratio of an FP8 operand, with its layer and step."""
+
+    db: float
+    layer: str
+    operand: str
+    step: int
+
+
+class RunFigures(BaseModel, frozen=True, extra="forbid"):
+    """A run's figures."""
+
+    recipe: str
+    seed: int
+    status: Status
+    exit: int | None
+    error: str = ""
+    diverged_at: int | None = None
+    val_loss: float | None = None  # the last one, in nats per token
+    curve: tuple[tuple[int, float], ...] = ()  # validation loss by step
+    seconds: float | None = None  # wall time with startup; None if trained in several starts
+    tokens_per_s: float | None = None  # the median over steps
+    peak_memory_gib: float | None = None  # the most of any step
+    skips: int = 0
+    events: dict[str, int] = {}
+    fp8_gemms: int | None = None
+    precisions: tuple[str, ...] = ()
+    worst_sqnr: WorstSqnr | None = None
+    plan: dict[str, Any] = {}
+
+
+def read_run(
+    folder: RunFolder,
+    *,
+    recipe: str,
+    seed: int,
+    steps: int,
+    vocabulary: int,
+    exit: int | None,
+    error: str = "",
+    seconds: float | None = None,
+) -> RunFigures:
+    """The figures of the run in `folder`, which may be missing or hold an interrupted run.
+
+    Args:
+        steps: number of steps that the run is configured for.
+        exit: exit code; None if the run has not ended.
+        error: the last line that the run printed, if it failed.
+        seconds: wall time of the run, if known.
+    """
+    rows = folder.read_metrics()
+    rows_by_step = valid_steps(rows)
+    curve = [
+        (step, row["val_loss"]) for step, row in rows_by_step.items() if _number(row, "val_loss")
+    ]
+    # The row of a skipped step may have a validation loss but no training loss.
+    last: Row = next((row for row in reversed(rows_by_step.values()) if "loss" in row), {})
+    last_phase = {
+        n: row for n, row in rows_by_step.items() if row.get("phase") == last.get("phase")
+    }
+    speeds = {n: row["tokens_per_s"] for n, row in last_phase.items() if row.get("tokens_per_s")}
+    warm_speeds = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
+    memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
+    precision_rows = [row for row in last_phase.values() if "precision" in row]
+    skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
+    status, diverged_at = _status(rows_by_step, rows, curve, steps, vocabulary, exit)
+    return RunFigures(
+        recipe=recipe,
+        seed=seed,
+        status=status,
+        exit=exit,
+        error=error,
+        diverged_at=diverged_at,
+        val_loss=curve[-1][1] if curve and status == "done" else None,
+        curve=tuple(curve),
+        seconds=seconds,
+        tokens_per_s=statistics.median(warm_speeds or speeds.values()) if speeds else None,
+        peak_memory_gib=max(memory, default=None),
+        skips=len({row["step"] for row in skipped}),
+        events=dict(Counter(str(row["event"]) for row in rows if row.get("event") not in EXPECTED)),
+        fp8_gemms=last.get("fp8_gemms"),
+        precisions=tuple(dict.fromkeys(r["precision"] for r in precision_rows)),
+        worst_sqnr=worst_sqnr(folder.telemetry),
+        plan=_plan(folder.plan),
+    )
+
+
+def valid_steps(rows: Sequence[Row]) -> dict[int, Row]:
+    """The last row of each step, without the steps that were rolled back."""
+    valid: dict[int, Row] = {}
+    for row in rows:
+        if row.get("event") == "rollback":
+            back = int(row.get("to_step", row["step"]))
+            valid = {step: earlier for step, earlier in valid.items() if step <= back}
+        elif row.get("loss") is not None or row.get("val_loss") is not None:
+            valid[row["step"]] = row
+    return dict(sorted(valid.items()))
+
+
+def _status(
+    rows_by_step: Mapping[int, Row],
+    rows: Sequence[Row],
+    curve: Sequence[tuple[int, float]],
+    steps: int,
+    vocabulary: int,
+    exit: int | None,
+) -> tuple[Status, int | None]:
+    """The status of a run, and the step at which it diverged, if it did."""
+    if exit == NUMERIC_FAILURE:
+        return "diverged", rows[-1]["step"] if rows else 1
+    if exit:
+        return "failed", None
+    if exit is None or not curve or curve[-1][0] < steps:
+        return "unfinished", None
+    bound = HOPELESS * math.log(vocabulary)
+    if curve[-1][1] <= bound:
+        return "done", None
+    losses = [
+        (step, row["loss"]) for step, row in rows_by_step.items() if row.get("loss") is not None
+    ]
+    good_steps = [step for step, loss in losses if loss <= bound]
+    return "diverged", next((s for s, _ in losses if s > max(good_steps, default=0)), curve[-1][0])
+
+
+def _number(row: Row, key: str) -> bool:
+    return isinstance(row.get(key), int | float)
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """The plan that ran, from `plan.json`; empty if it cannot be read."""
+    try:
+        plan = read_json(path)
+        layers = plan["layers"]
+        layer_reasons = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
+        return {
+            "asked": plan["asked"],
+            "recipe": plan["recipe"]["name"],
+            "backend": plan["backend"],
+            "native": plan["native"],
+            "device": plan["device"],
+            "compute_dtype": plan["compute_dtype"],
+            "layers": len(layers),
+            "fp8_layers": sum(la["fp8"] for la in layers),
+            "not_fp8": {la["name"]: la["reason"] for la in layers if la["reason"]},
+            "reasons": [reason for reason in plan["reasons"] if reason not in layer_reasons],
+        }
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def worst_sqnr(path: Path) -> WorstSqnr | None:
+    """The operand with the lowest SQNR in the run's own recipe. The first sampled step counts for
+    no recipe, because delayed scaling still has all scales at 1 then."""
+    rows = [row for row in read_rows(path, {"step": 0}) if "operand" in row]
+    rows = [row for row in rows if not row.get("what_if")]
+    first = min((row["step"] for row in rows), default=0)
+    settled = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
+    if not settled:
+        return None
+    worst = min(settled, key=lambda row: row["sqnr_db"])
+    place = {key: worst[key] for key in ("layer", "operand", "step")}
+    return WorstSqnr(db=worst["sqnr_db"], **place)

@@ -1,0 +1,135 @@
+"""Runs the checks by group, and reports the results as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fp8stack.analysis.benchmark.timing import machine
+from fp8stack.analysis.conform.attention_bounds import attention
+from fp8stack.analysis.conform.casts import casts, scales
+from fp8stack.analysis.conform.checks import Check, Context, Facts, brief, broken, run_check
+from fp8stack.analysis.conform.gemms import gemms
+from fp8stack.analysis.conform.golden import golden
+from fp8stack.analysis.conform.histories import histories
+from fp8stack.analysis.conform.quantizers import quantizers
+from fp8stack.analysis.conform.scale_layouts import layouts
+from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.io import write_atomically
+from fp8stack.common.tables import aligned
+from fp8stack.numerics import fused
+
+GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
+    "casts": casts,
+    "scales": scales,
+    "quantizers": quantizers,
+    "layouts": layouts,
+    "histories": histories,
+    "gemms": gemms,
+    "attention": attention,
+    "golden": golden,
+}
+VERDICTS = ("pass", "FAIL", "skipped")
+
+
+def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]:
+    """The checks and their groups. `only` selects those whose "group: name" contains it, or matches
+    it as a pattern with * and ?.
+
+    Raises:
+        UserError: no check matches.
+    """
+    every = [(name, check) for name, group in GROUPS.items() for check in group(context)]
+    if only is None:
+        return every
+    pattern = only if any(char in only for char in "*?[") else f"*{only}*"
+    chosen = [named for named in every if fnmatchcase(f"{named[0]}: {named[1]}", pattern)]
+    if not chosen:
+        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(GROUPS)}.")
+    return chosen
+
+
+def run(context: Context, only: str | None = None, tell: Callable[[str], object] = len) -> Facts:
+    """Run the checks.
+
+    Args:
+        context: where and how to run.
+        only: see `checks`.
+        tell: called with the name of each check before it runs.
+
+    Returns:
+        The report as JSON data: `machine`, `quick`, `seed`, `rows`, `counts` by verdict, and
+            `holds`, whether none failed. A row has `group`, `check`, `verdict`, `seconds`, `why` if
+            it did not pass, and the check's facts.
+    """
+    rows = []
+    for group, check in checks(context, only):
+        tell(f"{group}: {check}")
+        result = run_check(check)
+        verdict = "skipped" if "skipped" in result else "FAIL" if broken(result) else "pass"
+        rows.append({"group": group, "verdict": verdict, "why": brief(result), **result})
+    counts = Counter(row["verdict"] for row in rows)
+    return {
+        "machine": facts(context),
+        "quick": context.quick,
+        "seed": context.seed,
+        "counts": {verdict: counts[verdict] for verdict in VERDICTS},
+        "holds": not counts["FAIL"],
+        "rows": rows,
+    }
+
+
+def facts(context: Context) -> dict[str, Any]:
+    """The machine, its driver, and the versions of the libraries that compute."""
+    packages = ("numba", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13")
+    versions = machine(*packages, device=context.device)
+    hardware = context.hardware
+    te = hardware.te_version if hardware.has_te else hardware.te_problem or "not installed"
+    versions |= {"transformer-engine": te, "casts without numba": fused.why_not()}
+    return {name: value for name, value in versions.items() if value is not None}
+
+
+def file_for(out: str | None) -> Path | None:
+    """The file for the report, checked before anything runs.
+
+    Raises:
+        UserError: its folder does not exist, or it is a folder.
+    """
+    if out is None:
+        return None
+    path = Path(out)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--out {quoted(out)} is not a file in an existing folder. Give another.")
+    return path
+
+
+def write(report: Facts, path: Path) -> None:
+    """The report as a JSON file. Raises a StorageError if it cannot be written."""
+    write_atomically(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+
+
+def as_text(report: Facts) -> list[str]:
+    """The report as lines: the machine, each check, why checks were skipped, what failed, and
+    counts."""
+    versions = ", ".join(
+        f"{k} {v}" for k, v in report["machine"].items() if k not in ("machine", "slug")
+    )
+    lines = [f"machine: {report['machine']['machine']}", versions, ""]
+    rows, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
+    for row in report["rows"]:
+        group, check, verdict, reason = (row[key] for key in ("group", "check", "verdict", "why"))
+        if verdict == "skipped":
+            skipped[reason] += 1
+            continue
+        rows.append((group, check, verdict, f"{row['seconds']:.2f}"))
+        if verdict == "FAIL":
+            failed.append(f"FAIL {group}: {check}: {reason}")
+    lines += [*aligned(rows), ""]
+    lines += [*(f"skipped {count}: {reason}" for reason, count in skipped.items()), *failed]
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items())
+    seconds = sum(row["seconds"] for row in report["rows"])
+    return [*lines, f"{counts} after {seconds:.0f} s, seed {report['seed']}"]

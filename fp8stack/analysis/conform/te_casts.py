@@ -1,0 +1,174 @@
+"""Transformer Engine 2.20 without our backend, for comparison with a GPU's results.
+
+Written for the source of TE 2.20.2. Results have fp8stack's layouts: padding is trimmed, columnwise
+data is transposed back. Each function needs an importable TE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.common.formats import Quantizer
+
+MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
+
+
+class TeQuantized(NamedTuple):
+    """Bytes (uint8, in the input's shape; FP4 half as many) and inverse scales, both directions.
+
+    `across` and its scales belong to the copy that reduces over rows; None if TE made none.
+    """
+
+    along: Tensor
+    scales: Tensor
+    across: Tensor | None
+    scales_across: Tensor | None
+
+
+def dtype_of(format: str) -> Any:
+    """TE's name of "e4m3" or "e5m2"."""
+    import transformer_engine.pytorch as te
+
+    return te.DType.kFloat8E4M3 if format == "e4m3" else te.DType.kFloat8E5M2
+
+
+@torch.no_grad()
+def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[TeQuantized, Tensor]:
+    """`Float8Quantizer`: cast `x` with a given scale, as in delayed scaling; also returns the
+    amax."""
+    import transformer_engine.pytorch as te
+
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    quantizer = te.Float8Quantizer(
+        scale.reshape(()).to(x.device), amax, dtype_of(format), rowwise=True, columnwise=transpose
+    )
+    return _per_tensor(quantizer(x)), amax[0]
+
+
+@torch.no_grad()
+def quantize(x: Tensor, quantizer: Quantizer) -> TeQuantized:
+    """Both copies of a matrix, by TE's quantizer of this kind: `Float8CurrentScalingQuantizer`,
+    `Float8BlockQuantizer`, `MXFP8Quantizer` or `NVFP4Quantizer`."""
+    import transformer_engine.pytorch as te
+
+    format, square = dtype_of(quantizer.format), quantizer.turns
+    directions: dict[str, Any] = {"rowwise": True, "columnwise": True}
+    power_of_two = quantizer.scale == "power_of_two"
+    rules = {"force_pow_2_scales": power_of_two, "amax_epsilon": quantizer.eps}
+    if quantizer.blocks is None:
+        cast = te.Float8CurrentScalingQuantizer(format, device=x.device, **directions, **rules)
+        return _per_tensor(cast(x))
+    tensor: Any
+    if quantizer.scale == "e8m0":
+        tensor = te.MXFP8Quantizer(format, **directions)(x)
+    elif quantizer.scale == "e4m3":
+        tensor = te.NVFP4Quantizer(**directions, with_2d_quantization=square)(x)
+    else:
+        dims = 2 if square else 1
+        tensor = te.Float8BlockQuantizer(format, **directions, **rules, block_scaling_dim=dims)(x)
+    data, turned = tensor._rowwise_data, tensor._columnwise_data
+    along, across = tensor._rowwise_scale_inv, tensor._columnwise_scale_inv
+    (rows, columns), (tall, wide) = x.shape, quantizer.blocks
+    if quantizer.scale == "e4m3":  # TE repeats the scales of squares
+        codes = (scales[::tall].contiguous() for scales in (along, across))
+        along, across = (scales.view(torch.float8_e4m3fn).float() for scales in codes)
+    if quantizer.scale != "e8m0":
+        turned = turned.t()
+        if wide == 128 and not square:
+            along = along.t()
+        else:
+            across = across.t()
+    along = along[: -(-rows // tall), : -(-columns // wide)]
+    across = across[: -(-rows // wide), : -(-columns // tall)]
+    return TeQuantized(data, along, turned, across)
+
+
+def _per_tensor(tensor: Any) -> TeQuantized:
+    transposed = tensor._transpose  # None if GEMMs need none (10.x), or none was requested
+    across = None if transposed is None else transposed.t()
+    return TeQuantized(tensor._data, tensor._scale_inv.reshape(()), across, None)
+
+
+def serves(scaling: str) -> str:
+    """The reason why TE has no GEMM for this scaling on this machine; "" if it has one."""
+    import transformer_engine.pytorch as te
+
+    asks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+    asks["nvfp4"] = te.is_nvfp4_available
+    able, reason = asks.get(scaling, te.is_fp8_available)(return_reason=True)
+    return "" if able else str(reason)
+
+
+def recipe(scaling: str, **options: Any) -> Any:
+    """TE's own recipe with TE's defaults, except for `options`."""
+    from transformer_engine.common import recipe as recipes
+
+    if scaling == "delayed":
+        return recipes.DelayedScaling(reduce_amax=False, **options)
+    classes = {
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+    }
+    return classes[scaling](**options)
+
+
+def module(
+    kind: str, sizes: tuple[int, int], dtype: torch.dtype, device: str, **options: Any
+) -> Any:
+    """A TE module by its class's name; `sizes` are in and out, or width and hidden width."""
+    import transformer_engine.pytorch as te
+
+    assert kind in MODULES, kind
+    return getattr(te, kind)(*sizes, params_dtype=dtype, device=device, **options)
+
+
+def run(
+    layer: nn.Module, recipe: Any, x: Tensor, dy: Tensor, first: bool | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of one forward and backward pass: y, dx, and `d <parameter>`."""
+    import transformer_engine.pytorch as te
+
+    x = x.detach().clone().requires_grad_()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    with te.autocast(enabled=True, recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+    y.backward(dy)
+    assert x.grad is not None
+    results = {"y": y.detach(), "dx": x.grad}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        results[f"d {name}"] = parameter.grad
+    return results
+
+
+def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """The scale [] and amax history [length] of each operand of a module in delayed scaling."""
+    from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+
+    meta: Mapping[str, Any] = layer.fp8_meta  # type: ignore[assignment]
+    forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+    by_operand = {}
+    for gemm in range(1, meta["num_gemms"] + 1):
+        places = {
+            "input": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
+            "weight": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_WEIGHT")),
+            "grad_output": (backward, getattr(FP8BwdTensorIdx, f"GRAD_OUTPUT{gemm}")),
+        }
+        for operand, (state, index) in places.items():
+            name = f"gemm{gemm}.{operand}"
+            by_operand[name] = (state.scale[index].clone(), state.amax_history[:, index].clone())
+    return by_operand
+
+
+def forget() -> None:
+    """Clear TE's global state: recipes that differ only in the amax algorithm share buffers,
+    because TE's key for them omits it."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()

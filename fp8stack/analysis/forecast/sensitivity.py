@@ -1,0 +1,246 @@
+"""The sensitivity of a trained model to a recipe, measured without training. B windows, T tokens, V
+vocabulary.
+
+Forward: the Kullback-Leibler divergence KL(p || q), in nats per token, of the quantized model's
+predictions q from the model's own, p. It equals the added loss if labels are distributed as p. A
+few thousand tokens distinguish 8-bit recipes, where the difference of two losses needs millions,
+because KL has no first-order term.
+
+Backward: the relative squared error of the operands of the backward pass's two GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.layers import build_backend
+from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.observe import Place, observing
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.numerics import RandomBits
+from fp8stack.numerics.error import FIGURES, quantization_error
+from fp8stack.precision import Hardware, Plan, Recipe
+from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.evaluate import eval_mode
+
+SIGNAL, NOISE = FIGURES.index("signal"), FIGURES.index("noise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """A model's sensitivity to a recipe.
+
+    Attributes:
+        plan: the plan that runs the recipe.
+        forward: KL in nats per token with every layer of the recipe quantized.
+        layers: KL with only this layer quantized, by module path.
+        backward: the sum of the relative squared errors of a backward GEMM's two operands,
+            averaged over both GEMMs and over the recipe's layers, weighted by size.
+        backward_layers: the same for each layer, by module path.
+        sizes: number of elements of each layer's weight.
+    """
+
+    plan: Plan
+    forward: float
+    layers: dict[str, float]
+    backward: float
+    backward_layers: dict[str, float]
+    sizes: dict[str, int]
+
+    def without(self, left_out: Collection[str]) -> Sensitivity:
+        """The sensitivity with the layers in `left_out` not quantized. Layer divergences add up to
+        the model's divergence within a few percent."""
+        remaining = [path for path in self.layers if path not in left_out]
+        total = sum(self.layers.values())
+        share = sum(self.layers[path] for path in remaining) / total if total else 0.0
+        weights = sum(self.sizes.values())
+        noise = sum(self.backward_layers[path] * self.sizes[path] for path in remaining)
+        return replace(
+            self,
+            forward=self.forward * share,
+            layers={path: self.layers[path] for path in remaining},
+            backward=noise / weights if weights else 0.0,
+        )
+
+
+def sensitivities(
+    model: GPT, recipes: Mapping[str, Recipe], windows: Tensor, hardware: Hardware, batch: int = 32
+) -> Iterator[tuple[str, Sensitivity]]:
+    """Measure the sensitivity of a model to each recipe, and yield each with the recipe's name.
+
+    Args:
+        model: the model, in float32 without FP8.
+        recipes: recipes by name. Delayed scaling is measured as current scaling, because there are
+            no earlier passes to take scales from. Attention and the residual stream stay in
+            float32.
+        windows: held-out text, int64 [B, T + 1], or with documents [B, 2, T + 1].
+        hardware: the machine that the recipes are planned for.
+        batch: windows per forward pass.
+    """
+    defaults = Recipe(name="").beside_linears
+    plans = {
+        name: plan_for(model.config, without_delay(recipe).model_copy(update=defaults), hardware)
+        for name, recipe in recipes.items()
+    }
+    quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}
+    operands = OperandRecorder.of(model, windows[:batch], quantized)
+    forward: dict[object, tuple[float, dict[str, float]]] = {}
+    for name, plan in plans.items():
+        tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
+        # Recipes that differ only in the backward pass share the forward measurement.
+        key = tuple((path, table.input, table.weight) for path, table in tables.items())
+        if key not in forward:
+            forward[key] = _forward(model, plan, windows, batch)
+        total, layers = forward[key]
+        backward = {path: operands.backward_error(path, table) for path, table in tables.items()}
+        sizes = {path: operands.size(path) for path in tables}
+        mean = sum(backward[path] * sizes[path] for path in tables) / max(1, sum(sizes.values()))
+        yield (
+            name,
+            Sensitivity(
+                plan=plan,
+                forward=total,
+                layers=layers,
+                backward=mean,
+                backward_layers=backward,
+                sizes=sizes,
+            ),
+        )
+
+
+def without_delay(recipe: Recipe) -> Recipe:
+    """The recipe with current scaling in place of delayed scaling."""
+
+    def current(table: Quantizers | None) -> Quantizers | None:
+        if table is None:
+            return None
+        changed = {
+            name: replace(quantizer, amax="current")
+            for name, quantizer in vars(table).items()
+            if isinstance(quantizer, Quantizer) and quantizer.delayed
+        }
+        return replace(table, **changed)
+
+    rules = tuple(
+        rule.model_copy(update={"quantizers": current(rule.quantizers)}) for rule in recipe.layers
+    )
+    return recipe.model_copy(update={"quantizers": current(recipe.quantizers), "layers": rules})
+
+
+def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
+    """Log-probabilities of the next token: float32 [B, T, V]."""
+    inputs_BT, _, *documents = inputs_of(windows.to(next(model.parameters()).device))
+    with eval_mode(model):
+        return F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1)
+
+
+def divergence(reference_BTV: Tensor, model_BTV: Tensor) -> Tensor:
+    """KL(reference || model) in nats from log-probabilities: float64 [B, T]."""
+    terms = reference_BTV.exp() * (reference_BTV - model_BTV)
+    return terms.sum(dim=-1).double()
+
+
+def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float, dict[str, float]]:
+    """KL in nats per token with all layers of a plan quantized, and with each layer alone. Only the
+    probabilities of one batch are in memory at a time."""
+    backend = build_backend(plan)
+    backend.vocabulary_multiple = model.backend.vocabulary_multiple  # sets the weights' shapes
+    quantized = GPT(model.config, backend)
+    quantized.load_state_dict(model.state_dict(), strict=False)
+    quantized.to(next(model.parameters()).device)
+    linears = {
+        path: module
+        for path, module in quantized.named_modules()
+        if isinstance(module, LowPrecisionLinear) and module.in_fp8
+    }
+    exact = all(
+        (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
+        for path in linears
+    )
+    if exact or not linears:
+        return 0.0, dict.fromkeys(linears, 0.0)
+    layer_sets = [[*linears], *([path] for path in linears)]
+    sums, count = [0.0] * len(layer_sets), 0
+    for chunk in torch.split(windows, batch):
+        reference = log_probabilities(model, chunk)
+        count += reference[..., 0].numel()
+        for index, paths in enumerate(layer_sets):
+            for path, linear in linears.items():
+                linear.in_fp8 = path in paths
+            sums[index] += float(divergence(reference, log_probabilities(quantized, chunk)).sum())
+    total, *layer_divergences = (max(0.0, value / count) for value in sums)
+    return total, dict(zip(linears, layer_divergences, strict=True))
+
+
+class OperandRecorder:
+    """The operands of a model's linears in one forward and backward pass."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, Place], Tensor] = {}
+        self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
+
+    @classmethod
+    def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> OperandRecorder:
+        """Record the operands of the linears at `paths` for the loss on `windows`. The model's
+        gradients stay unchanged."""
+        operands = cls()
+        layers = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear) and path in paths
+        }
+
+        def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
+            operands._tensors[path, place] = x.clone()
+
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        with torch.enable_grad(), observing(model, observe, layers=layers):
+            inputs_BT, targets_BT, *documents = inputs_of(
+                windows.to(next(model.parameters()).device)
+            )
+            # The model's own loss may compute the head in chunks, which is not observed.
+            logits_BTV = model(inputs_BT, None, *documents).float()
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            torch.autograd.backward(loss)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        return operands
+
+    def size(self, path: str) -> int:
+        """The number of elements of the layer's weight."""
+        return self._tensors[path, "weight"].numel()
+
+    def backward_error(self, path: str, table: Quantizers) -> float:
+        """The sum of the relative squared errors of a backward GEMM's two operands, averaged over
+        dgrad and wgrad."""
+        forward = {"input": table.input, "weight": table.weight}
+        total = self._error(path, "grad_output", table.grad_output, 1)
+        total += self._error(path, "grad_output", table.grad_output_wgrad, 0)
+        for operand in ("weight", "input"):
+            quantizer = table.across(operand)
+            if quantizer == "forward":
+                total += self._error(path, operand, forward[operand], 1)
+            elif quantizer is not None:
+                total += self._error(path, operand, quantizer, 0)
+        return total / 2
+
+    def _error(self, path: str, operand: Operand, quantizer: Quantizer | None, dim: int) -> float:
+        if quantizer is None:
+            return 0.0
+        key = (path, operand, quantizer, dim)
+        if key not in self._errors:
+            x = self._tensors[path, operand]
+            bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+            figures = quantization_error(
+                x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
+            )
+            signal, noise = float(figures[SIGNAL]), float(figures[NOISE])
+            self._errors[key] = noise / signal if signal else 0.0
+        return self._errors[key]

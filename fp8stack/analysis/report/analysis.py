@@ -1,0 +1,228 @@
+"""Analysis of a run: findings that need attention, the worst first."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8stack.analysis.report.events import ending, failure, from_events
+from fp8stack.analysis.report.formatting import Finding, Level, in_steps, percent, with_unit
+from fp8stack.analysis.report.gradient_faults import gradient_findings
+from fp8stack.analysis.report.outliers import Outlier, find_outliers, settled
+from fp8stack.analysis.report.read import Operand, RunRecord, of_linears, table
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import FORMATS
+from fp8stack.common.tables import counted
+from fp8stack.precision.recipe import recipe_from_json
+
+MOST = 6  # the worst outliers get a sentence each, the others only their name
+CLIPPED_BITS = 3.0  # amax / largest value in range = 8; delayed scaling often has less
+CLIPPED_SHARE = 1e-2
+LOW_SQNR_DB = 15.0  # E5M2 at best has 25 dB, E4M3 31 dB
+LOWER_SQNR_DB = 10.0  # for formats with less than two mantissa bits; E2M1 at best has 20 dB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """A run with its findings. `extremes` are the worst figures, alarming or not: label, operand,
+    step, and the figure as text."""
+
+    run: RunRecord
+    findings: list[Finding]
+    outliers: list[Outlier]
+    operands: list[Operand]  # only samples with settled scales, see `outliers.settled`
+    extremes: list[tuple[str, str, int, str]]
+    total: int | None  # steps that the config asks for
+    done: int  # last step in the metrics
+    state: str
+
+
+def analyze(run: RunRecord) -> Analysis:
+    """Analyze a run."""
+    delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
+        np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
+        for operand in run.operands
+        if len(operand.steps) and operand.figures["scale"][0] == 1.0
+    )
+    operands = settled(run.operands, delayed)
+    switches = [event["step"] for event in run.events if event.get("event") == "phase"]
+    outliers = find_outliers(operands, switches)
+    done = max((row["step"] for row in run.rows), default=0)
+    steps = run.config.get("steps")
+    total = steps if type(steps) is int else None
+    findings = [
+        *ending(run),
+        *_not_finite(run.operands),
+        *from_events(run),
+        *gradient_findings(run.gradients, delayed),
+        *_outlier_findings(outliers),
+        *_clipped(operands),
+        *_low_sqnr(operands, outliers),
+        *(Finding("note", note) for note in run.notes),
+    ]
+    rank = {"alarm": 0, "warning": 1, "note": 2}
+    return Analysis(
+        run=run,
+        findings=sorted(findings, key=lambda finding: rank[finding.level]),
+        outliers=outliers,
+        operands=operands,
+        extremes=_extremes(of_linears(operands)),
+        total=total,
+        done=done,
+        state=_state(run, done, total),
+    )
+
+
+def _state(run: RunRecord, done: int, total: int | None) -> str:
+    if run.is_running:
+        return "running"
+    if failure(run) is not None:
+        return "failed"
+    if not run.rows:
+        return "no step yet"
+    return "done" if total is not None and done >= total else "unfinished"
+
+
+def _is_delayed(recipe: Mapping[str, Any]) -> bool:
+    """Whether a run's recipe uses delayed scaling; False if the recipe cannot be read."""
+    try:
+        return recipe_from_json(recipe, "the run").delayed
+    except UserError:
+        return False
+
+
+def verdict(analysis: Analysis) -> str:
+    """The sentence above the findings."""
+    counts = Counter(finding.level for finding in analysis.findings)
+    words: tuple[Level, ...] = ("alarm", "warning")
+    problems = [counted(counts[word], word) for word in words if counts[word]]
+    if problems:
+        return f"Needs attention: {' and '.join(problems)}."
+    if analysis.findings:
+        return f"Nothing alarming: {counted(len(analysis.findings), 'note')}."
+    if analysis.run.operands and not analysis.operands:
+        return "Nothing stands out so far; the scales had not settled at the only sample."
+    if analysis.operands or analysis.run.gradients:
+        return "Nothing stands out."
+    return "Nothing stands out in the metrics; there is no telemetry of operands to look at."
+
+
+def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
+    for operand in operands:
+        share, steps = operand.figures["nonfinite"], operand.steps
+        samples = np.flatnonzero(share > 0)
+        if len(samples):
+            first, worst = samples[0], samples[np.argmax(share[samples])]
+            yield Finding(
+                "alarm",
+                f"{operand.name}: values that are not finite at {in_steps(steps[samples])}, "
+                f"first at step {steps[first]}, at most {percent(share[worst])} of them "
+                f"(step {operand.steps[worst]}). Its amax is infinite there.",
+            )
+
+
+def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
+    labels = {"sqnr_db": "SQNR"}
+    for out in outliers[:MOST]:
+        start = f"from step {out.step} on" if out.changed else "all along"
+        where = f"stands out {start}. At step {out.worst_step}:"
+        if not out.lasting:
+            where = f"was out of line at step {out.worst_step} alone:"
+        elif out.changed and out.step == out.operand.steps[-1]:
+            where = f"stands out at step {out.step}:"
+        figures = "; ".join(
+            f"{labels.get(figure, figure)} {with_unit(figure, value)}, "
+            f"its peers {with_unit(figure, peers)}"
+            + ("" if before is None else f", itself {with_unit(figure, before)} before")
+            for figure, (value, peers, before) in out.values.items()
+        )
+        yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
+    if more := outliers[MOST:]:
+        names = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
+        suffix = " and others" if len(more) > 20 else ""
+        yield Finding(
+            _level(more[0]),
+            f"{counted(len(more), 'more stands', 'more stand')} out less: {names}{suffix}.",
+        )
+
+
+def _level(out: Outlier) -> Level:
+    """The level of an outlier. An amax that was always large is only a note: the scale adapts to
+    it, and if it does not, other figures stand out too."""
+    always_large = not out.changed and out.values.keys() == {"amax"}
+    return "warning" if out.lasting and not always_large else "note"
+
+
+def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
+    """Count the amaxes that exceeded the range of their scale, and name the worst."""
+    count = samples = 0
+    worst: tuple[float, Operand, int] | None = None
+    largest_share = 0.0
+    for operand in operands:
+        bits = operand.figures["headroom_bits"]
+        samples += int(np.isfinite(bits).sum())
+        clipped = np.flatnonzero(operand.clipped)
+        count += len(clipped)
+        if len(clipped):
+            sample = int(clipped[np.argmin(bits[clipped])])
+            largest_share = max(
+                largest_share, float(np.nanmax([0.0, *operand.figures["saturated"][clipped]]))
+            )
+            if worst is None or bits[sample] < worst[0]:
+                worst = (float(bits[sample]), operand, sample)
+    if worst is None:
+        return
+    bits_over, operand, sample = worst
+    saturated = operand.figures["saturated"][sample]
+    share = "" if math.isnan(saturated) else f", {percent(saturated)} of its elements saturated"
+    text = (
+        f"{count} of {samples} sampled amaxes were clipped, being larger than their scale can "
+        f"hold. The worst: {operand.name} at step {operand.steps[sample]}, by "
+        f"{-bits_over:.2g} bits{share}."
+    )
+    is_severe = -bits_over >= CLIPPED_BITS or largest_share >= CLIPPED_SHARE
+    yield Finding("warning" if is_severe else "note", text)
+
+
+def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Iterable[Finding]:
+    reported_ids = {id(out.operand) for out in outliers if "sqnr_db" in out.values}
+    groups: dict[float, list[tuple[float, Operand]]] = {}
+    for operand in operands:
+        sqnr = operand.figures["sqnr_db"]
+        sqnr = sqnr[np.isfinite(sqnr)]
+        format = FORMATS.get(operand.format)
+        least_db = LOWER_SQNR_DB if format and format.mantissa_bits < 2 else LOW_SQNR_DB
+        if len(sqnr) and id(operand) not in reported_ids and float(np.median(sqnr)) < least_db:
+            groups.setdefault(least_db, []).append((float(np.median(sqnr)), operand))
+    for least_db, group in groups.items():
+        value, operand = min(group, key=lambda pair: pair[0])
+        yield Finding(
+            "warning",
+            f"{counted(len(group), 'operand keeps', 'operands keep')} less than {least_db:.0f} dB "
+            f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median).",
+        )
+
+
+def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
+    """The worst sample of each figure once scales have settled, alarming or not."""
+    extremes = []
+    for label, figure, sign in (
+        ("lowest SQNR", "sqnr_db", -1.0),
+        ("most saturated", "saturated", 1.0),
+        ("most underflow", "underflow", 1.0),
+        ("least headroom", "headroom_bits", -1.0),
+    ):
+        signed = ((sign * operand.figures[figure], operand) for operand in operands)
+        peaks = [
+            (float(np.nanmax(values)), values, operand)
+            for values, operand in signed
+            if np.isfinite(values).any()
+        ]
+        if peaks:
+            value, values, operand = max(peaks, key=lambda peak: peak[0])
+            step = int(operand.steps[np.nanargmax(values)])
+            extremes.append((label, operand.name, step, with_unit(figure, sign * value)))
+    return extremes

@@ -1,0 +1,1 @@
+"""Errors, files, tables and terminal output that every room uses."""

@@ -1,0 +1,155 @@
+"""Find a preset by name or path, and parse it strictly, without importing torch. `models/*.toml`
+and `recipes/*.toml` hold data, no code. They are in a wheel's `fp8stack/_presets/`, or next to the
+package in a checkout."""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from fp8stack.common.errors import UserError, described, quoted, unknown
+from fp8stack.common.io import read_toml
+
+Kind = Literal["models", "recipes"]
+
+_INTERVAL = (
+    "scales of delayed scaling follow every training pass, as in Transformer Engine, which ignores "
+    "its own interval. Leave it out; history_length, margin and amax_algorithm can be set"
+)
+_MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL)
+"""Keys of other programs that could change nothing here, and why."""
+
+OTHER_NAMES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-small": "gpt2-124m",
+    "gpt2-medium": "gpt2-350m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1.5b",
+    "fp8": "delayed",
+    "scaling": "like",
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "max_steps": "steps",
+    "block_size": "context",
+    "grad_clip": "clip",
+    "gradient_accumulation_steps": "accumulate",
+}
+"""The names of presets and keys in other programs, such as transformers, with ours to suggest."""
+
+
+def folder(kind: Kind) -> Path:
+    """The folder that holds the presets of `kind`: inside the wheel, or next to the package."""
+    package = Path(str(files("fp8stack")))
+    shipped = package / "_presets" / kind
+    return shipped if shipped.is_dir() else package.parent / kind
+
+
+def names(kind: Kind) -> list[str]:
+    """The names of the presets of `kind` that come with fp8stack, sorted."""
+    return sorted(path.stem for path in folder(kind).glob("*.toml"))
+
+
+def recipe_words(recipes: str) -> list[str]:
+    """The recipes of a `--recipes`, separated by commas. Raises a UserError for an empty name."""
+    words = [word.strip() for word in recipes.split(",")]
+    if not all(words):
+        raise UserError(
+            f"--recipes '{quoted(recipes)}' has an empty name. Example: fp32,bf16,delayed"
+        )
+    return words
+
+
+def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
+    """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
+    Anything that ends in `.toml` or holds a path separator is a path; the rest are names. Raises a
+    UserError if there is no such preset or file, or it is not TOML."""
+    if not isinstance(name, str):
+        raise UserError(f"A {kind[:-1]} is given by name or path, not by {described(name)}.")
+    if name.endswith(".toml") or "/" in name or "\\" in name:
+        path = Path(name)
+        if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+            raise UserError(
+                f"No {kind[:-1]} file '{quoted(name)}'. Give the path of a TOML file, or one of: "
+                f"{', '.join(names(kind))}."
+            )
+        return path.stem, read_toml(path)
+    if name not in names(kind):
+        rules = ["auto"] if kind == "recipes" and name != "auto" else []  # no file, but a recipe
+        raise unknown(kind[:-1], name, names(kind) + rules, OTHER_NAMES.get(name))
+    return name, read_toml(folder(kind) / f"{name}.toml")
+
+
+def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
+    """`table` as the pydantic type `schema`. Raises a UserError, one line that names the first
+    wrong key, its value and what is allowed."""
+    try:
+        return TypeAdapter(schema).validate_python(table)
+    except ValidationError as error:
+        raise UserError(_explain(error, schema, where)) from error
+
+
+def _explain(error: ValidationError, schema: Any, where: str) -> str:
+    """The first problem of `error` in one line."""
+    # A key that is not known first: it may be a misspelled one that is missing, too. Then what a
+    # key may be; that it is no table, where it may be one, says less.
+    order = {"extra_forbidden": 0, "model_type": 2}
+    problem = min(error.errors(), key=lambda details: order.get(details["type"], 1))
+    tree = _tree(schema)
+    # pydantic adds the type that it tried, where a value may have several types.
+    types = tree.get("$defs", {})
+    path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
+    if "discriminator" in tree:
+        mapping = tree["discriminator"]["mapping"]
+        tag = tree["discriminator"]["propertyName"]
+        if problem["type"] == "union_tag_invalid":
+            return f"{where}: {unknown(tag, str(problem['ctx']['tag']), mapping)}"
+        if problem["type"] == "union_tag_not_found":
+            return f"{where}: key '{tag}' is missing. Known values: {', '.join(sorted(mapping))}."
+        tree = tree["$defs"][mapping[path.pop(0)].rsplit("/", 1)[-1]]
+    if problem["type"] == "extra_forbidden":
+        *outer, last = path
+        within = f"{quoted('.'.join(outer))}: " if outer else ""
+        if last in _MEANINGLESS:
+            return f"{where}: {within}there is no key '{last}': {_MEANINGLESS[last]}."
+        keys = _keys(tree, outer)
+        return f"{where}: {within}{unknown('key', last, keys, OTHER_NAMES.get(last))}"
+    key = ".".join(path)
+    if problem["type"] == "missing":
+        return f"{where}: key '{key}' is missing."
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    if not key:
+        return f"{where}: {message}."
+    return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."
+
+
+@cache
+def _tree(schema: Any) -> dict[str, Any]:
+    """The JSON schema of a pydantic type; making one takes a hundred times as long as parsing."""
+    return TypeAdapter(schema).json_schema()
+
+
+def _keys(tree: dict[str, Any], path: Sequence[str]) -> list[str]:
+    """The keys of the table at `path` in a JSON schema."""
+    definitions = tree.get("$defs", {})
+    for key in path:
+        any_key = tree.get("additionalProperties")  # of a table with keys of any name
+        inner = tree.get("items", any_key) if key.isdecimal() else any_key
+        tree = tree.get("properties", {}).get(key, inner if isinstance(inner, dict) else {})
+        for choice in (tree, *tree.get("anyOf", ())):
+            tree = definitions.get(choice.get("$ref", "").rsplit("/", 1)[-1], tree)
+    return list(tree.get("properties", {}))
+
+
+def _shown(value: Any) -> str:
+    """A value from a user's file, as it can stand within a line."""
+    try:
+        return quoted(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        return "a very long number"
+    except RecursionError:
+        return "a table that is nested too deeply"

@@ -1,1 +1,0 @@
-"""An estimate of the memory of a run, before it runs."""

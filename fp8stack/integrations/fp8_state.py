@@ -1,0 +1,32 @@
+"""A model's FP8 state as an object with `state_dict` and `load_state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from fp8stack.layers import fp8_state, load_fp8_state
+
+
+class FP8State:
+    """The FP8 state of a converted model, for loops that checkpoint objects with a `state_dict`.
+
+    Register it with accelerate (`accelerator.register_for_checkpointing(FP8State(model))`), or put
+    it next to the model and the optimizer in the dictionary that `torch.distributed.checkpoint`
+    saves, where it is a `Stateful`.
+
+    Args:
+        model: a model that `convert` was called on, or its wrapper.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The FP8 state, see `fp8stack.fp8_state`."""
+        return fp8_state(self.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Restore a `state_dict`. Raises what `fp8stack.load_fp8_state` raises."""
+        load_fp8_state(self.model, state_dict)

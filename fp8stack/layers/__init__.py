@@ -1,0 +1,54 @@
+"""Compute backends: `build_backend(plan)` builds the layers of a model as the plan decided them.
+
+One contract for all: the same parameter names, float32 master weights, layers that differ only in
+how they multiply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8stack.common.errors import UserError, described
+from fp8stack.layers.backend import Backend, fp8_state, load_fp8_state
+from fp8stack.layers.emulate import EmulateBackend
+from fp8stack.layers.operands import Draws
+from fp8stack.layers.torch import TorchBackend
+from fp8stack.precision.plan import Plan
+
+__all__ = ["Backend", "Draws", "build_backend", "fp8_state", "load_fp8_state"]
+
+
+def build_backend(plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> Backend:
+    """The backend that runs `plan`, whose layers must have been decided (`plan.for_layers`).
+
+    Args:
+        plan: what `resolve` gave.
+        save_fp8: keep x and w for the backward pass as bytes, a quarter of float32's memory, and
+            unpack them again: slower on a CPU. For the emulator; te and torch always do.
+        draws: what stochastic rounding has drawn, with its seed, if several models share it.
+
+    Raises:
+        UserError: `plan` is no plan.
+    """
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"build_backend needs a plan, such as plan_for(config, 'delayed', probe()), not "
+            f"{described(plan)}."
+        )
+    backend = _build(plan, save_fp8, draws)
+    for name in dict.fromkeys(layer.backend for layer in plan.layers if layer.backend):
+        backend.lend_layers(_build(replace(plan, backend=name), save_fp8, backend.draws))
+    return backend
+
+
+def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
+    if plan.backend == "te":
+        # Imported only when asked for: Transformer Engine is optional, and slow to import.
+        from fp8stack.layers.te import TEBackend
+
+        return TEBackend(plan, draws=draws)
+    if plan.backend == "torch":
+        return TorchBackend(plan, draws=draws)
+    if plan.backend == "emulate":
+        return EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
+    return Backend(plan, draws=draws)

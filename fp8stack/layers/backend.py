@@ -1,0 +1,295 @@
+"""The interface of backends to a model, and FP8 state by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.common.errors import UserError, described, quoted
+from fp8stack.layers.compiler import CompileBackend
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.kernels.attention import Mask, attend
+from fp8stack.layers.kernels.eager import RMSNorm
+from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
+from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
+from fp8stack.layers.operands import Draws, LayerOperands
+from fp8stack.layers.weight_changes import WeightChanges
+from fp8stack.precision.plan import LayerPlan, Plan
+from fp8stack.precision.recipe import ComputeDtype
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Backend:
+    """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
+
+    By itself it is the backend `reference`, plain torch: float32 master weights, cast to the
+    compute dtype at each use; in fp32 the layers are torch's own, to the bit. Others add FP8.
+
+    Attributes:
+        compute_dtype: what linears return and, if the plan says no other, attention computes in.
+        attention_dtype: what attention computes in.
+        residual_dtype: what the residual stream is held in.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        delayed: the amax history of the model that is built, if any layer has delayed scaling.
+        draws: what stochastic rounding has drawn; models that take turns in a run share it.
+        weights: what notices that weights changed.
+        keeps_weights: whether quantized weights are kept until they change.
+    """
+
+    keeps_weights = False
+    delayed_scaling: type[DelayedScaling] = DelayedScaling  # what keeps its scales
+    observer: Any = None  # sees what is cast, see `observe.observing`
+    after_norm = False  # whether a norm computed the input of the linear that is called
+
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+        self.plan = plan
+        self.draws = Draws() if draws is None else draws
+        self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.attention_dtype = DTYPES[plan.attention]
+        self.residual_dtype = DTYPES[plan.recipe.residual]
+        self.vocabulary_multiple = plan.vocabulary_multiple
+        self.delayed = self.delayed_scaling() if plan.delayed else None
+        self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
+        self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
+        self._lenders: dict[str, Backend] = {}
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
+        size = Size(in_features, out_features, bias)
+        layer = self.plan.layer(name) if self.plan.is_fp8 else None
+        if layer is None or layer.quantizers is None:
+            return plain_linear(size, self.compute_dtype)
+        slots = None if self.delayed is None else self.delayed.add_layer(name, layer.quantizers)
+        draws = self.draws.layer(name) if layer.quantizers.stochastic else None
+        operands = LayerOperands(layer.quantizers, slots, draws)
+        builder = self._lenders[layer.backend] if layer.backend else self
+        return builder.fp8_linear(layer, size, operands)
+
+    def lend_layers(self, lender: Backend) -> None:
+        """Give `lender` the layers that the plan has for it; their state stays here."""
+        lender.delayed, lender.weights = self.delayed, self.weights
+        self._lenders[lender.plan.backend] = lender
+
+    def fp8_linear(
+        self, layer: LayerPlan, size: Size, operands: LayerOperands
+    ) -> LowPrecisionLinear:
+        """A linear layer that the plan has quantized, with what quantizes its operands."""
+        raise NotImplementedError("The backend 'reference' has no FP8.")
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """A norm over the last dimension; it takes float32, as it computes."""
+        if kind == "rmsnorm":
+            return RMSNorm(width, eps=eps)
+        return nn.LayerNorm(width, eps=eps, bias=bias)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """`linear(norm(x))`, as one operation where the backend has one."""
+        y: Tensor = linear(norm(x))
+        return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """`mlp(norm(x))`, as one operation where the backend has one.
+
+        `mlp` has the linears `up` and `down` and, by name, the `activation` between them.
+        """
+        y: Tensor = mlp(norm(x))
+        return y
+
+    def add_attention(self, path: str) -> None:
+        """Note that the module at `path` will ask for `attention`, which may have FP8 state."""
+        if self.delayed is not None:
+            self.delayed.add_attention(path, self.plan.recipe.attention_slots)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        mask: Mask | None = None,
+        path: str | None = "",
+    ) -> Tensor:
+        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
+
+        Args:
+            q: queries [B, H, T, E] in any dtype.
+            k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
+            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
+            dropout: the probability for an attention weight to be dropped.
+            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
+                then.
+            path: as told to `add_attention`; None: not in FP8, whatever the plan says.
+
+        Returns:
+            [B, H, T, E] in the dtype of `v`.
+        """
+        options: Any = {"mask": mask, "dropout": dropout}
+        if self.plan.recipe.attention != "fp32":
+            return attend(q.to(v.dtype), k.to(v.dtype), v, **options)
+        with no_autocast(v.device.type):
+            return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)
+
+    def attach(self, model: nn.Module) -> None:
+        """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
+        model.stochastic_rounding = self.draws  # type: ignore[assignment]
+        if self.draws.layers:
+            model.register_forward_pre_hook(self._move_draws)
+        if self.delayed is not None:
+            self.delayed.attach(model)
+        elif self.keeps_weights:
+            layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
+            self.weights.watch(layers)
+            model.register_forward_pre_hook(self._begin_pass)
+
+        for backend in (self, *self._lenders.values()):
+            backend.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Take charge of what is this backend's own in the layers that it built in `model`."""
+
+    def share_out(self, module: nn.Module | None) -> None:
+        """Prepare for FSDP2, which is about to shard the weights of `module`; if None, all weights
+        in float32."""
+        # Parameters come and go with every pass: only optimizers' steps tell of changes.
+        self.weights.watch(())
+
+    def before_gathering(self) -> None:
+        """Called before each pass of a model that ranks share out, by all of them."""
+
+    def _move_draws(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.draws.move(next(model.parameters()).device)
+
+    def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.weights.begin_pass(model.training and torch.is_grad_enabled())
+
+    def compile_casts(self, backend: CompileBackend, mode: str) -> None:
+        """Compile, by torch.compile's `backend` in its `mode`, the casts of weights that no block
+        makes."""
+
+    def set_matmul_precision(self, model: nn.Module) -> None:
+        """Let `model` multiply float32 exactly, or as TF32 if the plan says so, in its forward and
+        backward passes; other models of the process are not affected."""
+        MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
+
+    def count_gemms(self, count: int) -> None:
+        """Note that GEMMs on FP8 operands run; compiled code is not counted."""
+        if not torch.compiler.is_compiling():
+            self.gemm_count += count
+
+    def fp8_gemms(self) -> int:
+        """Count the GEMMs on FP8 operands that really ran since the last call."""
+        count, self.gemm_count = self.gemm_count, 0
+        return count + sum(lender.fp8_gemms() for lender in self._lenders.values())
+
+
+def fp8_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
+    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64.
+
+    Empty unless the recipe has one of the two. Paths begin at the model that was built or
+    converted, whatever wraps it; if several parts of `module` were converted by themselves, at
+    `module`.
+
+    Raises:
+        UserError: no part of `module` was converted.
+    """
+    _require_converted(module)
+    return {
+        f"{prefix}{name}": tensor
+        for attribute in _KEEPERS
+        for prefix, keeper in _keepers(module, attribute).items()
+        for name, tensor in keeper.state_dict().items()
+    }
+
+
+def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `fp8_state` gave, into a model of the same layers and recipe.
+
+    Raises:
+        UserError: the model was not converted, or keeps no such state, or other slots, or another
+            history length.
+    """
+    _require_converted(module)
+    _require_tensors(state)
+    drawn = {name: tensor for name, tensor in state.items() if name.endswith(".draws")}
+    scales = {name: tensor for name, tensor in state.items() if name not in drawn}
+    for attribute, tensors in zip(_KEEPERS, (scales, drawn), strict=True):
+        keepers = _keepers(module, attribute)
+        stray = next((name for name in tensors if not name.startswith(tuple(keepers))), None)
+        if stray is not None:
+            raise UserError(
+                f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
+            )
+        for prefix, keeper in keepers.items():
+            keeper.load_state_dict(
+                {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            )
+    for layer in module.modules():
+        if isinstance(layer, LowPrecisionLinear) and layer.reminder is not None:
+            layer.reminder.state_loaded()
+
+
+def _require_converted(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            "FP8 state is in a model that fp8stack.convert was called on, not in "
+            f"{described(module)}."
+        )
+    if not any(
+        isinstance(child, LowPrecisionLinear)
+        or isinstance(getattr(child, "stochastic_rounding", None), Draws)
+        for child in module.modules()
+    ):
+        raise UserError(
+            f"This {type(module).__name__} was not converted and has no FP8 state: call "
+            "fp8stack.convert(model, recipe) first."
+        )
+
+
+def _require_tensors(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise UserError(
+            f"FP8 state is the dictionary that fp8stack.fp8_state gave, not {described(state)}."
+        )
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+            raise UserError(
+                f"FP8 state: '{quoted(str(name))}' is {described(tensor)}. Give the dictionary "
+                "that fp8stack.fp8_state gave, of names and tensors."
+            )
+
+
+_KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
+    "delayed_scaling": DelayedScaling,
+    "stochastic_rounding": Draws,
+}
+"""The attribute of a model that holds each kind of them."""
+
+
+def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
+    """The state of the layers of `module`, by the prefix of its names in `fp8_state`."""
+    by_prefix: dict[str, DelayedScaling | Draws] = {}
+    for path, child in module.named_modules():
+        keeper: Any = getattr(child, attribute, None)
+        passed_on = any(keeper is earlier for earlier in by_prefix.values())  # by a wrapper
+        if isinstance(keeper, _KEEPERS[attribute]) and not passed_on:
+            by_prefix[f"{path}." if path else ""] = keeper
+    if len(by_prefix) > 1:
+        return by_prefix
+    keepers = list(by_prefix.values())
+    if not keepers and attribute == "delayed_scaling":  # a layer of a model has the model's state
+        of_layers = (getattr(child, "delayed", None) for child in module.modules())
+        keepers = [state for state in of_layers if isinstance(state, DelayedScaling)]
+    return {"": keepers[0]} if keepers else {}

@@ -1,0 +1,162 @@
+"""The requirements of torch.compile, and the choices of inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from fp8stack.common.errors import UserError
+from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.hardware import find_compiler_problem, missing_headers
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+CompileBackend = str | Callable[..., Any]
+"""The type of torch.compile's `backend`."""
+# TE 2.20: LayerNormLinear and LayerNormMLP are no_torch_dynamo; Linear falls back to eager where
+# weights are cached (is_first_microbatch), and raises in delayed scaling.
+_TE = (
+    "Transformer Engine's layers other than Linear, and its delayed scaling, do not compile into "
+    "one graph"
+)
+TE_COMPILED = f"--compile: {_TE}"
+
+
+def require_compiler(plan: Plan, recompute: str = "none") -> None:
+    """See that a model with this plan, and this activation checkpointing, can be compiled.
+
+    Raises:
+        UserError: it cannot, or a compiler or its headers are missing.
+    """
+    require_compilable(plan, recompute)
+    require_tools(plan.device, "--compile", "leave --compile out")
+
+
+def is_compiled(
+    requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
+) -> tuple[bool, str]:
+    """Whether a model with this plan and this activation checkpointing trains as compiled code, and
+    a note on it or "". By default (`requested` is None) it does on a GPU, if that works.
+
+    Raises:
+        UserError: it was asked for, and torch does not compile it for this GPU.
+    """
+    # Inductor refuses graphs with bfloat16 inputs or outputs there (torch 2.13).
+    old = hardware.capability is not None and hardware.capability < (8, 0)
+    no_bf16 = ""
+    if old and plan.recipe.residual == "bf16":
+        no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
+    if requested and no_bf16:
+        raise _refusal(no_bf16, "choose residual = 'fp32'")
+    if requested is not None or hardware.device != "cuda":
+        return bool(requested), ""
+    if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
+        return False, f"training is not compiled: {problem}"
+    return True, "training is compiled (torch.compile); --no-compile turns that off"
+
+
+def require_compilable(plan: Plan, recompute: str = "none") -> None:
+    """See that this backend and this activation checkpointing work in compiled code of this torch.
+
+    Raises:
+        UserError: one does not.
+    """
+    if (obstacle := _obstacle(plan, recompute))[0]:
+        raise _refusal(*obstacle)
+
+
+def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
+    """The reason why a model cannot be compiled, and the remedy; both "" if it can be."""
+    if plan.backend == "te":
+        return _TE, "choose --backend torch"
+    if recompute == "selective":
+        reason = "activation_checkpointing selective has no say in what compiled code keeps"
+        return reason, "choose none, or block for less memory"
+    # Scales of gradients would stay as they are at the start. Seen with torch 2.11, and not with
+    # 2.13; between them nobody looked.
+    backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
+    if torch.__version__ < "2.13" and plan.delayed and "emulate" in backends:
+        lost = "loses the amaxes of gradients in emulated delayed scaling"
+        return f"torch {torch.__version__} {lost}", "pip install 'torch>=2.13'"
+    return "", ""
+
+
+def _refusal(reason: str, instead: str) -> UserError:
+    return UserError(f"--compile: {reason}. Leave --compile out, or {instead}.")
+
+
+def require_tools(device: str, feature: str, instead: str) -> None:
+    """See that torch.compile works for `device`, "cpu" or "cuda".
+
+    Raises:
+        UserError: a compiler or its headers are missing, which `feature` needs; it says what to do
+            `instead`.
+    """
+    if device != "cuda":
+        # Private, and the only way to ask for the compiler that torch.compile will call (2.13).
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise UserError(
+                f"{feature} needs a C++ compiler and none was found. Install g++, name one by the "
+                f"environment's CXX, or {instead}."
+            ) from error
+    # Both build Python extensions.
+    if problem := find_compiler_problem() if device == "cuda" else missing_headers():
+        raise UserError(f"{feature}: {problem}, or {instead}.")
+
+
+def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
+    """`function` by torch.compile, as one graph for each shape. Inductor rounds as often as eager
+    code does, so that casts to FP8 have the same operands."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    if backend == "inductor":  # others take no options
+        from torch._inductor import list_mode_options
+
+        fuse_norms_with_their_own_gradients()
+        # torch 2.10 compiles no bfloat16 with it on a CPU, where it has no effect before 2.13.
+        rounds = torch.__version__ >= "2.11" or torch.cuda.is_available()
+        options["options"] = list_mode_options(mode) | {"emulate_precision_casts": rounds}
+    by_torch: Any = torch.compile
+    optimized: Function = by_torch(function, **options)
+    return optimized
+
+
+@cache
+def fuse_norms_with_their_own_gradients() -> None:
+    """Make inductor compute the gradients of a norm's weight and input in one kernel, for all code
+    that this process compiles for GPUs.
+
+    torch 2.13 fuses the weight gradients of a block's two norms with each other first, as both read
+    the residual stream, in a kernel that reads one norm's operands a second time (pytorch pull
+    request 168209 says how it chooses). So sums over rows that a GEMM separates are not fused. To
+    be deleted when torch does without.
+    """
+    from torch._inductor import scheduler as inductor
+    from torch._inductor.choices import InductorChoices
+
+    mixed: Any = getattr(inductor, "MixOrderReduction", None)  # torch 2.10 may lack it
+    if mixed is None:
+        return
+    plain: Any = InductorChoices.can_fuse_horizontal
+
+    def can_fuse(scheduler: Any, node: Any, second: Any, shared: int) -> bool:
+        pair = (node, second)
+        if all(reduction.is_gpu() and reduction.is_reduction() for reduction in pair):
+            start, end = sorted(reduction.min_order for reduction in pair)
+            apart = any(
+                isinstance(step, inductor.ExternKernelSchedulerNode)
+                and start < step.min_order < end
+                for step in scheduler.nodes
+            )
+            if apart and not any(map(mixed.is_contiguous_node, pair)):
+                return False
+        fuses: bool = plain(scheduler, node, second, shared)
+        return fuses
+
+    choices: Any = InductorChoices
+    choices.can_fuse_horizontal = staticmethod(can_fuse)

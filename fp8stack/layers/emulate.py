@@ -1,0 +1,309 @@
+"""FP8 linears on any device: the operands' exact FP8 values, multiplied in float32 or bfloat16.
+
+Every FP8 value is exact in the GEMM's dtype, so products are exact and sums are float32, as on
+the hardware. A GEMM in float32, on a CPU, may be multiplied by bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.layers.backend import Backend
+from fp8stack.layers.kernels.matmul_precision import exact_matmul
+from fp8stack.layers.linear import Call, QuantizedLinear, Size
+from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
+from fp8stack.numerics import Quantized
+from fp8stack.numerics.fused import seen
+from fp8stack.numerics.operators import operator
+from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
+from fp8stack.precision.plan import LayerPlan, Plan
+
+
+class Form(NamedTuple):
+    """The form of the tensors of a copy.
+
+    Attributes:
+        turned: whether it is a column copy: the GEMM takes the transpose of its values.
+        in_bf16: whether bfloat16 holds its values.
+        packed: unpacks the bytes of the values before they are multiplied, if they are bytes.
+        shape: the shape of the operand, if `packed`.
+    """
+
+    turned: bool
+    in_bf16: bool
+    packed: EmulatedOperand | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class Emulated(NamedTuple):
+    """A copy of an operand, for an emulated GEMM.
+
+    Attributes:
+        values: see `numerics.Rounded`, not turned; bytes, where they are packed.
+        factor: multiplies the GEMM's output: 0-dim, or one for each row of a row copy and each
+            column of a column copy. The scales of the bytes, where they are packed.
+        form: the form of both.
+        amax, has_nan: the amax of the matrix, and whether it has a NaN, where it is packed and its
+            quantizer needs them; see `numerics.Quantized`.
+        sums: not given, see `GemmBackend`.
+    """
+
+    values: Tensor
+    factor: Tensor | None
+    form: Form
+    amax: Tensor | None = None
+    has_nan: Tensor | None = None
+    sums: None = None
+
+
+def _scaled(
+    y: Tensor,
+    scales: list[Tensor],
+    rows: Tensor | None,
+    columns: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """`y` times the factors, plus the bias. `y` itself is not changed: selective activation
+    checkpointing keeps the output of a GEMM."""
+    product = y
+    scales = [scales[0] * scales[1]] if len(scales) == 2 else scales
+    for factor in (*scales, rows, columns):
+        if factor is not None:
+            y = y * factor if y is product else y.mul_(factor)
+    if bias is None:
+        return y
+    return y + bias if y is product else y.add_(bias)
+
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+# An operator: scales go into the GEMM's alpha, which costs no pass over the output, and compiled
+# code could neither read them nor choose how it multiplies. It transposes operands itself: inductor
+# 2.13 would copy them.
+def _gemm(
+    a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None, in_bf16: bool
+) -> Tensor:
+    a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
+    if not in_bf16:
+        with exact_matmul():
+            return _product(a, b, scales, bias)
+    # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
+    # bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX. Values
+    # below 2^-126 may become 0.
+    precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, precision.fp32_precision = precision.fp32_precision, "bf16"
+    try:
+        return _product(a, b, scales, bias)
+    finally:
+        precision.fp32_precision = before
+
+
+def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+    if not scales:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    # A product in float64, which is exact, rounded once by the GEMM.
+    factors = list(map(Tensor.item, scales))
+    alpha = math.prod(factors)
+    if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:
+        # These are multiplied by afterwards. BLAS reads no operand where alpha is 0, or is taken
+        # for it as a subnormal may be: a NaN would be lost. MKL's GEMM for AVX2 takes a NaN for 1,
+        # and makes NaN of infinity, which stands for products that float32 cannot hold.
+        if not alpha <= _FLOAT32.max:
+            factors = [math.nan if math.isnan(alpha) else math.inf]
+        y = torch.mm(a, b)
+        for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
+            y.mul_(factor)
+        return y if bias is None else y.add_(bias)
+    if bias is not None:
+        return torch.addmm(bias, a, b, alpha=alpha)
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
+
+
+def _fake_gemm(a: Tensor, b: Tensor, turn: str, *options: Any) -> Tensor:
+    return a.new_empty(a.shape[turn == "a"], b.shape[turn != "b"])
+
+
+_cpu_gemm = operator(
+    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias, bool in_bf16) -> Tensor",
+    _gemm,
+    _fake_gemm,
+)
+
+
+class EmulatedOperand(OperandQuantizers):
+    """The rounding of one operand of an emulated layer, see `OperandQuantizers`.
+
+    Attributes:
+        rounding, rounding_across: the rounding of each copy, None in high precision.
+        at_once: the rounding of both copies in one sweep, where that is possible.
+        reused: whether the column copy has the values of the row copy.
+        bf16: whether values are held in bfloat16 on a GPU.
+        rows, columns: the form of each copy.
+        packs: whether the column copy is bytes, which are unpacked in the backward pass.
+        always_records: whether the column copy's amax is recorded where the copy is not needed, as
+            in a frozen layer: it has another slot than the row copy.
+    """
+
+    def __init__(
+        self, name: Operand, operands: LayerOperands, bf16: bool = False, save_fp8: bool = False
+    ) -> None:
+        super().__init__(name, operands)
+        along, across = self.along, self.across
+        self.rounding: Rounding | None = None if along is None else rounding(along, [1])
+        self.rounding_across: Rounding | None = None
+        self.at_once: Rounding | None = None
+        self.reused = operands.quantizers.turned(name)
+        if isinstance(across, Quantizer) and not self.reused:
+            self.rounding_across = rounding(across, [0])
+            self.at_once = None if along is None else rounding_of_both(along, across)
+        self.bf16 = bf16
+        self.packs = save_fp8 and name != "grad_output"
+        separate = self.slot_across is not None and self.slot_across is not self.slot
+        self.always_records = separate and name != "grad_output" and not self.packs
+        in_bf16 = along is not None and along.exact_in_bf16
+        self.rows = Form(False, in_bf16)
+        if isinstance(across, Quantizer):
+            in_bf16 = across.exact_in_bf16
+        else:
+            again = across == "forward" and along is not None
+            in_bf16 = again and along is not None and along.exact_across_in_bf16
+        self.columns = Form(True, in_bf16)
+
+    def pack(self, x: Tensor, rows: Emulated) -> Emulated:
+        """The column copy of `x` in few bytes; `rows` is its row copy."""
+        across, form = self.across, self.columns._replace(packed=self, shape=tuple(x.shape))
+        if across == "forward":
+            return Emulated(*_with_row_scales(rows)[:2], form)
+        if across is None:
+            return Emulated(x, None, form)
+        if across == self.along and across.per_tensor and across.turns:
+            dtype = FORMATS[across.format].dtype
+            assert dtype is not None
+            return Emulated(rows.values.to(dtype), rows.factor, form)
+        scale = self.scale(x, across=True, record=False)
+        bits = self.bits(True, len(x))
+        packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
+        return Emulated(packed.data, packed.scales, form, packed.amax, packed.has_nan)
+
+    def unpack(self, copy: Emulated) -> Emulated:
+        """The copy that `pack` packed, with its values in the dtype of the GEMM."""
+        values, factor, form = copy.values, copy.factor, copy.form
+        dtype = torch.bfloat16 if self.bf16 and not values.is_cpu else torch.float32
+        if copy.amax is None or copy.has_nan is None:
+            values = values.to(torch.float32)
+        else:
+            assert isinstance(self.across, Quantizer)
+            assert factor is not None
+            assert form.shape is not None
+            size = torch.Size(form.shape)
+            held = Quantized(values, factor, copy.amax, self.across, 0, size, copy.has_nan)
+            values, factor = numerics.unpack(held)
+        return Emulated(values.to(dtype), factor, self.columns)
+
+
+def _with_row_scales(rows: Emulated) -> Emulated:
+    """A copy whose values carry the factors of their rows, which a GEMM over the rows could not
+    multiply its output by."""
+    values, factor = rows.values, rows.factor
+    if factor is None or not factor.ndim:
+        return rows
+    return rows._replace(values=(values * factor[:, None]).to(values.dtype), factor=None)
+
+
+class EmulateBackend(Backend):
+    """Layers that multiply quantized values without hardware for them."""
+
+    Copy = Emulated
+
+    def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
+        self._save_fp8 = save_fp8
+
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
+        """See `Backend.fp8_linear`."""
+        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        quantizers = {
+            name: EmulatedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
+        }
+        return QuantizedLinear(size, self, operands, quantizers)
+
+    def cast(
+        self, x: Tensor, quantizers: EmulatedOperand, both: bool, call: Call
+    ) -> tuple[Emulated, Emulated | None]:
+        """See `GemmBackend.cast`. On a CPU values are float32, which it multiplies fastest."""
+        bf16 = quantizers.bf16 and not x.is_cpu
+        packs = both and quantizers.packs
+        if both and not packs and quantizers.at_once is not None:
+            first, second = quantizers.at_once.round(x, bf16=bf16)
+            return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
+        copies = []
+        for across in (False, True) if both and not packs and not quantizers.reused else (False,):
+            rounding = quantizers.rounding_across if across else quantizers.rounding
+            form = quantizers.columns if across else quantizers.rows
+            if rounding is None:
+                values = x.to(torch.bfloat16 if bf16 else torch.float32)
+                copies.append(Emulated(values, None, form))
+                continue
+            scale = recorded = counts = bits = None
+            slot = quantizers.slot_across if across else quantizers.slot
+            if slot is not None:
+                scale, recorded, counts = slot.to_cast(call.record)
+            if quantizers.stochastic_across if across else quantizers.stochastic:
+                bits = quantizers.bits(across, len(x))
+            rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
+            copies.append(Emulated(*rounded, form))
+        rows = copies[0]
+        if not both:
+            if call.record and quantizers.always_records and quantizers.slot_across is not None:
+                quantizers.slot_across.record(numerics.amax(x))
+            return rows, None
+        if packs:
+            return rows, quantizers.pack(x, rows)
+        if quantizers.reused:
+            by_row = rows.factor is not None and rows.factor.ndim
+            columns = _with_row_scales(rows) if by_row else rows
+            return rows, columns._replace(form=quantizers.columns)
+        return rows, copies[1]
+
+    def matmul(
+        self,
+        a: Emulated,
+        b: Emulated,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accumulation: bool = False,
+    ) -> Tensor:
+        """See `GemmBackend.matmul`; scaled in float32."""
+        if b.form.packed is not None:
+            b = b.form.packed.unpack(b)
+        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
+        scales = []  # factors of the whole output; `rows` and `columns` have one for each
+        for factor in (a.factor, b.factor):
+            if factor is not None and not factor.ndim:
+                scales.append(factor)
+        rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
+        columns = b.factor if b.factor is not None and b.factor.ndim else None
+        if not a.values.is_cpu:
+            left = a.values.t() if turn == "a" else a.values
+            right = b.values.t() if turn == "b" else b.values
+            with exact_matmul():  # TF32 would round the operands
+                bf16 = left.dtype == torch.bfloat16
+                y = torch.mm(left, right, out_dtype=torch.float32) if bf16 else left @ right
+            return _scaled(y, scales, rows, columns, bias).to(out_dtype)
+        bias = None if bias is None else bias.float()
+        in_bf16 = a.form.in_bf16 and b.form.in_bf16
+        multiply = _cpu_gemm if seen(a.values) else _gemm
+        if rows is None and columns is None:
+            y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
+            return y.to(out_dtype)
+        y = multiply(a.values, b.values, turn, scales, None, in_bf16)
+        return _scaled(y, [], rows, columns, bias).to(out_dtype)

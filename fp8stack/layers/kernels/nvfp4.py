@@ -1,0 +1,202 @@
+"""Both NVFP4 copies of a matrix, by two kernels: one finds the amaxes behind the upper scales, the
+other casts, transforms, draws, packs and transposes.
+
+On CUDA GPUs the kernels are Triton's, and read the matrix once each; elsewhere torch computes the
+same with `numerics.quantize`, to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
+from fp8stack.layers.kernels.variants import OPTIONS, converts_exactly, has_kernel, transpose_bytes
+from fp8stack.numerics import RandomBits
+from fp8stack.numerics.hadamard import MINUS
+from fp8stack.numerics.hadamard import hadamard as transform
+from fp8stack.numerics.operators import operator_on_any_device
+from fp8stack.numerics.scales import OUT_OF_TWO_LEVELS
+
+LAUNCH = OPTIONS | {"num_warps": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4Variant:
+    """The constants that the kernels are compiled for.
+
+    Attributes:
+        height: rows of a block that shares a scale, 1 or 16.
+        hadamard: the size of the second copy's transform, 16 or 0; `minus` are its signs.
+        across: whether there is a second copy.
+        stochastic: whether rounding is stochastic.
+        bf16: whether the matrix is bfloat16.
+        exact: see `kernels.Variant`.
+    """
+
+    hadamard: int
+    bf16: bool
+    exact: bool
+    height: int = 1
+    across: bool = True
+    stochastic: bool = False
+    minus: int = MINUS[16]
+
+
+def cast_nvfp4(
+    x: Tensor,
+    along: Quantizer,
+    across: Quantizer | None,
+    bits: tuple[RandomBits | None, RandomBits | None] = (None, None),
+) -> tuple[Scaled, Scaled | None]:
+    """A matrix for the GEMM over its columns and, if there is an `across`, the one over its rows.
+
+    Args:
+        x: [rows, columns], both divisible by 16; float32, bfloat16 or float16.
+        along: of the first copy, without a Hadamard transform.
+        across: of the second, with one of 16 or without; else like the first.
+        bits: of each copy, where rounding is stochastic; of one seed, counter and first row.
+
+    Returns:
+        The copies as `scaled_gemm` takes them, the second one [columns, rows]: what
+        `numerics.quantize` and `pack_scales` give, to the bit.
+    """
+    x = x.contiguous()
+    hadamard = 0 if across is None else across.hadamard
+    amaxes = _amaxes_op(x, hadamard)
+    counter, streams, seed, first_row = None, None, 0, 0
+    if drawn := [copy_bits for copy_bits in bits if copy_bits is not None]:
+        counter, seed, first_row = drawn[0].counter, drawn[0].seed, int(drawn[0].first_row)
+        streams = torch.stack([_tensor(copy_bits.stream, x.device) for copy_bits in drawn])
+    height = (along.blocks or (1, 1))[0]
+    data, scales, turned, scales_across = _cast_op(
+        x, amaxes, height, hadamard, across is not None, counter, streams, seed, first_row
+    )
+    upper_scales = torch.where(amaxes[1::2] > 0, torch.nan, amaxes[::2] * OUT_OF_TWO_LEVELS)
+    first = Scaled(data, scales, ScaleLayout.NV, upper_scales[0])
+    if across is None:
+        return first, None
+    return first, Scaled(turned, scales_across, ScaleLayout.NV, upper_scales[1])
+
+
+def _tensor(stream: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(stream, Tensor):
+        return stream
+    return torch.full((), stream, dtype=torch.int64, device=device)  # waits for nothing
+
+
+# The operators
+
+
+@operator_on_any_device("nvfp4_amaxes", lambda x, hadamard: x.new_empty(4, dtype=torch.float32))
+def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
+    """The amax of a matrix and whether there is a NaN, 1 or 0; both for its first copy and its
+    second one: float32 [4]."""
+    if not _runs(x):
+        copies = [x, transform(x, hadamard, 0)] if hadamard else [x]
+        figures = [f for copy in copies for f in (numerics.amax(copy), copy.isnan().any())]
+        stacked = torch.stack([figure.to(torch.float32) for figure in figures])
+        return stacked.repeat(2 // len(copies))
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    tiles, compiled_for = _tiles(x), _variant(x, hadamard)
+    tile_amaxes = x.new_empty((tiles, 4), dtype=torch.float32)
+    with torch.cuda.device(x.get_device()):
+        triton_nvfp4.find_amaxes[(tiles,)](x, tile_amaxes, *x.shape, HOW=compiled_for, **LAUNCH)
+    return tile_amaxes.amax(0)
+
+
+@operator_on_any_device(
+    "cast_nvfp4", lambda x, amaxes, height, hadamard, across, *_: _room(x, across)
+)
+def _cast_op(
+    x: Tensor,
+    amaxes: Tensor,
+    height: int,
+    hadamard: int,
+    across: bool,
+    counter: Tensor | None,
+    streams: Tensor | None,
+    seed: int,
+    first_row: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data and packed scales of both copies, empty for a copy that was not requested."""
+    if not _runs(x):
+        rounding: Any = "nearest" if counter is None else "stochastic"
+        copies: list[Tensor] = []
+        for place, turned in enumerate((False, True)[: 1 + across]):
+            quantizer = Quantizer(
+                format="e2m1",
+                block=(height, 16),
+                scale="e4m3",
+                rounding=rounding,
+                hadamard=hadamard if turned else 0,  # type: ignore[arg-type]
+            )
+            bits = None
+            if counter is not None and streams is not None:
+                bits = RandomBits(seed, streams[place], counter, first_row)
+            copies += _by_torch(x, quantizer, turned, bits)
+        empty = [tensor.new_empty(0) for tensor in copies]
+        data, scales, transposed, scales_across = copies if across else copies + empty
+        return data, scales, transposed, scales_across
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    outputs = _room(x, across)
+    stochastic = counter is not None
+    compiled_for = _variant(x, hadamard, height=height, across=across, stochastic=stochastic)
+    data, scales, transposed, scales_across = (tensor.view(torch.uint8) for tensor in outputs)
+    random = (amaxes, amaxes) if counter is None else (counter, streams)
+    sizes = *x.shape, x.shape[0] // 2, x.shape[1] // 2
+    with torch.cuda.device(x.get_device()):
+        triton_nvfp4.cast[(_tiles(x),)](
+            *(x, amaxes, data, scales, transposed, scales_across, *random),
+            *(seed & 0xFFFFFFFF, first_row, *sizes),
+            HOW=compiled_for,
+            **LAUNCH,
+        )
+    return outputs
+
+
+def _by_torch(
+    x: Tensor, quantizer: Quantizer, turned: bool, bits: RandomBits | None
+) -> tuple[Tensor, Tensor]:
+    """Data and packed scales of one copy. The bits of stochastic rounding follow from the place in
+    the matrix, so the second copy is transposed after the cast."""
+    data, scales = numerics.quantize(x, quantizer, 0 if turned else 1, bits)[:2]
+    codes = scales.view(torch.uint8)
+    if turned:
+        data, codes = transpose_bytes(data), codes.t()
+    if (height := (quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs take scales by row
+        codes = codes.repeat_interleave(height, 0)
+    return data, pack_scales(codes.contiguous().view(scales.dtype), ScaleLayout.NV)
+
+
+def _runs(x: Tensor) -> bool:
+    return has_kernel(x.device) and x.numel() > 0
+
+
+def _tiles(x: Tensor) -> int:
+    return -(-x.shape[0] // 128) * -(-x.shape[1] // 128)
+
+
+def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors that the kernel fills; scales without elements are 0."""
+    rows, columns = x.shape
+    outputs = []
+    for lines, width in ((rows, columns), (columns, rows) if across else (0, 0)):
+        outputs.append(x.new_empty((lines, width // 2) if width else (0,), dtype=torch.uint8))
+        packed = -(-lines // 128) * 128 * (-(-width // 64) * 4)
+        tiles_fit = lines % 128 == 0 and width % 64 == 0
+        scales = (x.new_empty if tiles_fit else x.new_zeros)((packed,), dtype=torch.uint8)
+        outputs.append(scales.view(torch.float8_e4m3fn))
+    return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def _variant(x: Tensor, hadamard: int, **more: Any) -> Nvfp4Variant:
+    bf16, exact = x.dtype == torch.bfloat16, converts_exactly(x.device)
+    return Nvfp4Variant(hadamard=hadamard, bf16=bf16, exact=exact, **more)

@@ -1,0 +1,125 @@
+"""Devices that run Triton's kernels, the variants they are compiled in, and the transpose of bytes.
+
+The kernels themselves are in `triton_kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.common.formats import Format, Quantizer, fp8_format
+from fp8stack.numerics.cast import FLT_MAX
+from fp8stack.numerics.operators import operator_on_any_device
+from fp8stack.precision.toolchain import find_triton_problem
+
+MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
+# Fused, the product would not be rounded to float32.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+TRITON_RUNS = not find_triton_problem()  # a constant, since compiled code asks for it
+
+
+# Fixed strides would make inductor write the bytes twice: for this operator, and for others.
+@operator_on_any_device(
+    "transpose_bytes",
+    lambda data: data.new_empty((data.shape[1], data.shape[0])),
+    tags=(torch.Tag.flexible_layout,),
+)
+def transpose_bytes(data: Tensor) -> Tensor:
+    """The transpose of a contiguous uint8 matrix, contiguous. A compiler neither fuses it nor runs
+    it again in the backward pass: where it computes rows, it would write columns byte by byte."""
+    if not has_kernel(data.device) or data.numel() == 0:
+        return data.t().clone(memory_format=torch.contiguous_format)
+    return run_transpose(data)
+
+
+def run_transpose(data: Tensor) -> Tensor:
+    """The operator by Triton."""
+    from fp8stack.layers.kernels import triton_kernels
+
+    rows, columns = data.shape
+    transposed = data.new_empty((columns, rows))
+    tiles = -(-rows // 128) * -(-columns // 128)
+    operands = (data.contiguous(), transposed, rows, columns)
+    with torch.cuda.device(data.get_device()):
+        triton_kernels.transpose_bytes[(tiles,)](*operands, SIZE=128, **OPTIONS | {"num_warps": 8})
+    return transposed
+
+
+# A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernels run on `device`: Triton works here, and converts to both formats."""
+    return device.type == "cuda" and _has_kernel(device)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    if torch.version.cuda is None or not TRITON_RUNS:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def converts_exactly(device: torch.device) -> bool:
+    """Whether conversions of float32 equal `cast_to_fp8`, see `Variant`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelVariant:
+    """The constants that a kernel is compiled for; see `variant`.
+
+    Attributes:
+        quantizer: the quantizer; `target` is its format, `float8` Triton's type of the format.
+        scales: "given"; "current", from a given amax; "rows" or "squares", float32 per block; "mx",
+        E8M0 per block; or "none", without a cast.
+        dtype: Triton's, of the tensors that are read.
+        overflow: see `numerics.tensor_scale`.
+        exact: the device's conversion of float32 equals `cast_to_fp8`, as from compute capability
+        9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
+            Triton's interpreter does not round to even (triton issue 8322): there the kernel rounds
+            first.
+        rows, columns: of a tile.
+        across, record, sums: whether a transpose, an amax and the sums over rows are wanted.
+        name, backward: of a `fused_casts.Product`.
+    """
+
+    quantizer: Quantizer
+    target: Format
+    float8: Any
+    scales: str
+    dtype: Any
+    overflow: float
+    exact: bool
+    rows: int = 128
+    columns: int = 128
+    across: bool = True
+    record: bool = False
+    sums: bool = False
+    name: str = "cast"
+    backward: bool = False
+
+
+@cache
+def variant(
+    quantizer: Quantizer, scales: str, dtype: torch.dtype, exact: bool, **more: Any
+) -> KernelVariant:
+    """The variant of a kernel that casts tensors of `dtype` by `quantizer`, with `more` fields."""
+    import triton.language as tl
+
+    largest = FLT_MAX if scales in ("given", "current") else torch.finfo(dtype).max
+    return KernelVariant(
+        quantizer=quantizer,
+        target=fp8_format(quantizer.format),
+        float8=tl.float8e4nv if quantizer.format == "e4m3" else tl.float8e5,
+        scales=scales,
+        dtype=getattr(tl, str(dtype).removeprefix("torch.")),
+        overflow=min(largest, FLT_MAX),
+        exact=exact,
+        **more,
+    )

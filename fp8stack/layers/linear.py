@@ -1,0 +1,408 @@
+"""The linears of all backends: what they share, and the one that multiplies quantized operands.
+
+A `QuantizedLinear` is three GEMMs: y = x w^T + b in the forward pass (`multiply_forward`), and
+dx = dy w and dw = dy^T x in the backward pass (`multiply_backward`). Its backend casts an operand
+and multiplies two of them: see `GemmBackend`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Operand
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.fsdp import FullWeight
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.reminder import StateReminder
+
+
+class Size(NamedTuple):
+    """The arguments of `nn.Linear`."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+
+
+class LowPrecisionLinear(nn.Linear):
+    """A linear that multiplies in less precision than its weight and bias, the masters, have.
+
+    `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
+    `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
+    are not ours; else it has the compute dtype.
+    `in_fp8` may be switched at any step: without it, the GEMMs take operands of the compute dtype.
+    `reminder` notes when a weight is loaded that FP8 state belongs to.
+    """
+
+    transposed = False
+    keeps_dtype = False
+    in_fp8 = True
+    ran = False  # whether it was called yet, by code that is not compiled, with this weight
+    reminder: StateReminder | None = None
+
+    def __init__(
+        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
+    ) -> None:
+        super().__init__(*size)
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in], however it is stored."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
+
+        Raises:
+            RuntimeError: an input of integers or of another width, as `nn.Linear` has it.
+            UserError: under torch.fx; in FP8, see `require_plain`.
+        """
+        if isinstance(input, torch.fx.Proxy):
+            raise UserError(
+                "Converted layers cannot be traced by torch.fx: trace the model first and convert "
+                "what symbolic_trace gives, or use torch.compile or torch.export."
+            )
+        if not input.is_floating_point():
+            return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
+        if input.shape[-1:] != (self.in_features,):
+            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # so here
+        if not torch.compiler.is_compiling() and not self.ran:
+            self.ran = True
+            if self.reminder is not None:
+                self.reminder.remind()
+        if self.in_fp8:
+            require_plain(input, self._parameters.get("weight"))
+        dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+        with no_autocast(input.device.type):
+            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
+            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
+            return y.to(dtype).view(*input.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
+        """Move delayed scaling's state as well, before code is compiled that could not move it;
+        `nn.Module.to` calls this."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        weight = self._parameters.get("weight")
+        if self.delayed is not None and weight is not None and weight.device.type != "meta":
+            self.delayed.move(weight.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Note that the weight was replaced; `nn.Module.load_state_dict` calls this."""
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.reminder is not None:
+            names = (name for name, _ in self.named_parameters() if name != "bias")
+            if any(prefix + name in state_dict for name in names):
+                self.ran = False
+                self.reminder.weights_loaded()
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse torch.jit.script, which calls this.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
+
+    def multiply_plain(self, x: Tensor) -> Tensor:
+        """`multiply` without FP8."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
+
+
+def require_plain(x: Tensor, weight: Tensor | None) -> None:
+    """See that an FP8 linear can take this input and weight.
+
+    Raises:
+        UserError: it cannot: under tensor parallelism, or see `require_no_transform`.
+    """
+    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+        raise UserError(
+            "FP8 layers do not take the DTensors of tensor parallelism: leave the layers that it "
+            "shards out of FP8 (convert(..., exclude=...)), or use FSDP2 or DDP."
+        )
+    compiling = torch.compiler.is_compiling()
+    jit_traces = not compiling and torch._C._get_tracing_state() is not None
+    if jit_traces or torch._C._are_functorch_transforms_active():
+        require_no_transform()
+    if compiling or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise UserError("FP8 layers have no forward-mode derivatives: call backward().")
+
+
+def require_no_transform() -> None:
+    """See that nothing transforms or traces the code that runs.
+
+    Raises:
+        UserError: torch.func or torch.jit.trace does.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            "FP8 layers cannot run under torch.func's grad, vmap or jacrev: call backward(), which "
+            "torch.func.functional_call serves as well."
+        )
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        raise UserError(f"FP8 layers cannot be traced by torch.jit: {_INSTEAD_OF_JIT}.")
+
+
+_INSTEAD_OF_JIT = "use torch.compile or torch.export, or a model that is not converted"
+
+
+def _dtype_of_linear(x: Tensor) -> torch.dtype:
+    """The dtype that `nn.Linear` gives for `x`: autocast's, if it is on and takes part."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+class CastLinear(LowPrecisionLinear):
+    """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
+
+    in_fp8 = False
+    multiply = LowPrecisionLinear.multiply_plain
+
+
+def plain_linear(size: Size, compute_dtype: torch.dtype) -> nn.Linear:
+    """A linear without FP8: torch's own where no cast is needed."""
+    plain = compute_dtype == torch.float32
+    return nn.Linear(*size) if plain else CastLinear(size, compute_dtype)
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Keep an autocast around a model from rounding what is inside."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _NOTHING
+    return torch.autocast(device, enabled=False)
+
+
+_NOTHING = nullcontext()
+
+
+class Call(NamedTuple):
+    """One call of a linear, for the casts of its forward and backward pass.
+
+    Attributes:
+        record: whether amaxes are recorded.
+        rows: the rows of x before it was padded; each rank draws the random bits of its own rows.
+        has_bias: whether the sums of dy over its rows are needed.
+        after_norm: whether a norm computed x. dy then comes from attention, else from the backward
+            pass of the next norm, which is a reduction.
+    """
+
+    record: bool
+    rows: int
+    has_bias: bool
+    after_norm: bool = False
+
+
+class GemmBackend(Protocol):
+    """The casts and GEMMs of a backend's linears.
+
+    Copies of an operand are NamedTuples of the class `Copy`: two tensors, their form, which is no
+    tensor, and further tensors; None in place of a tensor that the form does not have. `sums`, of
+    the row copy of dy: its sums over rows, float32, where the cast gives them.
+    """
+
+    Copy: Any
+
+    def cast(self, x: Any, quantizers: Any, both: bool, call: Call) -> tuple[Any, Any | None]:
+        """Cast an operand of a linear.
+
+        Args:
+            x: [rows, columns].
+            quantizers: the operand's, one of `QuantizedLinear.quantizers`.
+            both: whether the second copy is needed.
+            call: the call of the linear.
+
+        Returns:
+            The row copy, for a GEMM that reduces over the columns of `x`, and the column copy, for
+            one that reduces over its rows, which `matmul` takes as [columns, rows].
+        """
+
+    def matmul(
+        self,
+        a: Any,
+        b: Any,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accumulation: bool = False,
+    ) -> Tensor:
+        """`a` [M, K] times the transpose of `b` [N, K], plus `bias` [N]: [M, N].
+        `fast_accumulation` lets hardware sum in fewer bits."""
+
+
+Saved = tuple[Tensor | None, ...]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class ForwardPass(NamedTuple):
+    """A forward pass of a linear, for its backward pass: all but the tensors that are saved."""
+
+    layer: QuantizedLinear
+    call: Call
+    forms: tuple[Any, Any]  # of the column copies of x and w; None where there is no copy
+    gathers: bool
+    weight_dtype: torch.dtype
+
+
+def multiply_forward(
+    layer: QuantizedLinear,
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: tuple[bool, bool],
+    call: Call,
+) -> tuple[Tensor, Saved, ForwardPass]:
+    """y = x w^T + b, the tensors to save, and what else the backward pass needs.
+
+    x and w are cast once: their row copies are multiplied, their column copies saved. `needs` says
+    whether the gradients of x and w are needed.
+    """
+    backend, (needs_dx, needs_dw) = layer.backend, needs
+    # A gathered weight is gathered again for the backward pass: saving it would undo that.
+    gathers = needs_dx and isinstance(weight, FullWeight)
+    of_x, of_w = layer.quantizers["input"], layer.quantizers["weight"]
+    x_rows, x_columns = backend.cast(x, of_x, needs_dw, call)
+    w_rows, w_columns = backend.cast(weight, of_w, needs_dx and not gathers, call)
+    y = backend.matmul(x_rows, w_rows, layer.compute_dtype, bias=bias, fast_accumulation=True)
+    if not torch.compiler.is_compiling():
+        backend.gemm_count += 1
+    saved: Saved = ()
+    x_form = w_form = None
+    if x_columns is not None:
+        x_form, saved = x_columns[2], (*x_columns[:2], *x_columns[3:])
+    if w_columns is not None:
+        w_form, saved = w_columns[2], (*saved, *w_columns[:2], *w_columns[3:])
+    return y, saved, ForwardPass(layer, call, (x_form, w_form), gathers, weight.dtype)
+
+
+def multiply_backward(ran: ForwardPass, dy: Any, saved: Saved) -> Gradients:
+    """The gradients of x, w and b: dx = dy w, dw = dy^T x, db = the sums of dy over its rows."""
+    layer, call, (x_form, w_form) = ran.layer, ran.call, ran.forms
+    backend = layer.backend
+    dx = dw = db = w_columns = None
+    size = len(saved) // 2 if x_form is not None and w_form is not None else len(saved)
+    of_x, of_w = saved[:size], saved[-size:]
+    of_dy = layer.quantizers["grad_output"]
+    dy_rows, dy_columns = backend.cast(dy, of_dy, x_form is not None, call)
+    if w_form is not None:
+        w_columns = backend.Copy(*of_w[:2], w_form, *of_w[2:])
+    elif ran.gathers:
+        again = call._replace(record=False)
+        w_columns = backend.cast(layer.weight, layer.quantizers["weight"], True, again)[1]
+    if w_columns is not None:
+        dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
+    if x_form is not None:
+        x_columns = backend.Copy(*of_x[:2], x_form, *of_x[2:])
+        dw = backend.matmul(dy_columns, x_columns, torch.float32).to(ran.weight_dtype)
+    if call.has_bias and dy_rows.sums is not None:
+        db = dy_rows.sums.to(ran.weight_dtype)
+    elif call.has_bias:
+        db = dy.sum(0, dtype=ran.weight_dtype)
+    if not torch.compiler.is_compiling():
+        backend.gemm_count += (dx is not None) + (dw is not None)
+    layer.backward_ran(call.record)
+    return dx, dw, db
+
+
+class _Multiply(torch.autograd.Function):
+    """y = x w^T + b with quantized operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: QuantizedLinear,
+        needs: tuple[bool, bool],
+        record: bool,
+        rows: int,
+        after_norm: bool,
+    ) -> Tensor:
+        call = Call(record, rows, bias is not None, after_norm)
+        y, saved, ctx.ran = multiply_forward(layer, x, weight, bias, needs, call)
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with no_autocast(dy.device.type):
+            gradients = multiply_backward(ctx.ran, dy, ctx.saved_tensors)
+        return *gradients, None, None, None, None, None
+
+
+class QuantizedLinear(LowPrecisionLinear):
+    """A linear on quantized operands.
+
+    Attributes:
+        backend: casts and multiplies them.
+        operands: the quantizers of the layer, with their state.
+        quantizers: by operand, what `GemmBackend.cast` takes.
+        row_multiple: what the rows of x must be divisible by for the GEMM of the weight gradient;
+            rows of zeros are added.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        backend: Any,
+        operands: LayerOperands,
+        quantizers: Mapping[Operand, Any],
+        row_multiple: int = 1,
+    ) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
+        self.backend = backend
+        self.operands = operands
+        self.quantizers = dict(quantizers)
+        self.row_multiple = row_multiple
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `LowPrecisionLinear.multiply`."""
+        if torch.compiler.is_compiling() and self.backend.keeps_weights:
+            self.backend.weights.layer_runs()
+        weight = self.weight.t() if self.transposed else self.weight
+        grad = torch.is_grad_enabled()
+        needs = grad and x.requires_grad, grad and weight.requires_grad
+        record = self.delayed is not None and self.delayed.records(self.training and grad)
+        rows, missing = len(x), 0
+        if self.row_multiple > 1:  # backends that pad do not multiply empty operands either
+            missing = -rows % self.row_multiple if rows else self.row_multiple
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+            x, weight, self.bias, self, needs, record, rows, self.backend.after_norm
+        )
+        return y[:rows] if missing else y
+
+    def backward_ran(self, record: bool) -> None:
+        """Note, from inside a backward pass, that this layer's ended; `record`: its amaxes were
+        recorded."""
+        self.operands.backward_ran()
+        if self.backend.keeps_weights:
+            self.backend.weights.backward_ran()
+        if record and self.delayed is not None:
+            self.delayed.backward_ran()

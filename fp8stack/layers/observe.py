@@ -1,0 +1,219 @@
+"""See what FP8 linears cast, as a pass runs, without changing anything.
+
+Hooks are there for the length of a context; without one, nothing is paid. Code that was compiled
+has no place for hooks: run the pass under `torch.compiler.set_stance("force_eager")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack import numerics
+from fp8stack.common.formats import Operand, Quantizer
+from fp8stack.layers.fsdp import FullWeight
+from fp8stack.layers.kernels.activations import ACTIVATIONS
+from fp8stack.layers.linear import LowPrecisionLinear, no_autocast
+
+Place = Operand | Literal["output", "grad_input"]
+
+
+See = Callable[[str, nn.Module, Place, Tensor], None]
+"""Called with each operand: the module path of the linear, the linear, which of its operands it is,
+and the operand, [rows, columns], detached. It must not write to it."""
+
+
+@contextmanager
+def observing(
+    model: nn.Module,
+    see: See,
+    *,
+    outputs: bool = False,
+    layers: Mapping[str, nn.Linear] | None = None,
+) -> Iterator[None]:
+    """Call `see` for the operands that linears of `model` cast in the passes inside, in order.
+
+    A linear gives its input and weight in the forward pass and its grad_output in the backward
+    pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
+    have the dtype that is cast: the compute dtype, weights that of their masters. A block that is
+    recomputed for the backward pass is seen the first time. Losses, gradients and FP8 state are
+    those of a pass that nobody observes, to the bit.
+
+    Of Transformer Engine's fused modules: a LayerNormLinear's input is the norm's output, computed
+    once more; between the linears of a LayerNormMLP, the input of the second and the grad_output of
+    the first are recomputed by GEMMs in the compute dtype, so they lack the noise of FP8. There is
+    no grad_input of what follows a fused norm, and none of the two within a LayerNormMLP.
+
+    `see` is called without gradients and without autocast. `layers` are the linears to observe by
+    path; those in FP8 if left out.
+    """
+    chosen = fp8_linears(model) if layers is None else layers
+    observer = Observer(see, chosen, outputs)
+    # Backends that run a linear together with others show its operands by themselves.
+    backends: set[Any] = {x.backend for x in chosen.values() if hasattr(x, "backend")}
+    before = [(backend, backend.observer) for backend in backends]
+    handles = [handle for layer in chosen.values() for handle in observer.watch(layer)]
+    for backend in backends:
+        backend.observer = observer
+    try:
+        yield
+    finally:
+        observer.active = False  # hooks on tensors outlive the context
+        for backend, earlier in before:
+            backend.observer = earlier
+        for handle in handles:
+            handle.remove()
+
+
+def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
+    """The linears of `model` that are in FP8 now, by module path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, LowPrecisionLinear) and module.in_fp8
+    }
+
+
+def fp8_parts(model: nn.Module) -> list[str]:
+    """The module paths of the linears and attention that are in FP8 now."""
+    return [path for path, module in model.named_modules() if getattr(module, "in_fp8", False)]
+
+
+def scale_of(
+    path: str, layer: nn.Module, place: str, x: Tensor, quantizer: Quantizer
+) -> Tensor | None:
+    """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
+    0-dim. In delayed scaling a view, which an update changes in place.
+
+    `path` is the layer's path in the model that was built or converted, `place` the operand's place
+    in `Quantizers.each`.
+    """
+    if quantizer.delayed:
+        delayed: Any = getattr(layer, "delayed", None)
+        scale: Tensor = delayed.scale(f"{path}.{place}")
+        return scale
+    return numerics.current_scale(numerics.amax(x), quantizer) if quantizer.per_tensor else None
+
+
+class Observer:
+    """Shows the operands of some linears, by path; a backend that runs several modules as one asks
+    it to. See `observing`."""
+
+    def __init__(self, see: See, layers: Mapping[str, nn.Linear], outputs: bool) -> None:
+        self.active = True
+        self._see = see
+        self._outputs = outputs
+        self._paths = {layer: path for path, layer in layers.items()}
+
+    def watch(self, layer: nn.Linear) -> list[Any]:
+        """Put hooks on a linear, and return their handles."""
+        return [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            layer.register_forward_hook(lambda layer, args, output: self._follow(layer, output)),
+        ]
+
+    def fused(self, linear: nn.Linear, x: Tensor, y: Tensor) -> None:
+        """Show a linear that ran together with what stands before it: its input `x` [..., in], in
+        the dtype that is cast, and its output `y` [..., out]."""
+        self._show_operands(linear, x)
+        self._follow(linear, y)
+
+    def fused_mlp(
+        self,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: str,
+        x: Tensor,
+        y: Tensor,
+        inner_dtype: torch.dtype,
+    ) -> None:
+        """Show an MLP that ran together with the norm before it; what is inside is recomputed. `x`
+        [..., in] is the input of `up` in the dtype that is cast, `y` the output of `down`; the
+        values of the activation between them are cast in `inner_dtype`."""
+        dtype = y.dtype
+        with torch.no_grad(), no_autocast(x.device.type):
+            bias = None if up.bias is None else up.bias.to(dtype)
+            hidden = F.linear(x.to(dtype), _matrix(up).to(dtype), bias).float()
+            inner = ACTIVATIONS[activation](hidden).to(inner_dtype)
+        self._show_operands(up, x)
+        self._show_operands(down, inner)
+        self._follow(down, y)
+        if y.requires_grad:
+            y.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._backward_of_mlp, up, down, activation, hidden)
+            )
+
+    def _backward_of_mlp(
+        self, up: nn.Linear, down: nn.Linear, activation: str, hidden: Tensor, dy: Tensor
+    ) -> None:
+        if not self.active:
+            return
+        with no_autocast(dy.device.type):
+            with torch.no_grad():
+                inner = dy @ _matrix(down).to(dy.dtype)
+            with torch.enable_grad():
+                leaf = hidden.detach().requires_grad_()
+                outer = torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, inner.float())[0]
+        self._show(up, "grad_output", outer.to(dy.dtype))
+
+    def _before(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        self._show_operands(layer, _as_cast(layer, x))
+        if not (self._outputs and x.requires_grad):
+            return None
+        # Other modules may read `x` too: only this layer adds to the gradient of a view of it.
+        view = x.view_as(x)
+        view.register_hook(  # type: ignore[no-untyped-call]
+            partial(self._show_cast, layer, "grad_input")
+        )
+        return ((view, *args[1:]), kwargs) if args else ((), {**kwargs, "input": view})
+
+    def _follow(self, layer: nn.Module, output: Tensor) -> None:
+        if self._outputs and not _recomputes():
+            self._show_cast(layer, "output", output)
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._show_cast, layer, "grad_output")
+            )
+
+    def _show_cast(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
+        self._show(layer, operand, _as_cast(layer, x))
+
+    def _show_operands(self, layer: nn.Module, x: Tensor) -> None:
+        """Show what a forward pass casts, the first time that it runs."""
+        if not _recomputes():
+            self._show(layer, "input", x)
+            self._show(layer, "weight", _matrix(layer))
+
+    def _show(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
+        if isinstance(x, FullWeight):  # ranks gathered its bytes; no rank has the whole in float32
+            return
+        if self.active and layer in self._paths:
+            with torch.no_grad(), no_autocast(x.device.type):
+                rows = x.detach().reshape(-1, x.shape[-1])
+                self._see(self._paths[layer], layer, operand, rows)
+
+
+def _recomputes() -> bool:
+    """Whether a block runs again, in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _as_cast(layer: nn.Module, x: Tensor) -> Tensor:
+    """`x` in the dtype in which the layer computes."""
+    return x.detach().to(getattr(layer, "compute_dtype", x.dtype))
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weight as [out, in]."""
+    if isinstance(layer, LowPrecisionLinear):
+        return layer.matrix.detach()
+    return layer.get_parameter("weight").detach()

@@ -1,0 +1,155 @@
+"""The quantizers of a linear's operands, with their scales of earlier passes and random bits."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.layers.delayed import Slots
+from fp8stack.layers.shared_amaxes import several_ranks
+from fp8stack.numerics import RandomBits
+
+
+class Draws:
+    """Counters of the backward passes of each layer that rounds at random: no two of them draw the
+    same bits. They are part of `fp8_state`: a resumed run draws the bits that it would have drawn
+    without the interruption.
+
+    Args:
+        seed: the seed of the bits.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.layers: dict[str, LayerDraws] = {}
+
+    def layer(self, path: str) -> LayerDraws:
+        """The counter of the layer at a module path."""
+        return self.layers.setdefault(path, LayerDraws(self.seed, path))
+
+    def move(self, device: torch.device) -> None:
+        """Move the counters to `device`."""
+        for layer in self.layers.values():
+            if layer.counter.device != device:
+                with torch.inference_mode(False):
+                    layer.counter = layer.counter.to(device)
+                    layer.stream = layer.stream.to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<module path>.draws` by layer, int64 and 0-dim, copies."""
+        return {f"{path}.draws": layer.counter.clone() for path, layer in self.layers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave.
+
+        Raises:
+            UserError: a layer too many or too few, or another tensor; nothing is changed.
+        """
+        if odd := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
+            raise UserError(
+                f"FP8 state: '{odd[0]}' is {'not ' if odd[0] in state else 'only '}in this model. "
+                "Load it into the model it came from."
+            )
+        for name, tensor in state.items():
+            if tensor.shape != () or tensor.dtype != torch.int64:
+                raise UserError(
+                    f"FP8 state: '{name}' is {tensor.dtype} {tuple(tensor.shape)}, not int64 (). "
+                    "Give what fp8_state gave."
+                )
+        for path, layer in self.layers.items():
+            layer.counter.copy_(state[f"{path}.draws"])
+
+
+class LayerDraws:
+    """The random bits of one layer; `counter` is how many backward passes it made: int64, 0-dim."""
+
+    def __init__(self, seed: int, path: str) -> None:
+        self._seed = seed
+        self._stream = zlib.crc32(path.encode())
+        with torch.inference_mode(False):
+            # On the CPU until the first pass, also where `convert` builds layers on meta.
+            self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
+            # A tensor, so that code that is compiled for one layer serves all that are like it.
+            self.stream = torch.tensor(self._stream, device="cpu")
+
+    def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
+        """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
+        rows. Each rank draws the bits of its own rows of the global batch."""
+        stream = self.stream if torch.compiler.is_compiling() else self._stream
+        stream = stream ^ (_STREAMS[name] + across)
+        first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
+        return RandomBits(self._seed, stream, self.counter, first_row)
+
+
+def castable(x: Tensor) -> Tensor:
+    """`x` in a dtype that casts take: float64, which a weight may have, becomes float32."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
+_STREAMS: dict[Operand, int] = {"input": 2, "weight": 4, "grad_output": 6}
+
+
+class LayerOperands:
+    """The quantizers of one layer; `slots` have the scales of its delayed quantizers, `draws` the
+    bits of its stochastic ones."""
+
+    def __init__(
+        self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
+    ) -> None:
+        self.quantizers = quantizers
+        self.slots = slots or {}
+        self.draws = draws
+
+    def backward_ran(self) -> None:
+        """Note the end of a backward pass: the next one draws other bits."""
+        if self.draws is not None:
+            self.draws.counter.add_(1)
+
+
+class OperandQuantizers:
+    """The quantizers of one operand of a layer; everything that is the same at each cast is decided
+    here.
+
+    Attributes:
+        name: the operand.
+        along: quantizes the row copy, whose columns a GEMM reduces over; None: high precision.
+        across: quantizes the column copy; "forward" takes the values of the row copy.
+        slot, slot_across: where their delayed scales are, if they have them.
+    """
+
+    def __init__(self, name: Operand, operands: LayerOperands) -> None:
+        self.name = name
+        self.along = operands.quantizers.along(name)
+        self.across = operands.quantizers.across(name)
+        self.slot = operands.slots.get((name, False))
+        self.slot_across = operands.slots.get((name, True))
+        self._draws = operands.draws
+        self.stochastic = self.along is not None and self.along.stochastic
+        self.stochastic_across = isinstance(self.across, Quantizer) and self.across.stochastic
+
+    def scale(self, x: Tensor, across: bool, record: bool) -> Tensor | None:
+        """The scale that the whole of `x` is cast with, None if there is no such scale. The amax of
+        `x` is recorded if amaxes are and `record`."""
+        quantizer, slot = (self.across, self.slot_across) if across else (self.along, self.slot)
+        assert isinstance(quantizer, Quantizer)
+        if slot is not None:
+            if record:
+                slot.record(numerics.amax(x))
+            return slot.scale()
+        if not quantizer.per_tensor or quantizer.hadamard:
+            return None
+        return numerics.current_scale(numerics.amax(x), quantizer)
+
+    def bits(self, across: bool, rows: int) -> RandomBits | None:
+        """Random bits for one copy of `rows` rows, None where none are needed."""
+        if not (self.stochastic_across if across else self.stochastic):
+            return None
+        assert self._draws is not None
+        return self._draws.bits(self.name, across, rows)

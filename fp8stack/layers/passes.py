@@ -1,0 +1,117 @@
+"""The scales of forward passes whose backward pass may be to come: activation checkpointing runs
+blocks again in it, and by then later passes may have changed the scales."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from fp8stack.common.errors import UserError
+
+LIMIT = 256
+"""Passes that are remembered, each in 8 bytes for every slot."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward pass of the model.
+
+    Attributes:
+        scales: the scales of inputs, float32 [slots].
+        weight_scales: the scales of weights, float32 [slots].
+        records: whether the pass records amaxes.
+        moved: whether an update moved the amaxes of its inputs and weights into the history.
+        end: the number that autograd gives the first node after the pass; None while it runs.
+    """
+
+    scales: Tensor
+    weight_scales: Tensor
+    records: bool
+    moved: bool = False
+    end: int | None = None
+
+
+class Passes:
+    """The forward passes of one model, the newest last.
+
+    Autograd numbers its nodes in the order in which they are made. So the node that runs while a
+    block is computed again tells the pass that the block belongs to.
+    """
+
+    def __init__(self) -> None:
+        self._begun: deque[Pass] = deque()
+        self._count = 0
+        self._memory: Tensor | None = None  # of their scales
+        self._forgotten = -1  # the nodes up to this number belong to passes that were dropped
+        self._outer: tuple[int, Pass] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Passes())  # no graph of a copy has been made
+
+    def reserve(self, like: Tensor) -> Tensor:
+        """Allocate memory for the scales of all passes on the device of `like`, float32 [slots]."""
+        memory = self._memory
+        if memory is None or memory.device != like.device or memory.shape[0] != LIMIT:
+            with torch.inference_mode(False):
+                memory = self._memory = like.new_zeros(LIMIT, 2, len(like))
+        return memory
+
+    def begin(self, scales: Tensor, weight_scales: Tensor, records: bool) -> Pass:
+        """Remember a forward pass that begins, and the scales of inputs and weights [slots]."""
+        if len(self._begun) >= LIMIT:
+            self._forgotten = self._begun.popleft().end or self._forgotten
+        self._outer = None
+        room = self.reserve(scales)[self._count % LIMIT]
+        self._count += 1
+        torch.stack([scales, weight_scales], out=room)
+        self._begun.append(Pass(room[0], room[1], records))
+        return self._begun[-1]
+
+    def end(self, ended: Pass) -> None:
+        """Note that a pass is over."""
+        ended.end = torch._C._autograd._get_sequence_nr()
+
+    def move(self) -> None:
+        """Note that an update moves what all passes recorded so far."""
+        for begun in reversed(self._begun):
+            if begun.moved:
+                break
+            begun.moved = True
+
+    def again(self) -> Pass | None:
+        """The pass that is run again, in part or as a whole, if a backward pass is under way.
+
+        Raises:
+            UserError: its scales are forgotten.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1 or not self._begun:
+            return None
+        # Reentrant checkpointing: nodes of a backward pass within another one have other numbers.
+        if self._outer is None:
+            Variable._execution_engine.queue_callback(self._backward_ended)
+        if self._outer is None or self._outer[0] == task:
+            self._outer = task, self._of_node()
+        return self._outer[1]
+
+    def _backward_ended(self) -> None:
+        self._outer = None
+
+    def _of_node(self) -> Pass:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:  # a hook at the end of the backward pass
+            return self._begun[-1]
+        number = node._sequence_nr()
+        if number < self._forgotten:
+            raise UserError(
+                "Delayed scaling: activation checkpointing runs a forward pass again after more "
+                f"than {LIMIT} others. Call backward() earlier, or use current scaling."
+            )
+        # Before a pass begins there may be the node that runs the whole of it again.
+        ended = (begun for begun in self._begun if begun.end is None or number < begun.end)
+        return next(ended, self._begun[-1])

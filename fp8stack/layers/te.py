@@ -1,0 +1,551 @@
+"""FP8 layers of NVIDIA's Transformer Engine. The only file that imports it; TE 2.20 or later.
+
+TE's modules compute; parameters and FP8 state are ours. A `TELinear` owns `weight` and `bias` under
+the names that every backend has, and lends them to a TE module for the length of a call: so a
+norm and a linear can run as one TE module without sharing a name, a checkpoint holds no TE pickle,
+and FSDP2 may exchange the parameters in between. In delayed scaling, TE casts with the scales of
+our `AmaxHistory` and records amaxes that are moved into it; TE's own update never runs.
+
+Every call opens TE's autocast by itself, so that it holds under DDP, FSDP2 and in a block that
+activation checkpointing runs again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from einops import rearrange
+from torch import Tensor, nn
+from transformer_engine.common import recipe as te_recipes
+from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import FORMATS, Quantizers
+from fp8stack.layers.backend import Backend, Norm
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
+from fp8stack.layers.kernels.attention import Mask
+from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast
+from fp8stack.layers.operands import Draws, LayerOperands
+from fp8stack.layers.passes import Pass
+from fp8stack.precision.fp8_attention import FP8_ATTENTION, SEQUENCE_MULTIPLE
+from fp8stack.precision.native_gemms import feature_multiple, kernel_of
+from fp8stack.precision.plan import LayerPlan, Plan
+from fp8stack.precision.recipe import Recipe
+
+# TE's names of a module's two states, of what it casts in the forward and in the backward pass.
+_FWD, _BWD = "scaling_fwd", "scaling_bwd"
+Place = tuple[str, int]
+"""The place of an operand's scale and amax in TE: the state, and the index in its buffers."""
+
+# The operands of each linear of a module, which has one or two.
+_LINEARS: list[dict[str, Place]] = [
+    {
+        "input": (_FWD, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
+        "weight": (_FWD, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_WEIGHT")),
+        "grad_output": (_BWD, getattr(FP8BwdTensorIdx, f"GRAD_OUTPUT{gemm}")),
+    }
+    for gemm in (1, 2)
+]
+# The operands of attention, as in TE's META_QKV and similar constants.
+_ATTENTION: dict[str, Place] = {
+    "QKV": (_FWD, FP8FwdTensorIdx.GEMM1_OUTPUT),
+    "O": (_FWD, FP8FwdTensorIdx.GEMM2_INPUT),
+    "S": (_FWD, FP8FwdTensorIdx.GEMM3_OUTPUT),
+    "dQKV": (_BWD, FP8BwdTensorIdx.GRAD_OUTPUT1),
+    "dO": (_BWD, FP8BwdTensorIdx.GRAD_INPUT2),
+    "dP": (_BWD, FP8BwdTensorIdx.GRAD_INPUT3),
+}
+# The third GEMM's first places, which in current scaling are the first ones of a separate state.
+_FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}
+
+
+def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
+    """TE's form of a table of quantizers that one of its recipes has."""
+    recipe: te_recipes.Recipe
+    assert kernel_of(quantizers) is not None
+    by_place = quantizers.each
+    x, dy = by_place["input"], by_place["grad_output"]
+    formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
+    if x.delayed:
+        recipe = te_recipes.DelayedScaling(fp8_format=formats, margin=x.margin, **_ONE_ROW)
+    elif x.per_tensor:
+        recipe = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
+        recipe.use_power_2_scales = x.scale == "power_of_two"
+        _set_quantization(recipe, x.scale == "power_of_two", x.eps)
+    elif x.scale == "e8m0":
+        recipe = te_recipes.MXFP8BlockScaling(backward_override=None)
+    elif x.scale == "e4m3":
+        recipe = te_recipes.NVFP4BlockScaling(
+            disable_rht=not by_place["grad_output.wgrad"].hadamard,
+            disable_stochastic_rounding=not dy.stochastic,
+            disable_2d_quantization=not by_place["weight"].turns,
+            row_scaled_activation=False,
+            nvfp4_4over6="none",
+            backward_override=None,
+        )
+    else:
+        recipe = te_recipes.Float8BlockScaling(backward_override=None)
+        recipe.use_f32_scales = x.scale == "float32"
+        _set_quantization(recipe, x.scale == "power_of_two", 0.0)
+    return recipe
+
+
+# TE records into the row. The window, and what follows from it, is in `AmaxHistory`.
+_ONE_ROW: dict[str, Any] = {
+    "amax_history_len": 1,
+    "amax_compute_algo": "most_recent",
+    "reduce_amax": False,
+    "backward_override": None,
+}
+
+
+def te_attention_recipe(recipe: Recipe) -> te_recipes.Recipe:
+    """TE's form of the FP8 attention of a recipe that has it."""
+    if recipe.attention == "mxfp8":
+        return te_recipes.MXFP8BlockScaling(fp8_dpa=True, backward_override=None)
+    if recipe.attention == "current":
+        options = {"use_power_2_scales": False, "backward_override": None}
+        return te_recipes.Float8CurrentScaling(fp8_dpa=True, **options)
+    return te_recipes.DelayedScaling(fp8_dpa=True, **_ONE_ROW)
+
+
+def _set_quantization(recipe: Any, power_of_two: bool, eps: float) -> None:
+    """Set on the instance: TE 2.20 fixes these at import, whatever its constructor is given.
+    To be deleted when `Float8CurrentScaling(use_power_2_scales=True)` has an effect."""
+    options = te_recipes.QParams(power_2_scale=power_of_two, amax_epsilon=eps)
+    recipe.fp8_quant_fwd_inp = options
+    recipe.fp8_quant_fwd_weight = options
+    recipe.fp8_quant_bwd_grad = options
+
+
+class TEState:
+    """The scales and amaxes of our slots in one of the two states of a TE module; `buffers` are the
+    state's."""
+
+    def __init__(self, buffers: Any, places: dict[str, int]) -> None:
+        self.wanted = False  # whether the amaxes count that TE records from now on, as always
+        self.slots = list(places)
+        self.scales = [buffers.scale[place] for place in places.values()]
+        self.amaxes = [buffers.amax_history[0, place] for place in places.values()]
+        self.recorded: Tensor = buffers.amax_history
+
+
+class StatelessTEModule:
+    """A TE module, made on the meta device and without parameters of its own, the recipe and the
+    number of GEMMs for which it has FP8 buffers, and the places of slots of ours in them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        delayed: DelayedScaling | None,
+        recipe: te_recipes.Recipe,
+        gemms: int,
+        places: dict[str, Place],
+    ) -> None:
+        self.module = module
+        self.recipe = recipe
+        self.gemms = gemms
+        self.places = places
+        self.generation = -1  # of the weights that TE holds as FP8
+        self._delayed = delayed
+        self._states: dict[str, TEState] = {}
+        self._ready = False
+
+    def __call__(
+        self, *inputs: Tensor, parameters: dict[str, Tensor | None] | None = None, **options: Any
+    ) -> Tensor:
+        """The module's output in FP8, as TE takes its inputs; `parameters` are by TE's names."""
+        before = dict(self.module._parameters)
+        self.module._parameters.update(parameters or {})  # type: ignore[arg-type]
+        try:
+            with te.autocast(enabled=True, recipe=self.recipe):
+                y: Tensor = self.module(*inputs, **options)
+        finally:
+            self.module._parameters.update(before)
+        return y
+
+    def expect(self, key: str, records: bool) -> None:
+        """Note whether the amaxes that TE records from now on are wanted."""
+        if not self._ready:
+            self._prepare()
+        state = self._states.get(key)
+        if state is not None and state.wanted != records:
+            assert isinstance(self._delayed, TEDelayedScaling)
+            self._delayed.take([state])  # what it recorded so far
+            state.wanted = records
+
+    def _prepare(self) -> None:
+        """Allocate TE's FP8 buffers now, to fill them before the first cast."""
+        module: Any = self.module
+        # A module that counts as registered is left out of TE's own update of the scales.
+        module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
+        # Inference tensors could not be written to later.
+        with torch.inference_mode(False), te.autocast(enabled=True, recipe=self.recipe):
+            module.init_fp8_metadata(num_gemms=self.gemms)
+            if self.places:
+                assert isinstance(self._delayed, TEDelayedScaling)
+                for key in (_FWD, _BWD):
+                    places = {
+                        slot: place for slot, (state, place) in self.places.items() if state == key
+                    }
+                    self._states[key] = TEState(module.fp8_meta[key], places)
+                self._delayed.serve(self._states.values())
+        self._ready = True
+
+
+class TEDelayedScaling(DelayedScaling):
+    """Delayed scaling whose casts TE makes: scales are copied to it, amaxes back from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states: list[TEState] = []
+        # Whether slots, by name, belong to weights: bool, on the device.
+        self._of_weights: dict[tuple[str, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def serve(self, states: Iterable[TEState]) -> None:
+        """Keep some of TE's states in step with the history from now on."""
+        self._states += states
+        self.distribute()
+
+    def collect(self) -> None:
+        """See `DelayedScaling.collect`: from TE's buffers."""
+        self.take(self._states)
+
+    @torch.no_grad()
+    def take(self, states: list[TEState]) -> None:
+        """Move what TE recorded in some states into the history, in a few operations for all."""
+        recording = [state for state in states if state.wanted]
+        names = tuple(name for state in recording for name in state.slots)
+        if names:
+            slots = [self.slots[name] for name in names]
+            amaxes = torch.stack([amax for state in recording for amax in state.amaxes])
+            if names not in self._of_weights:
+                of_weights = [slot.operand == "weight" for slot in slots]
+                self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
+            counts = self.first | ~self._of_weights[names]  # see `Slot.to_cast`
+            # A comparison with NaN is false: cuDNN may give one.
+            counted = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
+            recorded = [self.history.recorded(name) for name in names]
+            torch._foreach_maximum_(recorded, list(counted.unbind()))
+        if states:
+            torch._foreach_zero_([state.recorded for state in states])
+
+    @torch.no_grad()
+    def distribute(self, again: Pass | None = None) -> None:
+        """See `DelayedScaling.distribute`: to TE's buffers."""
+        scales = [scale for state in self._states for scale in state.scales]
+        if scales:
+            slots = [self.slots[name] for state in self._states for name in state.slots]
+            torch._foreach_copy_(scales, [slot.scale_of(again) for slot in slots])
+
+
+class TELinear(LowPrecisionLinear):
+    """A linear that TE computes, alone or together with what stands around it."""
+
+    def __init__(self, size: Size, path: str, backend: TEBackend) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
+        self.path = path
+        self.backend = backend
+        self.cores: dict[type, StatelessTEModule] = {}  # that begin with it, by TE's class
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
+        backend, rows = self.backend, len(x)
+        if backend.hides_nan:
+            x = _ShowNaN.apply(x)  # type: ignore[no-untyped-call]
+        missing = -rows % backend.row_multiple
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        y = backend.run(te.Linear, x, [self], self.parameters_for(""))
+        return y[:rows] if missing else y
+
+    def parameters_for(self, prefix: str) -> dict[str, Tensor | None]:
+        """The weight and bias as a TE module calls them."""
+        lent: dict[str, Tensor | None] = {f"{prefix}weight": self.matrix.contiguous()}
+        if self.bias is not None:
+            lent[f"{prefix}bias"] = self.bias
+        return lent
+
+
+class TEBackend(Backend):
+    """FP8 on the hardware, by Transformer Engine."""
+
+    keeps_weights = True
+    delayed_scaling = TEDelayedScaling
+
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
+        quantizers = plan.recipe.quantizers
+        assert quantizers is not None
+        assert quantizers.input is not None
+        self.row_multiple = feature_multiple(quantizers, "te")
+        self.te_recipe = te_recipe(quantizers)
+        self.input = quantizers.input  # all layers that TE runs have this quantizer
+        self.hides_nan = FORMATS[self.input.format].dtype is None
+        # Keys are the path (where attention has slots), heads, groups and width.
+        self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
+        if plan.recipe.fp8_attention:
+            _require_attention(plan.recipe.attention)
+
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> TELinear:
+        """See `Backend.fp8_linear`."""
+        return TELinear(size, layer.name, self)
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """See `Backend.norm`: TE's, where TE has one."""
+        if kind == "layernorm" and not bias:
+            return super().norm(kind, width, eps, bias)
+        norm = _RMSNorm if kind == "rmsnorm" else _LayerNorm
+        return norm(width, eps=eps, device="cpu", dtype=torch.float32)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """See `Backend.norm_linear`: TE's LayerNormLinear."""
+        if not _is_fp8(linear) or not self._fuses(x, norm):
+            return super().norm_linear(x, norm, linear)
+        lent = _norm_parameters(norm) | linear.parameters_for("")
+        y = self.run(te.LayerNormLinear, x, [linear], lent, norm)
+        if self.observer is not None:
+            self.observer.fused(linear, self._normed(x, norm), y)
+        return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """See `Backend.norm_mlp`: TE's LayerNormMLP."""
+        up, down = mlp.up, mlp.down
+        activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
+        if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
+            return super().norm_mlp(x, norm, mlp)
+        lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
+        y = self.run(te.LayerNormMLP, x, [up, down], lent, norm, activation=activation)
+        if self.observer is not None:
+            # TE computes the activation and casts it in one kernel with these scales.
+            fused = self.input.delayed or self.input.scale == "e8m0"
+            inner = torch.float32 if fused else self.compute_dtype
+            normed = self._normed(x, norm)
+            self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
+        return y
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        mask: Mask | None = None,
+        path: str | None = "",
+    ) -> Tensor:
+        """See `Backend.attention`. In FP8, if the recipe says so, by TE's DotProductAttention,
+        which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
+        compute dtype."""
+        is_whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
+        if not self.plan.recipe.fp8_attention or path is None or not is_whole:
+            return super().attention(q, k, v, dropout=dropout, mask=mask)
+        core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
+        # Modules that have slots train always: else FlashAttention 3, where it is installed, could
+        # take over from cuDNN on Hopper, with other numbers.
+        core.module.train(torch.is_grad_enabled() or bool(core.places))
+        records = self.delayed is not None and self.delayed.records(False)
+        rows = [x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)]
+        try:
+            with no_autocast(v.device.type):
+                y = self._call(core, records, 0, *rows)
+        except ValueError as error:
+            if "attention backend" not in str(error):
+                raise
+            # TE has just asked cuDNN, and it has no kernel.
+            raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
+        return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
+
+    def _attention_core(self, path: str, heads: int, groups: int, width: int) -> StatelessTEModule:
+        recipe = self.plan.recipe
+        slots = FP8_ATTENTION[recipe.attention].slots
+        key = (path if slots else "", heads, groups, width)
+        if key not in self._attention:
+            options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
+            module = te.DotProductAttention(heads, width, **options)
+            places: dict[str, Place] = {}
+            for operand in slots:
+                state, place = _ATTENTION[operand]
+                place -= _FIRST_OF_THIRD[state] if recipe.attention == "current" else 0
+                places[f"{path}.{operand}"] = state, place
+            te_recipe = te_attention_recipe(recipe)
+            self._attention[key] = StatelessTEModule(module, self.delayed, te_recipe, 3, places)
+        return self._attention[key]
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """The values that a norm hands to the cast within a fused module, computed once more."""
+        # The values are not rounded in between where TE fuses norm and cast.
+        fused = self.input.delayed or (self.input.scale == "e8m0" and _cudnn_norms(x))
+        with torch.no_grad(), no_autocast(x.device.type):
+            normed: Tensor = norm(x.detach().to(self.compute_dtype))
+            return normed.to(torch.float32 if fused else self.compute_dtype)
+
+    def _fuses(self, x: Tensor, norm: nn.Module) -> bool:
+        """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
+        return type(norm) in _NORMALIZATIONS and x[..., 0].numel() % self.row_multiple == 0
+
+    def run(
+        self,
+        kind: type,
+        x: Tensor,
+        linears: list[TELinear],
+        parameters: dict[str, Tensor | None],
+        norm: nn.Module | None = None,
+        **options: str,
+    ) -> Tensor:
+        """The output of TE's module of a `kind` for `x`; the module computes these linears and the
+        `norm` before them. Weights are quantized once per optimizer step in training."""
+        core = linears[0].cores.get(kind)
+        if core is None:
+            core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
+        trains = linears[0].training and torch.is_grad_enabled()
+        records = trains if self.delayed is None else self.delayed.records(trains)
+        self.count_gemms(len(linears))
+        generation = self.weights.generation
+        changed = core.generation != generation or not self.weights.copies_serve
+        first = changed if records else None  # None: for this call alone
+        options_of_call: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
+        with torch.autocast(x.device.type, dtype=self.compute_dtype):
+            y = self._call(core, records, _backward_gemms(x, parameters), x, **options_of_call)
+        if records:
+            core.generation = generation
+        return y
+
+    def _core(
+        self, kind: type, linears: list[TELinear], norm: nn.Module | None, options: dict[str, Any]
+    ) -> StatelessTEModule:
+        first, inner = linears[0], linears[1].in_features if linears[1:] else None
+        options |= {"bias": first.bias is not None, "params_dtype": torch.float32, "device": "meta"}
+        if norm is not None:
+            options |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
+        module = kind(first.in_features, inner or first.out_features, **options)
+        places = {
+            f"{linear.path}.{operand}": place
+            for linear, of_linear in zip(linears, _LINEARS, strict=False)
+            for operand, place in of_linear.items()
+            if self.te_recipe.delayed()
+        }
+        return StatelessTEModule(module, self.delayed, self.te_recipe, len(linears), places)
+
+    def _call(
+        self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any
+    ) -> Tensor:
+        """Call `core`. `records` counts for both passes; `gemms` is the number of GEMMs of linears
+        in the backward pass."""
+        core.expect(_FWD, records and (self.delayed is None or self.delayed.forward_counts))
+        y = core(*inputs, **options)
+        if y.requires_grad:
+            y.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._before_backward, core, records, gemms)
+            )
+        return y
+
+    def _before_backward(
+        self, core: StatelessTEModule, records: bool, gemms: int, dy: Tensor
+    ) -> Tensor | None:
+        self.count_gemms(gemms)
+        self.weights.backward_ran()
+        core.expect(_BWD, records)
+        if records and self.delayed is not None:
+            self.delayed.backward_ran()
+        return _with_infinities(dy) if gemms and self.hides_nan else None
+
+
+_REPEATABLE_CUDNN = 91900
+# TE computes attention, or its gradients, in another precision and says nothing, or finds no kernel
+# with other values.
+_USUAL_SETTINGS = {
+    "NVTE_DPA_FP8_RECIPE": "",
+    "NVTE_DPA_FP8CS_O_in_F16": "1",
+    "NVTE_FP8_DPA_BWD": "1",
+    "NVTE_FUSED_ATTN": "1",
+    "NVTE_UnfusedDPA_Emulate_FP8": "0",
+}
+
+
+def _require_attention(attention: str) -> None:
+    """Raise a UserError if cuDNN has no such attention in FP8, or an environment variable makes
+    TE's something else."""
+    (least, *bad), needs = FP8_ATTENTION[attention].cudnn, FP8_ATTENTION[attention].cudnn_in_words
+    cudnn = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
+    is_bad = cudnn < least or cudnn in bad
+    if not is_bad and torch.are_deterministic_algorithms_enabled():
+        is_bad, needs = cudnn < _REPEATABLE_CUDNN, "9.19 or later for deterministic = true"
+    if is_bad:
+        version = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        raise UserError(f"attention = '{attention}' needs cuDNN {needs}. This is {version}.")
+    for name, usual in _USUAL_SETTINGS.items():
+        if (setting := os.environ.get(name, usual)) != usual:
+            raise UserError(
+                f"attention = '{attention}' is another with the environment variable {name} = "
+                f"'{setting}'. Unset it."
+            )
+
+
+def _with_infinities(x: Tensor) -> Tensor:
+    """`x` with infinities in place of NaN. FP4 has codes for neither. TE leaves a NaN out of the
+    amax of the tensor; an infinity makes all of its product infinite or NaN, so that it shows."""
+    return x.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+class _ShowNaN(torch.autograd.Function):
+    """`_with_infinities`, which keeps nothing for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _with_infinities(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+class _LayerNorm(te.LayerNorm):  # type: ignore[misc]
+    """TE's norm without the pickled extra state of TE's modules, which it does not use."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
+    """See `_LayerNorm`."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+def _cudnn_norms(x: Tensor) -> bool:
+    """Whether TE lets cuDNN norm `x` and cast it to MXFP8 in one kernel, which takes whole tiles
+    (csrc/extensions/normalization.cpp of TE 2.20)."""
+    rows, width = x[..., 0].numel(), x.shape[-1]
+    return os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == "1" and rows % 128 == width % 128 == 0
+
+
+def _is_fp8(module: object) -> TypeGuard[TELinear]:
+    return isinstance(module, TELinear) and module.in_fp8
+
+
+def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:
+    """The number of GEMMs in the backward pass of a TE module for these inputs."""
+    weights = [p for n, p in parameters.items() if n.endswith("weight") and "norm" not in n]
+    needs_dw = sum(weight is not None and weight.requires_grad for weight in weights)
+    needs_dx = x.requires_grad or any("norm" in n for n in parameters)  # which always wants it
+    return needs_dw + needs_dx + len(weights) - 1
+
+
+_NORMALIZATIONS: dict[type, str] = {_LayerNorm: "LayerNorm", _RMSNorm: "RMSNorm"}
+
+
+def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
+    """A norm's parameters as TE's fused modules call them."""
+    return {f"layer_norm_{name}": value for name, value in norm._parameters.items()}

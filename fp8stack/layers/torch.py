@@ -1,0 +1,452 @@
+"""FP8 linears on torch's own scaled GEMMs: no Transformer Engine needed, and they compile.
+
+The bytes, scales and amaxes are the emulator's, to the bit. x and w are quantized in the forward
+pass, once for both their GEMMs, and saved as FP8 for the backward pass; the copies that reduce over
+rows are stored transposed, as Hopper needs them.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fp8stack import numerics
+from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.layers.backend import Backend
+from fp8stack.layers.compiler import CompileBackend, compiled
+from fp8stack.layers.fsdp import FullWeight, ShardedWeight
+from fp8stack.layers.kernels.fused_casts import (
+    Product,
+    cast_blocks,
+    cast_product,
+    cast_transpose,
+    product_amax,
+)
+from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
+from fp8stack.layers.kernels.scaled_gemm import (
+    MULTIPLES,
+    Scaled,
+    ScaleLayout,
+    pack_scales,
+    scaled_gemm,
+)
+from fp8stack.layers.kernels.variants import has_kernel, transpose_bytes
+from fp8stack.layers.linear import (
+    Call,
+    Gradients,
+    QuantizedLinear,
+    Size,
+    multiply_backward,
+    multiply_forward,
+    no_autocast,
+    require_plain,
+)
+from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
+from fp8stack.layers.weight_cache import CachedWeight, WeightCache
+from fp8stack.layers.weight_changes import own_weight, version_of
+from fp8stack.numerics.cast import cast_scaled, codes_of_cast, record_amax
+from fp8stack.precision.plan import LayerPlan, Plan
+
+Copies = tuple[Scaled, Scaled | None]
+
+
+class ScaledOperand(OperandQuantizers):
+    """The quantizers of one operand of a layer, see `OperandQuantizers`: this backend requires the
+    same quantizer for both copies, up to a Hadamard transform.
+
+    Attributes:
+        quantizer: the quantizer.
+        kind: the layout of its scales.
+        cached: the copies of a weight, used until it changes.
+        joins: whether the kernel for many weights can cast the weight.
+        shared_scale: the scale of a weight in current scaling that ranks share out.
+        layer: the layer, if this is its weight.
+    """
+
+    def __init__(self, name: Operand, operands: LayerOperands) -> None:
+        super().__init__(name, operands)
+        assert self.along is not None
+        self.quantizer = self.along
+        self.kind = _kind_of_scales(self.along)
+        self.target = FORMATS[self.along.format]
+        self.cached: CachedWeight | None = None
+        self.joins = self.kind in (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
+        self.shared_scale = torch.ones(())
+        self.layer: QuantizedLinear | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"cached": None}  # a copy quantizes for itself
+
+    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The FP8 bytes of some rows of the weight [rows, in], and the scale of the whole weight,
+        which delayed scaling knows and ranks agreed on in current scaling."""
+        slot = self.slot
+        scale = self.shared_scale if slot is None else slot.scale()
+        record = slot is not None and slot.is_recording
+        data, _, amax = cast_transpose(
+            rows, scale, self.quantizer.format, across=False, record=record
+        )
+        if slot is not None and amax is not None:
+            slot.record(amax)  # of these rows: the history takes the maximum over ranks
+        return data, scale
+
+
+def _kind_of_scales(quantizer: Quantizer) -> ScaleLayout:
+    if quantizer.blocks is None:
+        return ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
+    if quantizer.scale_bytes == 1:
+        return ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
+    return ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
+
+
+class _MultiplyTwice(torch.autograd.Function):
+    """Two linears around an activation, whose output, and the gradient of whose input, are written
+    in FP8 alone, see `fused_casts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        up: QuantizedLinear,
+        down: QuantizedLinear,
+        activation: str,
+        needs: tuple[tuple[bool, bool], tuple[bool, bool]],
+        records: tuple[bool, bool],
+    ) -> Tensor:
+        # A norm's backward pass computes neither of the two gradients.
+        of_up = Call(records[0], len(x), up_bias is not None, after_norm=True)
+        of_down = Call(records[1], len(x), down_bias is not None, after_norm=True)
+        hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], of_up)
+        inner = Product(activation, hidden)
+        y, down_saved, ctx.down = multiply_forward(
+            down, inner, down_weight, down_bias, needs[1], of_down
+        )
+        ctx.activation, ctx.split = activation, len(up_saved)
+        ctx.save_for_backward(hidden, *up_saved, *down_saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *saved = ctx.saved_tensors
+        of_up: Gradients = (None, None, None)
+        with no_autocast(dy.device.type):
+            of_down = multiply_backward(ctx.down, dy, tuple(saved[ctx.split :]))
+            if of_down[0] is not None:
+                gradient = Product(ctx.activation, hidden, of_down[0])
+                of_up = multiply_backward(ctx.up, gradient, tuple(saved[: ctx.split]))
+        return *of_up, *of_down[1:], None, None, None, None, None
+
+
+def _both(data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None) -> Copies:
+    """Both copies of an operand that was cast with one scale."""
+    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
+    columns = None if transposed is None else rows._replace(data=transposed, sums=None)
+    return rows, columns
+
+
+_BY_BLOCKS = {ScaleLayout.ROWS, ScaleLayout.MX}  # a kernel makes both copies
+
+
+def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = True) -> Copies:
+    """Both copies of `x` with scales by row or by block, see `GemmBackend.cast`."""
+    x = castable(x).contiguous()
+    data, inv_scale = numerics.quantize(x, quantizer)[:2]
+    along = Scaled(data, pack_scales(inv_scale, kind), kind)
+    if not across:
+        return along, None
+    if kind is ScaleLayout.SQUARES:
+        data, inv_scale = data.t().contiguous(), inv_scale.t()
+    elif kind is ScaleLayout.PER_ROW:
+        data, inv_scale = numerics.quantize(x, quantizer, 0)[:2]
+        data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+        inv_scale = inv_scale.view(-1, 1)
+    else:  # one copy is not the transpose of the other
+        data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
+    return along, Scaled(data, pack_scales(inv_scale, kind), kind)
+
+
+_compiled_copies = cache(partial(compiled, _copies))
+
+
+class TorchBackend(Backend):
+    """FP8 on the hardware, with torch alone."""
+
+    Copy = Scaled
+    keeps_weights = True
+    matmul = staticmethod(scaled_gemm)  # see `GemmBackend.matmul`
+
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
+        self._layers: list[QuantizedLinear] = []
+        self._cache = WeightCache()
+        self._shared: list[QuantizedLinear] = []
+        # torch.compile's backend and mode, for the casts of weights that no kernel casts together.
+        self.compiled_by: tuple[CompileBackend, str] | None = None
+
+    def compile_casts(self, backend: CompileBackend, mode: str) -> None:
+        """See `Backend.compile_casts`."""
+        self.compiled_by = backend, mode
+
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
+        """See `Backend.fp8_linear`."""
+        quantizers = {name: ScaledOperand(name, operands) for name in OPERANDS}
+        multiple = MULTIPLES[quantizers["input"].kind]
+        linear = QuantizedLinear(size, self, operands, quantizers, multiple)
+        quantizers["weight"].layer = linear
+        return linear
+
+    def cast(
+        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, call: Call
+    ) -> Copies:
+        """See `GemmBackend.cast`; weights are cast once until they change."""
+        if isinstance(x, FullWeight):
+            turned = x.data8.t().contiguous() if both else None
+            return _both(x.data8, turned, x.scale, None)
+        if quantizers.cached is not None and self._serves(quantizers, quantizers.cached):
+            rows, columns = quantizers.cached.copies
+            return rows, columns if both else None
+        return self.quantize(x, quantizers, both, call)
+
+    def _serves(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
+        """Whether the copies of a weight are up to date."""
+        if not self.weights.copied or torch.compiler.is_compiling():
+            return self.weights.copied
+        # Blocks run again in a backward pass. A layer that is called by itself may have another
+        # weight than in the model's last pass.
+        if not self.weights.fresh and torch._C._current_graph_task_id() == -1:
+            return False
+        assert quantizers.layer is not None
+        weight = quantizers.layer._parameters.get("weight")
+        if type(weight) is nn.Parameter and not weight.is_inference():  # as `version_of`, faster
+            version = id(weight), weight.device, weight.data_ptr(), weight._version
+            if cached.version == version:
+                return True
+        return cached.version == version_of(own_weight(quantizers.layer))
+
+    def quantize(
+        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, call: Call
+    ) -> Copies:
+        """`cast` of values that are not cast yet. In compiled code the compiler fuses a cast by a
+        known scale with the computation of `x`; not the transpose where a reduction over rows
+        computes `x`, which would write it byte by byte."""
+        quantizer, kind = quantizers.quantizer, quantizers.kind
+        sums = call.has_bias and quantizers.name == "grad_output"
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            x = x.float()
+        if kind is ScaleLayout.PER_TENSOR:
+            # Compiled, a cast is not fused with the computation of x where the amax comes first.
+            if isinstance(x, Tensor) and torch.compiler.is_compiling():
+                by_kernel = has_kernel(x.device) and both
+                if quantizer.delayed or not by_kernel:
+                    return self._compiled_cast(x, quantizers, both, call, by_kernel)
+            return self._cast(x, quantizers, both, call.record, sums)
+        if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
+            product = Product("cast", x) if isinstance(x, Tensor) else x
+            copies = cast_blocks(product, quantizer, across=both, sums=sums)
+            assert copies.inv_scale is not None
+            rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
+            if copies.transposed is None or copies.inv_scale_across is None:
+                return rows, None
+            return rows, Scaled(copies.transposed, copies.inv_scale_across, kind)
+        assert isinstance(x, Tensor)
+        total = x.sum(0, dtype=torch.float32) if sums else None
+        if kind is ScaleLayout.NV:
+            across = quantizers.across if both else None
+            assert across != "forward"
+            bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
+            rows, columns = cast_nvfp4(x, quantizer, across, bits)
+        else:
+            rows, columns = _copies(x, quantizer, kind, both)
+        return rows._replace(sums=total), columns
+
+    def _cast(
+        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, record: bool, sums: bool
+    ) -> Copies:
+        """`quantize` with one scale."""
+        slot, quantizer = quantizers.slot, quantizers.quantizer
+        recorded = counts = None
+        if slot is not None:
+            scale, recorded, counts = slot.to_cast(record)
+        else:  # current scaling: the amax comes first
+            largest = numerics.amax(x) if isinstance(x, Tensor) else product_amax(x)
+            scale = numerics.current_scale(largest, quantizer)
+        total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
+        # The operator serves kernels, and whatever looks at operators.
+        observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if isinstance(x, Tensor) and x.is_cpu and not observed:
+            data = cast_scaled(x.contiguous(), scale, quantizers.target)
+            turned = data.t().clone(memory_format=torch.contiguous_format) if both else None
+            if recorded is not None:
+                record_amax(recorded, numerics.amax(x), counts)
+            return _both(data, turned, scale, total)
+        product = Product("cast", x) if isinstance(x, Tensor) else x
+        options = {"across": both, "record": recorded is not None, "sums": sums and total is None}
+        copies = cast_product(product, scale, quantizer.format, **options)
+        if copies.amax is not None and recorded is not None:
+            record_amax(recorded, copies.amax, counts)
+        sums_of_rows = copies.sums if total is None else total
+        return _both(copies.data, copies.transposed, scale, sums_of_rows)
+
+    def _compiled_cast(
+        self, x: Tensor, quantizers: ScaledOperand, both: bool, call: Call, by_kernel: bool
+    ) -> Copies:
+        """`_cast` in code that the compiler can see, except for the transpose by a kernel where a
+        reduction computes `x`, or sums it."""
+        dy = quantizers.name == "grad_output"
+        sums = dy and call.has_bias
+        total = x.sum(0, dtype=torch.float32) if sums else None
+        reduced = quantizers.name == "input" or (dy and (call.has_bias or not call.after_norm))
+        scale = quantizers.scale(x, False, call.record)
+        assert scale is not None
+        format, dtype = quantizers.quantizer.format, quantizers.target.dtype
+        assert dtype is not None
+        if not (by_kernel and reduced):
+            data = numerics.cast_to_fp8(x, scale, format).contiguous()
+            return _both(data, data.t().contiguous() if both else None, scale, total)
+        codes = codes_of_cast(x, scale, format)
+        turned = transpose_bytes(codes)  # before the view: so it is of what was stored
+        return _both(codes.view(dtype), turned.view(dtype), scale, total)
+
+    def keep_weight(self, layer: QuantizedLinear, record: bool) -> None:
+        """Quantize the weight of a layer, to be used until it changes."""
+        quantizers: ScaledOperand = layer.quantizers["weight"]
+        quantizer, kind, weight = quantizers.quantizer, quantizers.kind, layer.matrix
+        by = self.compiled_by
+        if by and kind is ScaleLayout.PER_ROW and has_kernel(weight.device):
+            rows, columns = _compiled_copies(*by)(weight, quantizer, kind)
+        else:
+            call = Call(record, len(weight), has_bias=False)
+            rows, columns = self.quantize(weight, quantizers, True, call)
+        assert columns is not None
+        quantizers.cached = CachedWeight((rows, columns), version_of(own_weight(layer)))
+
+    def follow(self, model: nn.Module) -> None:
+        """See `Backend.follow`; weights are quantized once for all micro-batches of a step."""
+        self._layers = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, QuantizedLinear) and layer.backend is self
+        ]
+        model.register_forward_pre_hook(self._keep_weights)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """See `Backend.norm_linear`."""
+        normed = norm(x)
+        self.after_norm = True
+        try:
+            y: Tensor = linear(normed)
+        finally:
+            self.after_norm = False
+        return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any) -> Tensor:
+        """See `Backend.norm_mlp`; the activation is computed as it is cast where a kernel can."""
+        return self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else mlp(norm(x))
+
+    def _fuses(self, x: Tensor, mlp: Any) -> bool:
+        """Whether `_fused_mlp` gives what the parts of an MLP give one after the other."""
+        if not has_kernel(x.device) or mlp._forward_hooks or mlp._forward_pre_hooks:
+            return False
+        layers = (mlp.up, mlp.down)
+        if not all(_takes_products(layer) for layer in layers):
+            return False
+        # Rows that are added for one GEMM alone would be others in the next.
+        rows = x.numel() // x.shape[-1]
+        return rows > 0 and rows % max(layer.row_multiple for layer in layers) == 0
+
+    def _fused_mlp(self, x: Tensor, mlp: Any) -> Tensor:
+        up, down = mlp.up, mlp.down
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self.weights.layer_runs()
+        for layer in (up, down):
+            require_plain(x, layer._parameters.get("weight"))
+            if not compiling:
+                layer.ran = True
+        grad = torch.is_grad_enabled()
+        up_needs = grad and x.requires_grad, grad and up.weight.requires_grad
+        bias_trains = grad and up.bias is not None and up.bias.requires_grad
+        down_needs = any(up_needs) or bias_trains, grad and down.weight.requires_grad
+        records = [
+            layer.delayed is not None and layer.delayed.records(layer.training and grad)
+            for layer in (up, down)
+        ]
+        with no_autocast(x.device.type):
+            rows = x.to(self.compute_dtype).reshape(-1, up.in_features)
+            parameters = (up.matrix, up.bias, down.matrix, down.bias)
+            y: Tensor = _MultiplyTwice.apply(  # type: ignore[no-untyped-call]
+                rows, *parameters, up, down, mlp.activation, (up_needs, down_needs), tuple(records)
+            )
+            return y.view(*x.shape[:-1], down.out_features)
+
+    def share_out(self, module: nn.Module | None) -> None:
+        """See `Backend.share_out`; a weight with one scale whose rows can be shared equally is
+        gathered as FP8 bytes."""
+        super().share_out(module)
+        within = set() if module is None else set(module.modules())
+        for layer in self._layers:
+            quantizer = layer.quantizers["weight"].quantizer
+            equal = layer.weight.shape[0] % dist.get_world_size() == 0
+            if layer in within and equal and quantizer.per_tensor:
+                layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
+                self._shared.append(layer)
+
+    def before_gathering(self) -> None:
+        """See `Backend.before_gathering`: the scales of current scaling, in one collective."""
+        shared = [layer for layer in self._shared if not layer.quantizers["weight"].along.delayed]
+        if not shared:
+            return
+        # DTensors, whose local tensors are `ShardedWeight`s.
+        rows = [layer.weight.to_local().plain() for layer in shared]  # type: ignore[attr-defined]
+        with torch.no_grad():
+            largest = torch.stack([numerics.amax(weight_rows) for weight_rows in rows])
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for layer, amax in zip(shared, largest.unbind(), strict=True):
+            quantizers = layer.quantizers["weight"]
+            quantizers.shared_scale = numerics.current_scale(amax, quantizers.quantizer)
+
+    def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or self.weights.copied:
+            return
+        together: list[tuple[QuantizedLinear, Tensor]] = []
+        # Else they could not be saved for a backward pass (and this switches gradients on).
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._layers:
+                weight, quantizers = own_weight(layer), layer.quantizers["weight"]
+                if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
+                    quantizers.cached = None  # the weight is not whole here
+                elif quantizers.joins and _is_plain(weight):
+                    together.append((layer, weight))
+                else:
+                    self.keep_weight(layer, self.weights.first)
+            if together:
+                self._cache.cast(together, self.delayed, self.weights)
+        self.weights.made_copies()
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the kernel for many weights can read it."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
+    return plain and weight.is_contiguous() and has_kernel(weight.device)
+
+
+def _takes_products(layer: nn.Module) -> bool:
+    """Whether the input of a layer and the gradient of its output may be computed as they are cast:
+    no hook needs to see them."""
+    if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        return False
+    kinds = {getattr(layer.quantizers[name], "kind", None) for name in ("input", "grad_output")}
+    return kinds <= {ScaleLayout.PER_TENSOR, *_BY_BLOCKS}

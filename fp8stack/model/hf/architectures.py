@@ -1,0 +1,154 @@
+"""The architectures of transformers that compute the same as an fp8stack GPT, and their
+`config.json`."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fp8stack.common.errors import UserError
+from fp8stack.model.config import GPTConfig
+
+EXTRA_KEY = "fp8stack"
+"""Key of `config.json` for settings that have no key in the layout. transformers preserves it."""
+
+GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
+ARCEE_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
+"""relu(x)^2 = relu(x) x, a gated MLP with ReLU whose gate and value have the same weights."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model architecture of transformers."""
+
+    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as in `config.json`
+    architecture: str  # the class that generates text
+    gated: bool  # whether its MLP is gated
+    activations: dict[str, str]  # fp8stack's name of an activation -> transformers'
+    # The activation of the published models. Some programs (llama.cpp, CTranslate2) use it
+    # without reading the key in `config.json`.
+    usual_activation: str
+    keys: dict[str, str]  # key of GPTConfig -> key of `config.json`
+
+
+# Keys of GPTConfig whose values are the same in `config.json`, with their names there.
+_KEYS = {"vocabulary": "vocab_size", "tied": "tie_word_embeddings", "init_std": "initializer_range"}
+GPT2_KEYS = _KEYS | {
+    **{"context": "n_positions", "width": "n_embd", "layers": "n_layer", "heads": "n_head"},
+    **{"mlp_width": "n_inner", "norm_eps": "layer_norm_epsilon"},
+}
+ROTARY_KEYS = _KEYS | {
+    **{"context": "max_position_embeddings", "width": "hidden_size", "layers": "num_hidden_layers"},
+    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
+    **{"mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps", "bias": "attention_bias"},
+}
+LAYOUTS: dict[str, Layout] = {
+    layout.model_type: layout
+    for layout in (
+        Layout("gpt2", "GPT2LMHeadModel", False, GPT2_ACTIVATIONS, "gelu_tanh", GPT2_KEYS),
+        Layout("llama", "LlamaForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
+        Layout("qwen3", "Qwen3ForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
+        Layout("arcee", "ArceeForCausalLM", False, ARCEE_ACTIVATIONS, "relu2", ROTARY_KEYS),
+    )
+}
+
+
+def layout_of(config: GPTConfig) -> Layout:
+    """The layout that computes the same as `config`. Raises a UserError that names the unsupported
+    key if there is none."""
+    if config.positions == "learned":
+        _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
+        _require(config, "activation", not config.gated, "GPT-2's MLP has no gate")
+        grouped = config.query_groups != config.heads
+        _require(config, "kv_heads", not grouped, "GPT-2 has as many as heads")
+        _require(config, "qk_norm", not config.qk_norm, "GPT-2 has none")
+        return LAYOUTS["gpt2"]
+    _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
+    gated = config.activation in GATED_ACTIVATIONS
+    if config.qk_norm:
+        reason = "with qk_norm the layout is Qwen3's"
+        _require(config, "bias", not config.bias, f"{reason}: no bias")
+        _require(config, "activation", gated, f"{reason}, whose MLP has a gate")
+        return LAYOUTS["qwen3"]
+    return LAYOUTS["llama" if config.gated else "arcee"]
+
+
+def _require(config: GPTConfig, key: str, holds: bool, reason: str) -> None:
+    if not holds:
+        value = getattr(config, key)
+        text = str(value).lower() if isinstance(value, bool) else value
+        raise UserError(
+            f"transformers has no model like this one: {key} = {text}, and {reason}. "
+            "--format safetensors saves any model."
+        )
+
+
+def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """The contents of `config.json` for transformers 4.56 and later. `dtype` is "float32" or
+    "bfloat16". For errors see `layout_of`."""
+    layout = layout_of(config)
+    values = dict(config) | {"mlp_width": config.hidden, "kv_heads": config.query_groups}
+    table: dict[str, Any] = {
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type,
+        "dtype": dtype,
+        **{hf_key: values[key] for key, hf_key in layout.keys.items()},
+        # The defaults of missing keys may exceed this vocabulary.
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    return table | (_gpt2(config) if layout.model_type == "gpt2" else _rotary(config, layout))
+
+
+def reader_notes(config: GPTConfig) -> list[str]:
+    """Notes on the operations that a program must support to read the exported model, and a warning
+    if some programs compute others. For errors see `layout_of`."""
+    layout = layout_of(config)
+    table = config_json(config, "float32", None)
+    learned = layout.model_type == "gpt2"
+    key = "activation_function" if learned else "hidden_act"
+    positions = "learned positions" if learned else f"rope_theta {config.rope_theta:g}"
+    eps = "layer_norm_epsilon" if learned else "rms_norm_eps"
+    notes = [
+        f"a program that reads this folder must compute {key} {table[key]}, {positions}, "
+        f"{eps} {config.norm_eps:g}, "
+        + ("a norm of each head's queries and keys, " if config.qk_norm else "")
+        + ("the embedding as the head" if config.tied else "a head that is not the embedding")
+        + (", biases" if config.bias and not learned else "")
+    ]
+    if config.activation != layout.usual_activation:
+        usual = layout.activations[layout.usual_activation]
+        notes.append(
+            f"llama.cpp, CTranslate2 and others compute {usual} in any {layout.model_type} model, "
+            f"whatever {key} says: this one, with {table[key]}, they load and compute wrongly. "
+            "Load it with transformers"
+        )
+    return notes
+
+
+def _gpt2(config: GPTConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "n_ctx": config.context,  # read by transformers before 5 and llama.cpp
+        "activation_function": GPT2_ACTIVATIONS[config.activation],
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }
+    return table if config.bias else table | {EXTRA_KEY: {"bias": False}}
+
+
+def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
+    """The keys that only Llama, Qwen3 and Arcee have."""
+    table: dict[str, Any] = {
+        "head_dim": config.head_width,
+        "hidden_act": layout.activations[config.activation],
+        # transformers 4 reads the first, 5 the second.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_dropout": config.dropout,
+    }
+    if layout.model_type != "qwen3":
+        table["mlp_bias"] = config.bias
+    # Dropout of the embedding and the residual stream has no key in these layouts.
+    return table | ({EXTRA_KEY: {"dropout": config.dropout}} if config.dropout else {})

@@ -1,0 +1,321 @@
+"""The amax history behind delayed scaling: one per model.
+
+Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import AmaxAlgorithm, Fp8Name, Quantizer, fp8_format
+from fp8stack.numerics.cast import FLT_MAX, record_amax
+
+
+class AmaxHistory:
+    """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
+    [slots]`, both float32.
+
+    A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
+    records the amax it sees; `update` moves what was recorded into the history and derives the
+    next scale. Row 0 is the one being recorded (in memory a tensor of its own, see `_cells`); the
+    last row is the newest, row 1 the oldest.
+
+    Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
+    window is the last rows of its column. `scales` and `all_recorded`, what was recorded for every
+    slot since the last update, are float32 [slots] and changed in place.
+
+    Args:
+        slots: by name the format of each slot, "e4m3" or "e5m2", or its quantizer, whose own
+            length, margin and algorithm count instead of those below.
+        length: how many amaxes the window holds.
+        margin: headroom in bits: a scale aims at `fp8_max * 2^-margin`.
+        algorithm: "max" of the window, or "most_recent".
+        device: where the two tensors live.
+
+    Raises:
+        UserError: a length below 1, an unknown algorithm.
+        ValueError: an unknown format.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, str | Quantizer] | None = None,
+        *,
+        length: int = 1024,
+        margin: int = 0,
+        algorithm: AmaxAlgorithm = "max",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if length < 1:
+            raise UserError(f"An amax history of length {length} holds nothing. Use 1 or more.")
+        if algorithm not in ("max", "most_recent"):
+            raise UserError(f"No amax algorithm '{algorithm}'. Known: max, most_recent.")
+        self._default = Quantizer(
+            amax="delayed", history_length=length, margin=margin, amax_algorithm=algorithm
+        )
+        self._column: dict[str, int] = {}
+        self._quantizers: list[Quantizer] = []
+        self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
+        self.all_recorded, self._recorded = _cells(self.history.new_zeros(0))
+        self.scales = torch.ones(0, dtype=torch.float32, device=device)
+        self.extend(slots or {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # pickle gives each tensor separate memory. Modules that hold a slot's tensor must still see
+        # it.
+        self.all_recorded, cells = _cells(self.all_recorded)
+        for mine, cell in zip(self._recorded, cells, strict=True):
+            mine.set_(cell.untyped_storage(), cell.storage_offset(), (), ())
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of the slots, in the order of the columns."""
+        return list(self._column)
+
+    def extend(self, slots: Mapping[str, str | Quantizer]) -> None:
+        """Add a column for each of `slots`, with an empty window and scale 1.
+
+        Raises:
+            UserError: a slot is there already.
+            ValueError: an unknown format, or a quantizer with another than one scale per tensor.
+                Then none of `slots` is added.
+        """
+        added = []
+        for slot, quantizer in slots.items():
+            if slot in self._column:
+                raise UserError(
+                    f"The amax history has a slot '{slot}' already. Give it another name."
+                )
+            if isinstance(quantizer, str):
+                quantizer = replace(self._default, format=cast(Fp8Name, fp8_format(quantizer).name))
+            if not quantizer.per_tensor:
+                raise ValueError(
+                    f"Slot '{slot}': a history has no scale for block = {quantizer.block}"
+                )
+            added.append(quantizer)
+        self._column |= {slot: len(self._column) + n for n, slot in enumerate(slots)}
+        self._quantizers += added
+        new = self.history.new_zeros(len(self._column) - len(self._recorded))
+        self.all_recorded, self._recorded = _cells(torch.cat([self.all_recorded, new]))
+        length = max((q.history_length for q in self._quantizers), default=len(self.history))
+        history = self.history.new_zeros(length, len(self._column))
+        rows, columns = min(length, len(self.history)), self.history.shape[1]
+        history[length - rows :, :columns] = self.history[len(self.history) - rows :]
+        self.history = history
+        self.scales = torch.cat([self.scales, self.scales.new_ones(len(slots))])
+        self._rules = _Rules.of(self._quantizers, history)
+        self._chosen: dict[tuple[str, ...], Tensor] = {}  # results of `_flags`
+
+    def to(self, device: torch.device | str) -> AmaxHistory:
+        """Move the state to `device`; in place, like `nn.Module.to`."""
+        self.history = self.history.to(device)
+        self.all_recorded, self._recorded = _cells(self.all_recorded.to(device))
+        self.scales = self.scales.to(device)
+        self._rules = _Rules.of(self._quantizers, self.history)
+        self._chosen.clear()
+        return self
+
+    def read(self) -> Tensor:
+        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to a tensor per
+        slot, and must not see another tensor in the same memory."""
+        if torch.compiler.is_compiling():
+            return torch.stack(self._recorded)
+        return self.all_recorded
+
+    def write(self, values: Tensor | None) -> None:
+        """Replace the recorded amaxes with `values`, float32 [slots]; None is zeros."""
+        compiling = torch.compiler.is_compiling()
+        if values is None:
+            torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
+        elif compiling:
+            torch._foreach_copy_(self._recorded, list(values.unbind()))
+        else:
+            self.all_recorded.copy_(values)
+
+    def column(self, slot: str) -> int:
+        """The index of `slot` in `history` and `scales`."""
+        try:
+            return self._column[slot]
+        except KeyError:
+            raise UserError(f"The amax history has no slot '{slot}'.") from None
+
+    def scale(self, slot: str) -> Tensor:
+        """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
+        return self.scales[self.column(slot)]
+
+    def recorded(self, slot: str) -> Tensor:
+        """The amax recorded for `slot` since the last update: float32, 0-dim, written in place."""
+        return self._recorded[self.column(slot)]
+
+    def record(self, slot: str, amax: Tensor | float) -> None:
+        """Note the amax of a tensor cast for `slot`; several before an update keep the largest.
+
+        A NaN is ignored.
+        """
+        recorded = self.recorded(slot)
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
+        record_amax(recorded, largest.detach())  # a history has no gradient
+
+    def update(self, slots: Iterable[str] | None = None) -> None:
+        """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
+        their scales.
+
+        A slot that recorded nothing, or only zeros, keeps its window and its scale. A window that
+        holds an inf keeps its scale until the inf leaves it.
+        """
+        if not self._column:
+            return
+        chosen = None if slots is None else self._flags(tuple(slots))
+        last = self.read()
+        _update(self.history, self.scales, last, *self._rules, chosen)
+        self.write(None if chosen is None else last.where(~chosen, 0.0))
+
+    def _flags(self, slots: tuple[str, ...]) -> Tensor:
+        """Whether each slot is one of `slots`: bool [slots]."""
+        if slots not in self._chosen:
+            flags = torch.zeros(len(self._column), dtype=torch.bool)
+            flags[[self.column(slot) for slot in slots]] = True
+            self._chosen[slots] = flags.to(self.history.device)
+        return self._chosen[slots]
+
+    def clear_nonfinite(self) -> Tensor:
+        """Clear amaxes that are not finite, which would freeze their slot's scale until they left
+        the window. The scale then follows from the other amaxes in the window, or is 1 without any.
+        A scale that is not finite, or not above 0, is computed again as well.
+
+        Returns:
+            bool [slots]: which slots held one, on the history's device.
+        """
+        recorded = self.all_recorded
+        broken = ~torch.isfinite(self.history)
+        broken_scale = ~torch.isfinite(self.scales) | (self.scales <= 0)
+        slots = broken.any(dim=0) | ~torch.isfinite(recorded) | broken_scale
+        self.history.masked_fill_(broken, 0.0)
+        recorded.masked_fill_(~torch.isfinite(recorded), 0.0)
+        decisive = decisive_amax(self.history, self._rules.most_recent)
+        fresh = (self._rules.target / decisive).clamp(max=FLT_MAX)
+        self.scales.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self.scales))
+        return slots
+
+    @property
+    def most_recent(self) -> Tensor:
+        """True for slots whose scale follows the newest amax of their window: bool [slots]."""
+        return self._rules.most_recent
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<slot>.amax_history` [its length] and `<slot>.scale` [], float32, copies."""
+        state = {}
+        for slot, column in self._column.items():
+            rows = self.history[self._first_row(column) :, column].clone()
+            rows[0] = self._recorded[column]
+            state[f"{slot}.amax_history"] = rows
+            state[f"{slot}.scale"] = self.scales[column].clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the tensors of `state_dict`.
+
+        Raises:
+            UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for slot, quantizer in zip(self._column, self._quantizers, strict=True):
+            shapes |= {f"{slot}.amax_history": (quantizer.history_length,), f"{slot}.scale": ()}
+        odd = sorted(shapes.keys() ^ state.keys())
+        if odd:
+            where = "is missing" if odd[0] in shapes else "is not a slot of this model"
+            raise UserError(f"FP8 state: '{odd[0]}' {where}. Load it into the model it came from.")
+        for name, shape in shapes.items():
+            if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:
+                raise UserError(
+                    f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
+                    f"float32 {shape}. Use the recipe that it was saved with."
+                )
+        for slot, column in self._column.items():
+            rows = state[f"{slot}.amax_history"].to(self.history.device)
+            self.history[self._first_row(column) + 1 :, column] = rows[1:]
+            self._recorded[column].copy_(rows[0])
+            self.scales[column] = state[f"{slot}.scale"].to(self.scales.device)
+
+    def _first_row(self, column: int) -> int:
+        return len(self.history) - self._quantizers[column].history_length
+
+
+class _Rules(NamedTuple):
+    """The rules by which each slot is updated, on the history's device.
+
+    Attributes:
+        target: fp8_max * 2^-margin, float32 [slots].
+        most_recent: bool [slots].
+        first_row: the row of the history that is the slot's row 0, int64 [1, slots].
+    """
+
+    target: Tensor
+    most_recent: Tensor
+    first_row: Tensor
+
+    @staticmethod
+    def of(quantizers: Sequence[Quantizer], history: Tensor) -> _Rules:
+        targets = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+        recent = [q.amax_algorithm == "most_recent" for q in quantizers]
+        rows = [len(history) - q.history_length for q in quantizers]
+        place = history.device
+        return _Rules(
+            torch.tensor(targets, dtype=torch.float32, device=place),
+            torch.tensor(recent, dtype=torch.bool, device=place),
+            torch.tensor([rows], dtype=torch.int64, device=place),
+        )
+
+
+def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
+    """The amax of each slot's window that its scale follows from, 0 if there is none: the largest,
+    or the newest above 0 where `most_recent`, bool [slots]. [length, slots], all finite ->
+    [slots]."""
+    newest_first = history.flip(0)
+    place = (newest_first > 0).int().argmax(dim=0)
+    newest = newest_first.gather(0, place[None])[0]
+    return torch.where(most_recent, newest, history.amax(dim=0))
+
+
+# An operator, opaque to torch.compile, so that eager and compiled code divide alike (Triton's
+# float32 division is approximate). It does not write to the recorded amaxes: if an operator writes
+# to views of a tensor, inductor of torch 2.11 counts their offsets twice.
+@torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
+def _update(
+    history: Tensor,
+    scale: Tensor,
+    last: Tensor,
+    target: Tensor,
+    most_recent: Tensor,
+    first_row: Tensor,
+    chosen: Tensor | None,
+) -> None:
+    moving = last != 0 if chosen is None else (last != 0) & chosen
+    # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
+    largest = torch.where(most_recent, last, torch.maximum(history.amax(dim=0), last))
+    rolled = history.roll(-1, dims=0)
+    rolled[-1] = last
+    rolled.scatter_(0, first_row, 0.0)
+    history.copy_(torch.where(moving, rolled, history))
+    fresh = (target / largest).clamp(max=FLT_MAX)
+    usable = moving & torch.isfinite(largest) & (largest > 0)
+    scale.copy_(torch.where(usable, fresh, scale))
+
+
+def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A copy of `values` [n], and for each a 0-dim tensor in the same memory. To autograd and
+    compilers each of those is a tensor by itself, 16 bytes from the next as their code wants it: so
+    casts write to one, and what serves all slots does it by one operation."""
+    memory = values.new_zeros(len(values), 4)
+    memory[:, 0] = values
+    cells = [values.new_empty(0) for _ in values]
+    for place, cell in enumerate(cells):
+        cell.set_(memory.untyped_storage(), 4 * place, (), ())
+    return memory[:, 0], cells

@@ -1,1 +1,0 @@
-"""The dtypes in which each operation of a training step computes, before it runs."""

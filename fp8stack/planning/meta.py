@@ -1,0 +1,174 @@
+"""A GPT on tensors without memory, which takes the paths of its plan's device and backend.
+
+Where a GPU differs from torch's behaviour on such tensors, this file follows the sources of torch
+and Transformer Engine:
+
+- attention runs in one fused kernel that saves its operands, its output and a float32 log-sum-exp
+  per query. On a CPU with dropout, and on a GPU for grouped queries in float32, no kernel exists,
+  and it is composed of operators;
+- the mask of dropout is as wide as its values on a CPU, and takes one byte each on a GPU;
+- a quantizer returns its values and scales from one operator, as on a CPU;
+- Transformer Engine saves the operands of its linears as torch's scaled GEMMs do, NVFP4's in half
+  the bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from fp8stack.common.formats import Quantizers
+from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.backend import DTYPES
+from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
+from fp8stack.layers.kernels.eager import _Normalize
+from fp8stack.layers.kernels.scaled_gemm import Scaled
+from fp8stack.layers.torch import TorchBackend
+from fp8stack.model.config import GPTConfig
+from fp8stack.precision import Plan
+from fp8stack.precision.native_gemms import feature_multiple, kernel_of
+from fp8stack.precision.plan import LayerPlan
+
+
+def kinds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The indices of the blocks of each kind; blocks of a kind have the same plan."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, layers in _blocks(plan).items():
+        kind = tuple((la.quantizers, la.backend, la.precision) for la in layers)
+        kinds.setdefault(kind, []).append(index)
+    return tuple(map(tuple, kinds.values()))
+
+
+def blocks_like(plan: Plan, indices: Iterable[int]) -> Plan:
+    """The plan of a model with just the blocks of these indices."""
+    layers = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
+    blocks = _blocks(plan)
+    for place, index in enumerate(indices):
+        for layer in blocks[index]:
+            name = layer.name.replace(f"blocks.{index}.", f"blocks.{place}.", 1)
+            layers.append(replace(layer, name=name))
+    return replace(plan, layers=tuple(layers))
+
+
+def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
+    blocks: dict[int, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        if layer.name.startswith("blocks."):
+            blocks.setdefault(int(layer.name.split(".")[1]), []).append(layer)
+    return blocks
+
+
+@contextmanager
+def without_memory(plan: Plan) -> Iterator[None]:
+    """Create tensors without memory, and take the paths of the plan's device. torch built without
+    CUDA has no fake tensors of a GPU; tensors on "meta" take its paths instead."""
+    on_cpu = plan.device == "cpu"
+    functions: dict[Any, Callable[..., Any]] = {}
+    if not on_cpu:
+        functions = {F.dropout: _fused_dropout, F.rms_norm: _fused_rms_norm}
+    where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
+    with Replaced(functions), where, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+class Replaced(TorchFunctionMode):
+    """Runs other functions in place of some of torch's."""
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Replaces `scaled_dot_product_attention` by one operator."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
+    return y
+
+
+def composes_attention(config: GPTConfig, plan: Plan) -> bool:
+    """Whether attention has no fused kernel and is composed of operators."""
+    if plan.device == "cpu":
+        return config.dropout > 0
+    return config.query_groups != config.heads and DTYPES[plan.attention].itemsize == 4
+
+
+def fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int) -> bool:
+    """Whether Transformer Engine fuses a block's norm with the linears after it. It cannot where
+    rows are padded: they would not stay zero."""
+    has_module = config.norm == "rmsnorm" or config.bias
+    has_module &= len(layers) == 1 or config.activation in TRANSFORMER_ENGINES
+    if not has_module or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
+        return False
+    assert plan.recipe.quantizers is not None
+    return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
+
+
+def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
+    """The plan's backend, with `torch` in place of Transformer Engine."""
+
+    def by_torch(name: Any) -> Any:
+        return "torch" if name == "te" else name
+
+    layers = tuple(
+        replace(la, backend=by_torch(la.backend), quantizers=_held_by_torch(la.quantizers))
+        if plan.runs(la) == "te"
+        else la
+        for la in plan.layers
+    )
+    native = replace(plan, backend=by_torch(plan.backend), layers=layers)
+    backend = build_backend(native, save_fp8=save_fp8)
+    for lender in (backend, *backend._lenders.values()):
+        if plan.backend == "te" and isinstance(lender, TorchBackend):
+            lender.matmul = _any_gemm
+    backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
+    if backend.delayed is not None:
+        backend.delayed.sharing.group = None  # no exchange with other ranks
+    return backend
+
+
+def gather_weights(backend: Backend) -> None:
+    """Quantize weights in each pass, except weights with one scale per tensor: they are gathered as
+    FP8 bytes, and are not saved."""
+    for lender in (backend, *backend._lenders.values()):
+        if isinstance(lender, TorchBackend):
+            lender._layers = [
+                x for x in lender._layers if x.quantizers["weight"].quantizer.per_tensor
+            ]
+
+
+def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    y: Tensor = _Normalize.apply(x, x, weight, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _any_gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, **options: Any) -> Tensor:
+    """A scaled GEMM of any sizes; Transformer Engine supports some that torch does not."""
+    gemm = torch.ops.fp8stack.mx_gemm
+    y: Tensor = gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype)
+    return y
+
+
+def _held_by_torch(quantizers: Quantizers | None) -> Quantizers | None:
+    """Quantizers that torch's backend can hold, of as many bytes: Transformer Engine stores NVFP4's
+    scales of squares once for each row."""
+    if quantizers is None or kernel_of(quantizers) != "nvfp4":
+        return quantizers
+    return Quantizers(**dict.fromkeys((f.name for f in fields(Quantizers)), quantizers.input))

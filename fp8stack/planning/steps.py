@@ -1,0 +1,152 @@
+"""The steps of a forward pass, as a plan lists them: the operation of each module, and each cast
+between floating-point dtypes, named by the tensor that is cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.layers.backend import DTYPES
+from fp8stack.precision import Plan
+
+_ATEN: Any = torch.ops.aten
+_OPERATIONS = {"": "positions", "attention": "rope", "mlp": "activation"}
+_OPERATIONS |= {name: name for name in ("embedding", "loss")}
+_OUTPUTS = {"attention": "attention's output", "mlp": "mlp's output", "lm_head": "logits"}
+_OUTPUTS |= {"embedding": "residual stream"}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step of the forward pass of the module at `path`.
+
+    Attributes:
+        path: of the module.
+        name: "linear", "attention", "norm", "fused norm" (with the linears after it), "activation"
+            and so on, or "cast".
+        operands: the floating-point dtypes of its operands.
+        output: the dtype of its output.
+        tensor: the name of the tensor that is cast.
+        back: whether the gradient of that tensor is cast back.
+    """
+
+    path: str
+    name: str
+    operands: tuple[str, ...] = ()
+    output: str = ""
+    tensor: str = ""
+    back: bool = False
+
+
+def merged_steps(steps: Iterable[TracedStep | None]) -> list[TracedStep]:
+    """The steps of operators, in order: operators of one step of a module are merged into one."""
+    merged: dict[object, TracedStep] = {}
+    for step in filter(None, steps):
+        key = step if step.name == "cast" else (step.path, step.name)
+        before = merged.get(key, step).operands
+        operands = tuple(dict.fromkeys((*before, *step.operands)))
+        merged[key] = replace(step, operands=operands)
+    return list(merged.values())
+
+
+class TensorNames:
+    """Names of tensors, by which casts are named. Results inherit the name of their operand."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], str] = {}
+
+    def __getitem__(self, x: Tensor) -> str:
+        return self._names.get(_place(x), "")
+
+    def __setitem__(self, x: Tensor, name: str) -> None:
+        self._names[_place(x)] = name
+
+    def enter_block(self, x: Tensor) -> None:
+        """Name the input of a block."""
+        self[x] = _OUTPUTS["embedding"]
+
+    def leave(self, path: str, output: Any) -> None:
+        """Name the output of the module at `path`."""
+        if name := _OUTPUTS.get(path.rpartition(".")[2]):
+            self[output] = name
+
+    def inherit(self, func: Any, path: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+        """Name the outputs of an operator, and return the name that it inherits."""
+        name = next(filter(None, (self[x] for x in inputs)), "")
+        names = [name] * len(outputs)
+        if func is _ATEN.split_with_sizes.default and "attention" in path:
+            names = ["queries", "keys", "values"]
+        elif func is _ATEN.add.Tensor and _operation_of(path) == "residual":
+            names = [f"sum with {self[inputs[-1]]}"]
+        for x, output_name in zip(outputs, names, strict=True):
+            self[x] = output_name
+        return name
+
+
+def step_of(
+    func: Any,
+    path: str,
+    module: nn.Module,
+    plan: Plan,
+    inputs: list[Tensor],
+    output: Tensor,
+    name: str,
+) -> TracedStep | None:
+    """The step of `module` that an operator of its forward pass belongs to.
+
+    Args:
+        func: the operator.
+        path: of the module.
+        module: the innermost module that runs the operator.
+        plan: with the model's layers.
+        inputs: of the operator, at least one of them of floating point.
+        output: the first one of the operator.
+        name: of the tensor that it casts, if it is a cast.
+
+    Returns:
+        None for casts within a GEMM or within Transformer Engine, and for casts to the same dtype.
+    """
+    is_linear = isinstance(module, nn.Linear)
+    operands = [x for x in inputs if x.is_floating_point()]
+    dtypes = tuple(dict.fromkeys(map(_dtype_name, operands)))
+    if func is not _ATEN._to_copy.default:
+        if is_linear:
+            return TracedStep(path=path, name="linear")
+        return TracedStep(
+            path=path, name=_operation_of(path), operands=dtypes, output=_dtype_name(output)
+        )
+    back = torch.is_grad_enabled() and operands[0].requires_grad
+    if is_linear:
+        layer, name = plan.layer(path), "input"
+        if isinstance(operands[0], nn.Parameter):
+            name = "weight" if operands[0].ndim == 2 else "bias"
+        # Outside of autograd a quantized GEMM casts its operands itself, except the bias.
+        if (layer.fp8 and plan.runs(layer) == "te") or not (back or name == "bias"):
+            return None
+    if dtypes == (_dtype_name(output),):
+        return None
+    return TracedStep(
+        path=path, name="cast", operands=dtypes, output=_dtype_name(output), tensor=name, back=back
+    )
+
+
+def _operation_of(path: str) -> str:
+    """The operation of a module that is not a linear."""
+    last = path.rpartition(".")[2]
+    if last == "dropout":
+        return "dropout" if path == last else "branch dropout"
+    return "norm" if last.endswith("norm") else _OPERATIONS.get(last, "residual")
+
+
+def _dtype_name(x: Tensor) -> str:
+    """The name of a tensor's dtype, as in plans."""
+    return _DTYPE_NAMES.get(x.dtype, str(x.dtype))
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return int(x.untyped_storage()._cdata), int(x.storage_offset())

@@ -1,0 +1,123 @@
+"""The FP8 and FP4 GEMMs of GPUs as data, and `kernel_of`, which finds the GEMM for quantizers.
+
+Quantizers without a kernel are emulated. Sources: docs.nvidia.com/cuda/cublas for the GEMMs,
+Transformer Engine 2.20's recipes and their checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fp8stack.common.formats import OPERANDS, Quantizer, Quantizers
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of compute capability `least` or later, and of the major numbers `majors` if given.
+    `words` describes them in messages."""
+
+    words: str
+    least: tuple[int, int]
+    majors: tuple[int, ...] | None = None
+
+    def have(self, capability: tuple[int, int] | None) -> bool:
+        """Whether GPUs of a compute capability are included; None is a CPU."""
+        return (
+            capability is not None
+            and capability >= self.least
+            and (self.majors is None or capability[0] in self.majors)
+        )
+
+
+FROM_ADA, FROM_HOPPER = Gpus("8.9", (8, 9)), Gpus("9.0", (9, 0))
+BLACKWELL = Gpus("10.x", (10, 0), (10,))
+HOPPER_OR_BLACKWELL = Gpus("9.0 or 10.x", (9, 0), (9, 10))
+ALL_BLACKWELL = Gpus("10.x or 12.x", (10, 0), (10, 12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kind of GEMM on quantized operands. It needs one of `gpus` and a torch built for `cuda` or
+    later; in and out features must be divisible by `feature_multiple`."""
+
+    name: str
+    gpus: Gpus
+    cuda: tuple[int, int] | None = None
+    feature_multiple: int = 16
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(name="delayed", gpus=FROM_ADA),
+        Kernel(name="current", gpus=FROM_ADA),
+        Kernel(name="block", gpus=HOPPER_OR_BLACKWELL, cuda=(12, 9)),
+        Kernel(name="mxfp8", gpus=BLACKWELL, cuda=(12, 8), feature_multiple=32),
+        Kernel(name="rowwise", gpus=FROM_HOPPER),
+        # torch itself checks only for 8.9 or later; cuBLAS has FP4 from CUDA 12.8 on.
+        Kernel(name="nvfp4", gpus=ALL_BLACKWELL, cuda=(12, 8), feature_multiple=32),
+    )
+}
+
+
+_FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
+
+SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
+"""Kernels that apply scales once, to the final sum: torch's `_scaled_mm`. CPUs have it too, and
+Hopper and Ada may accumulate its sums in fewer bits."""
+
+
+def kernel_of(quantizers: Quantizers) -> str | None:
+    """The name in `KERNELS` of the GEMM for these operands; None without one."""
+    if _is_nvfp4(quantizers):
+        return "nvfp4"
+    by_operand = quantizers.each
+    if any(
+        name not in by_operand or quantizers.across(name) != by_operand[name] for name in OPERANDS
+    ):
+        return None
+    x, w, dy = (by_operand[name] for name in OPERANDS)
+    if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in (x, w, dy)):
+        return None
+    if all(q.per_tensor for q in (x, w, dy)):
+        delayed = {q.delayed for q in (x, w, dy)}
+        return None if len(delayed) > 1 else "delayed" if delayed.pop() else "current"
+    if any(q.format != "e4m3" for q in (x, w, dy)) or len({q.scale for q in (x, w, dy)}) > 1:
+        return None
+    if x.block == w.block == dy.block == "row":
+        return "rowwise"
+    if any(q.eps for q in (x, w, dy)):
+        return None
+    if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale in _FLOAT32:
+        return "block"
+    mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"
+    return "mxfp8" if mx and len({q.scale_rounding for q in (x, w, dy)}) == 1 else None
+
+
+def _is_nvfp4(quantizers: Quantizers) -> bool:
+    """Whether some settings of TE's `NVFP4BlockScaling` give these quantizers: gradients rounded
+    stochastically or not, Hadamard transforms for dw or not, weights in squares or in rows."""
+    by_operand = quantizers.each
+    if len(by_operand) < 2 * len(OPERANDS):
+        return False
+    rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
+    gradient = replace(rows, rounding=by_operand["grad_output"].rounding)
+    weight, hadamard = by_operand["weight"], by_operand["grad_output.wgrad"].hadamard
+    if hadamard == 32 or weight not in (rows, replace(rows, block=(16, 16))):
+        return False
+    return quantizers == Quantizers(
+        input=rows,
+        input_wgrad=replace(rows, hadamard=hadamard),
+        weight=weight,
+        weight_dgrad=weight,
+        grad_output=gradient,
+        grad_output_wgrad=replace(gradient, hadamard=hadamard),
+    )
+
+
+def feature_multiple(quantizers: Quantizers, backend: str) -> int:
+    """The divisor that a backend's GEMMs require of a layer's in and out features."""
+    kernel = kernel_of(quantizers)
+    if kernel == "block" and backend == "torch":
+        return 128
+    return KERNELS[kernel].feature_multiple if kernel else 16

@@ -1,0 +1,1 @@
+"""Trained models: load, generate, evaluate and export."""

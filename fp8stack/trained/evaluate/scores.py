@@ -1,0 +1,176 @@
+"""Losses window by window, recipe by recipe. B sequences, T tokens, V vocabulary, N windows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.tables import counted
+from fp8stack.common.terminal import warn
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Plan, probe
+from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
+from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.evaluate import eval_mode
+from fp8stack.training.load import find_source, tokenizer_of_run
+from fp8stack.training.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Score:
+    """The losses of a model in one recipe."""
+
+    run: str  # as the user named it
+    checkpoint: Path  # the folder that was read, or the name of a model of transformers
+    recipe: str  # as the user named it
+    plan: Plan  # the plan that ran
+    data: str  # the name of the data
+    losses_N: Tensor  # nats per token of each window, float64, on the CPU
+    bits_per_byte: float | None  # None if the text behind the labels is unknown
+    fp8_gemms: int  # the number of GEMMs on FP8 operands that ran
+    tokens: int  # the number of labels
+    seconds: float  # the time that the evaluation took
+    baseline: Score | None  # the score in the run's first recipe; None if this is it
+
+    @property
+    def loss(self) -> float:
+        """The mean loss, in nats per token."""
+        return self.losses_N.mean().item()
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def difference(self) -> float | None:
+        """The loss minus the baseline's loss, on the same windows."""
+        differences_N = self._differences_N
+        return None if differences_N is None else differences_N.mean().item()
+
+    @property
+    def standard_error(self) -> float | None:
+        """The standard error of `difference`: the standard deviation of the windows' differences,
+        over the root of the number of windows; None for a single window."""
+        differences_N = self._differences_N
+        if differences_N is None or len(differences_N) < 2:
+            return None
+        return (differences_N.std(correction=1) / math.sqrt(len(differences_N))).item()
+
+    @property
+    def _differences_N(self) -> Tensor | None:
+        return None if self.baseline is None else self.losses_N - self.baseline.losses_N
+
+
+def evaluate(
+    runs: str | Path | Sequence[str | Path],
+    *recipes: str,
+    data: str | None = None,
+    windows: int | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+) -> list[Score]:
+    """Evaluate trained models on the same windows. Progress is printed to stderr.
+
+    Args:
+        runs: one or several models: a run's folder, a checkpoint's folder, `hf:` and a folder that
+            transformers saved, or `hf:owner/name` (the last two need `data`).
+        recipes: recipes to run each model in. By default, the recipe that a run was last trained
+            in, and fp32 for a model of transformers.
+        data, windows, context: see `windows_for`.
+        batch: windows per forward pass; None for as many as the run's own evaluations take.
+        tokenizer: the name or path of the tokenizer, for runs that do not have one.
+        device, backend: see the options of `fp8stack eval`.
+
+    Returns:
+        A score for every run in every recipe, in that order, with `loss` in nats per token,
+        `perplexity`, `bits_per_byte`, and `difference` from the run's first recipe with its
+        `standard_error`.
+
+    Raises:
+        UserError: no such run, recipe, data or tokenizer.
+        NoUsableCheckpoint: a run's checkpoints are damaged.
+    """
+    for name, value in (("windows", windows), ("context", context), ("batch", batch)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
+    hardware = probe(device)
+    scores: list[Score] = []
+    for run in [str(runs)] if isinstance(runs, str | Path) else map(str, runs):
+        trained = find_source(run)
+        for note in trained.notes:
+            warn(note)
+        require_text(run, trained.config, data)
+        config = trained.config or RunConfig()
+        chosen = recipes or (trained.recipe,)
+        for recipe in chosen:  # raise for any recipe before the first is evaluated
+            trained.plan(recipe, hardware, backend)
+        baseline: Score | None = None
+        run_windows: Windows | None = None
+        for recipe in chosen:
+            model = trained.model(recipe, hardware, backend)
+            if run_windows is None:
+                tokenizer_name = tokenizer or trained.own_tokenizer
+                run_tokenizer = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
+                run_windows = windows_for(
+                    run, config, model.config, run_tokenizer, data, windows, context
+                )
+            count = len(run_windows.tokens)
+            warn(f"{trained.path} in {recipe}: {counted(count, 'window')}")
+            began = time.perf_counter()
+            nats_NT = nats_of(model, run_windows.tokens, batch or config.batch // config.accumulate)
+            score = Score(
+                run=run,
+                checkpoint=trained.path,
+                recipe=recipe,
+                plan=model.backend.plan,
+                data=run_windows.name,
+                losses_N=nats_NT.mean(dim=1),
+                bits_per_byte=bits_per_byte(nats_NT, run_windows.text_bytes),
+                fp8_gemms=model.backend.fp8_gemms(),
+                tokens=nats_NT.numel(),
+                seconds=time.perf_counter() - began,
+                baseline=baseline,
+            )
+            baseline = baseline or score
+            scores.append(score)
+    return scores
+
+
+def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
+    """The loss of each label, in nats: float64 [N, T], on the CPU, for windows int64 [N, T + 1], or
+    with documents [N, 2, T + 1]. The logits of `batch` windows, float32 [batch, T, V], are in
+    memory at once."""
+    device = model.embedding.weight.device
+    nats = []
+    with eval_mode(model):
+        for batch_windows in torch.split(windows, batch):
+            inputs_BT, targets_BT, *documents = inputs_of(batch_windows.to(device))
+            logits_BTV = model(inputs_BT, None, *documents)
+            nats += [
+                F.cross_entropy(logits_TV, targets_T, reduction="none").double().cpu()
+                for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)
+            ]
+    return torch.stack(nats)
+
+
+def bits_per_byte(nats_NT: Tensor, text_bytes: Tensor | None) -> float | None:
+    """Bits of loss per byte of text, from nats per token, float64 [N, T]. Bits per byte can be
+    compared between tokenizers, nats per token cannot. Tokens that stand for no text, such as the
+    end of a document, count neither as loss nor as bytes, if the bytes of each token are known: see
+    `Windows.text_bytes`."""
+    if text_bytes is None or not int(text_bytes.sum()):
+        return None
+    nats = (nats_NT * (text_bytes > 0)).sum()
+    return (nats / text_bytes.sum() / math.log(2)).item()

@@ -1,0 +1,125 @@
+"""The model card of an exported folder, a `README.md` for the Hugging Face Hub."""
+
+import re
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+
+import torch
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from fp8stack.common import presets
+from fp8stack.common.io import read_json
+from fp8stack.common.version import __version__
+from fp8stack.precision.phases import shared_note
+from fp8stack.trained.export.format_files import ModelSource
+from fp8stack.training.run_config import RunConfig
+from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.run_plans import context_of
+
+CARD = "README.md"
+MARK = "<!-- Written by fp8stack export. -->"
+"""A line of every card. A README.md without it was not written by fp8stack."""
+_ACTIVE = re.compile(r"[^\w .,;+±%()/='-]")
+
+
+def model_card(source: ModelSource, format: str, title: str, repository: str | None) -> str:
+    """The text of the model card.
+
+    Args:
+        source: the model. Facts that its run's folder lacks are left out.
+        format: "hf" or "fp8".
+        title: a short description of the folder's contents.
+        repository: `owner/name` on the Hub; None if the folder is not pushed.
+    """
+    recipe = str(source.plan["recipe"]["name"])
+    tags = ["fp8stack", visible(recipe), *(["compressed-tensors"] if format == "fp8" else [])]
+    config = source.info.get("config")
+    run = config and presets.parse(RunConfig, config, f"config of {source.path}")
+    measured = forecast = None
+    if source.run is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError, IndexError, StopIteration):
+            measured = _measured_gap(source)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+            forecast = _forecast_gap(source, recipe)
+    environment = Environment(
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    text = files("fp8stack.trained.export").joinpath("card.md.jinja").read_text("utf-8")
+    return environment.from_string(text).render(
+        mark=Markup(MARK),
+        tags=list(dict.fromkeys(tags)),
+        repository=repository,
+        title=title,
+        format=format,
+        recipe=recipe,
+        backend=source.plan.get("backend"),
+        shape=source.config,
+        step=source.step,
+        tokens=source.step * run.batch * context_of(run, source.config) if run else None,
+        began_with_weights=bool(run and run.init_from),
+        loss=_last_val_loss(source),
+        version=__version__,
+        torch_version=source.info.get("versions", {}).get("torch", torch.__version__),
+        measured=measured,
+        forecast=forecast,
+        number=lambda value: f"{value:,}",
+    )
+
+
+def visible(text: str) -> str:
+    r"""`text` with characters escaped that Markdown or HTML may act on, also in a code span.
+
+    >>> visible("<img>\n`a`|b")
+    '\\x3cimg\\x3e\\x0a\\x60a\\x60\\x7cb'
+    """
+    return _ACTIVE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _last_val_loss(source: ModelSource) -> tuple[int, float] | None:
+    """The last validation loss up to the checkpoint, and its step."""
+    last = None
+    for row in [] if source.run is None else RunFolder(source.run).read_metrics():
+        loss = row.get("val_loss")
+        if row["step"] <= source.step and isinstance(loss, int | float):
+            last = row["step"], float(loss)
+    return last
+
+
+def _forecast_gap(source: ModelSource, recipe: str) -> dict[str, float] | None:
+    """The loss gap that `fp8stack forecast` predicted from this checkpoint, in percent of the loss,
+    with its 90 % interval; None if the law does not apply, or the forecast is of another checkpoint
+    or recipe. Raises a KeyError, OSError or ValueError if there is no forecast."""
+    assert source.run is not None
+    forecast: dict[str, Any] = read_json(source.run / "forecast.json")
+    gaps = {row["recipe"]: row["gap"] for row in forecast["recipes"]}
+    if gaps.get(recipe) is None or forecast["checkpoint"] != source.path.name:
+        return None
+    return {name: 100 * value / forecast["loss"] for name, value in gaps[recipe].items()}
+
+
+def _measured_gap(source: ModelSource) -> dict[str, Any] | None:
+    """The gap to the baseline in the comparison that the run belongs to; None for the baseline, or
+    if the checkpoint is not of the last step. Raises an error if there is no comparison."""
+    assert source.run is not None
+    run = source.run.absolute()  # a relative path may have no parents
+    report: dict[str, Any] = read_json(run.parents[1] / "compare.json")
+    recipe, _, _ = run.name.rpartition("-seed")
+    row = next(row for row in report["recipes"] if row["recipe"] == recipe)
+    baseline, gap = str(report["asked"]["baseline"]), row["gap_percent"]
+    if recipe == baseline or run.parent.name != "runs" or report["config"]["steps"] != source.step:
+        return None
+    width = gap["half_width"]
+    return {
+        "recipe": recipe,
+        "baseline": baseline,
+        "mean": float(gap["mean"]),
+        "half_width": None if width is None else float(width),
+        "samples": int(gap["samples"]),
+        "shared": shared_note(report["config"].get("phases", [])),
+    }

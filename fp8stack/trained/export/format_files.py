@@ -1,0 +1,154 @@
+"""The files of each export format: tensors and small text files."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.version import __version__
+from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.hf import config_json, layout_of, reader_notes, to_hf
+from fp8stack.training.checkpoint.reader import recorded_tokenizer
+from fp8stack.training.checkpoint.validation import model_of
+from fp8stack.training.load import find_checkpoint, tokenizer_of_run
+from fp8stack.training.run_config import toml_lines
+
+Dtype = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model from a checkpoint."""
+
+    path: Path  # of the checkpoint
+    step: int  # number of steps trained
+    config: GPTConfig
+    weights: Mapping[str, Tensor]  # float32, all parameters, without vocabulary padding
+    plan: Mapping[str, Any]  # the run's plan, as JSON data
+    fp8: Mapping[str, Tensor]  # state of delayed scaling; empty without
+    dtype: torch.dtype  # of the exported weights
+    notes: tuple[str, ...]  # for the user
+    info: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's info, as JSON data
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder, if the checkpoint is in one."""
+        checkpoints = self.path.parent
+        return checkpoints.parent if checkpoints.name == "checkpoints" else None
+
+    def tokenizer(self, name: str | None) -> Tokenizer | None:
+        """The tokenizer called `name`, by default the run's; None if the run records none. Raises a
+        UserError if it cannot be loaded, or has more ids than the model's vocabulary."""
+        tokenizer = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
+        if tokenizer is not None and tokenizer.vocabulary > self.config.vocabulary:
+            raise UserError(
+                f"Tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, the model a "
+                f"vocabulary of {self.config.vocabulary}. Give the one that the data were "
+                "tokenized with."
+            )
+        return tokenizer
+
+
+def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> ModelSource:
+    """Load the model of a checkpoint, or of a run's newest good checkpoint. For errors see
+    `find_checkpoint`."""
+    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    return ModelSource(
+        path=path,
+        step=checkpoint.step,
+        config=model_of(checkpoint),
+        weights=checkpoint.tensors["model"],
+        plan=checkpoint.info["plan"],
+        fp8=checkpoint.tensors.get("fp8", {}),
+        dtype=dtype,
+        info=checkpoint.info,
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The contents of an exported folder."""
+
+    title: str  # a short description
+    tensors: Mapping[str, Tensor]  # of `model.safetensors`
+    metadata: Mapping[str, str]  # of the same file
+    texts: Mapping[str, str]  # of other files, by name
+    notes: list[str] = field(default_factory=list)
+
+
+def safetensors_files(source: ModelSource) -> Files:
+    """The weights under fp8stack's parameter names, and the shape as a model file."""
+    weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
+    metadata = {  # the format requires strings
+        "format": "pt",
+        "fp8stack": __version__,
+        "recipe": str(source.plan["recipe"]["name"]),
+        "step": str(source.step),
+    }
+    return Files(
+        title="safetensors",
+        tensors=_cast(weights, source.dtype),
+        metadata=metadata,
+        texts={"model.toml": "\n".join(toml_lines(source.config.model_dump())) + "\n"},
+    )
+
+
+def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
+    """The files that transformers loads. For errors see `layout_of` and `Source.tokenizer`."""
+    config = source.config
+    layout = layout_of(config)
+    tokenizer = source.tokenizer(tokenizer_name)
+    notes = reader_notes(config)
+    if tokenizer is None:
+        unknown = "the run does not know its tokenizer, so the folder has none"
+        notes = [f"{unknown}; --tokenizer NAME|PATH gives it one", *notes]
+    dtype = "float32" if source.dtype == torch.float32 else "bfloat16"
+    table = config_json(config, dtype, tokenizer.end_of_text if tokenizer else None)
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = {key: table[key] for key in keys if table[key] is not None}
+    return Files(
+        title=f"{layout.architecture} of transformers",
+        tensors=_cast(to_hf(config, layout, source.weights), source.dtype),
+        metadata={"format": "pt"},
+        texts={
+            **(_tokenizer_texts(tokenizer, config.context) if tokenizer else {}),
+            "config.json": as_json(table),
+            "generation_config.json": as_json({"_from_model_config": True} | generation),
+        },
+        notes=notes,
+    )
+
+
+def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
+    text = tokenizer.to_json()
+    special: dict[str, str] = {}
+    if (end := tokenizer.end_token) is not None:
+        # The token that begins a document ends the one before it.
+        special = {"bos_token": end, "eos_token": end}
+    table = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    return {
+        TOKENIZER_FILE: text,
+        "tokenizer_config.json": as_json(table),
+        "special_tokens_map.json": as_json(special),
+    }
+
+
+def as_json(table: Mapping[str, Any]) -> str:
+    """The text of a JSON file with `table`."""
+    return json.dumps(table, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,312 @@
+"""Quantized weights and their scales in the layouts of compressed-tensors, which vLLM reads.
+
+"float-quantized": a value is `weight.float() * weight_scale`; their scale is fp8stack's inv_scale.
+"mxfp4-pack-quantized" and "mxfp6-pack-quantized": the same with codes in `weight_packed` and scales
+as E8M0 codes. "nvfp4-pack-quantized": scales are E4M3, divided by the float32
+`weight_global_scale`. Source: compressed-tensors 0.20.0, `quantization/quant_scheme.py`
+(FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16, MXFP4, MXFP6A16), `quantization/lifecycle/initialize.py`
+(shapes of scales), `compressors/nvfp4`, `mxfp4` and `mxfp6`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.model.hf import HfModule, layout_of, modules_of
+from fp8stack.numerics.scales import nvfp4_scale
+from fp8stack.precision.plan import block_indices
+from fp8stack.precision.recipe import recipe_from_json
+from fp8stack.trained.export.format_files import Files, ModelSource, as_json, hf_files
+
+BLOCK = 128
+PLAIN = "float-quantized"
+Strategy = Literal["tensor", "channel", "block"]
+Inputs = Literal["dynamic", "static", "none"]
+_NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+PACKED = {
+    ("e2m1", "e4m3", 16): _NVFP4,
+    ("e2m1", "e8m0", 32): _MXFP4,
+    ("e2m3", "e8m0", 32): "mxfp6-pack-quantized",
+}
+"""Layouts with fewer than eight bits, by (format, scale, length of a block). The scale of a square
+block is written once for each of its rows."""
+
+
+class Scheme(NamedTuple):
+    """The storage scheme of a layer.
+
+    `format` is the layout's name. `strategy` names the elements that share a scale; it is "group"
+    in packed layouts. `weight` is the quantizer of the weight. `inputs` is the scaling of
+    activations: "dynamic", "static" with the run's scales, or "none".
+    """
+
+    format: str
+    strategy: str
+    weight: Quantizer
+    inputs: Inputs
+
+
+def quantized_files(
+    source: ModelSource, tokenizer: str | None, strategy: Strategy | None = None
+) -> Files:
+    """`hf_files` with quantized weights and scales for the layers whose forward pass the run
+    quantized. If the run quantized no layer, the linears of all blocks are cast to FP8.
+
+    `strategy` names the elements that share a scale in FP8. With None the run's recipe casts the
+    float32 master weights; with a strategy they are cast by it, with dynamic activation scales.
+
+    Raises a UserError for GPT-2's layout, a weight quantizer without a layout, and blocks that do
+    not divide a weight; and see `hf_files`.
+    """
+    plain = hf_files(source, tokenizer)
+    layout = layout_of(source.config)
+    if layout.model_type == "gpt2":
+        raise UserError(
+            "--format fp8 is not possible for the layout of GPT-2, whose layers are Conv1D and no "
+            "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
+        )
+    notes: list[str] = []
+    hf_modules = modules_of(source.config, layout)
+    planned = _layers_to_quantize(source, hf_modules, notes)
+    shapes = [source.weights[f"{name}.weight"].shape for name in planned]
+    widths = {columns for _, columns in shapes}
+    sizes = widths | {module.rows for name in planned for module in hf_modules[name]}
+
+    def indivisible_size(multiple: int) -> int | None:
+        candidates = sizes if multiple == BLOCK else widths
+        return min((size for size in candidates if size % multiple), default=None)
+
+    schemes: dict[str, Scheme] = {}
+    for name, (quantizers, recipe) in planned.items():
+        if quantizers is not None and quantizers.weight is not None and strategy is None:
+            _require_layout(quantizers.weight, recipe)
+        schemes[name] = _scheme(source, strategy, name, planned[name], indivisible_size, notes)
+    tensors: dict[str, Tensor] = {}
+    for name, scheme in schemes.items():
+        for module, cast in zip(
+            hf_modules[name], _cast(source, scheme, name, hf_modules[name]), strict=True
+        ):
+            tensors |= {f"{module.path}.{key}": tensor for key, tensor in cast.items()}
+    replaced = {f"{module.path}.weight" for name in schemes for module in hf_modules[name]}
+    unquantized = {name: tensor for name, tensor in plain.tensors.items() if name not in replaced}
+    ignored = [
+        module.path for name in hf_modules if name not in schemes for module in hf_modules[name]
+    ]
+    table = json.loads(plain.texts["config.json"])
+    if source.dtype != torch.bfloat16 and any(s.format != PLAIN for s in schemes.values()):
+        # compressed-tensors 0.20 decompresses packed weights to bfloat16, whatever else is float32.
+        table["dtype"] = "bfloat16"
+        notes.append(
+            "transformers computes with packed weights in bfloat16, so config.json says so; what "
+            "is not packed is in the file in float32"
+        )
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).extend(module.path for module in hf_modules[name])
+    table["quantization_config"] = _config(groups, ignored)
+    titles = dict.fromkeys(
+        f"FP{FORMATS[scheme.weight.format].bits} weights by {scheme.strategy}, "
+        + ("plain" if scheme.inputs == "none" else scheme.inputs)
+        + " activations"
+        for scheme in groups
+    )
+    return Files(
+        title=f"{plain.title}, {'; '.join(titles)}",
+        tensors=unquantized | tensors,
+        metadata=plain.metadata,
+        texts={**plain.texts, "config.json": as_json(table)},
+        notes=[*plain.notes, *dict.fromkeys(notes)],
+    )
+
+
+def _layers_to_quantize(
+    source: ModelSource, layers: Mapping[str, object], notes: list[str]
+) -> dict[str, tuple[Quantizers | None, str]]:
+    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}."""
+    recipe = recipe_from_json(source.plan["recipe"], str(source.path))
+    blocks = block_indices(layers)
+    planned: dict[str, tuple[Quantizers | None, str]] = {}
+    for layer in source.plan["layers"]:
+        if name := layer["name"] if layer["fp8"] else "":
+            quantizers, recipe_name, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
+            if quantizers is not None and quantizers.weight is not None:
+                planned[name] = quantizers, recipe_name
+    if not planned:
+        notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
+        return {name: (None, recipe.name) for name in layers if name != "lm_head"}
+    if "lm_head" in planned and source.config.tied:
+        notes.append("lm_head is the embedding, which is not in FP8: it stays out of it")
+        del planned["lm_head"]
+    return planned
+
+
+def _scheme(
+    source: ModelSource,
+    strategy: Strategy | None,
+    name: str,
+    quantized_as: tuple[Quantizers | None, str],
+    indivisible_size: Callable[[int], int | None],
+    notes: list[str],
+) -> Scheme:
+    """The storage scheme of a layer: as in the run, if readers support it. `indivisible_size(n)` is
+    the smallest size that n does not divide, None if it divides all."""
+    quantizers, recipe = quantized_as
+    weight = None if quantizers is None else quantizers.weight
+    activation = None if quantizers is None else quantizers.input
+    inputs: Inputs = "none" if weight is not None and activation is None else "dynamic"
+    if strategy == "block" and (size := indivisible_size(BLOCK)):
+        raise UserError(
+            f"--strategy block needs sizes that {BLOCK} divides, and the model has {size}. "
+            "Take --strategy channel."
+        )
+    if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
+        strategy = "tensor"
+        if weight.delayed and f"{name}.weight.scale" in source.fp8:
+            is_static = (
+                activation is not None and activation.delayed and activation.format == weight.format
+            )
+            return Scheme(PLAIN, "tensor", weight, "static" if is_static else inputs)
+        if weight.delayed:
+            notes.append("the checkpoint has no scales: weights are cast with their own amax")
+    elif weight is not None and strategy is None:
+        length = weight.blocks[1] if weight.blocks else 0
+        layout = PACKED.get((weight.format, weight.scale, length))
+        if layout and (size := indivisible_size(length)):
+            notes.append(f"{recipe} -> by channel: {size} is not divisible by {length}")
+        elif layout:
+            if layout != _MXFP4 and activation is not None:
+                notes.append(f"{recipe}: activations are not quantized in {layout}")
+            inputs = inputs if layout == _MXFP4 else "none"
+            return Scheme(layout, "group", replace(weight, rounding="nearest"), inputs)
+        elif weight.block == "row":
+            return Scheme(PLAIN, "channel", replace(weight, rounding="nearest"), inputs)
+        elif weight.blocks != (BLOCK, BLOCK) or weight.scale == "e8m0":
+            notes.append(f"{recipe} -> by channel, which all of the readers' GPUs can do")
+        elif size := indivisible_size(BLOCK):
+            notes.append(f"{recipe} -> by channel: {size} is not divisible by {BLOCK}")
+        else:
+            strategy = "block"
+    scale_strategy = strategy or "channel"
+    power = weight is not None and weight.scale == "power_of_two"
+    needs_powers = weight is None or weight.delayed or weight.scale != "float32"
+    casts = {
+        "tensor": Quantizer(
+            scale="power_of_two" if power else "float32", eps=weight.eps if weight else 0
+        ),
+        "channel": Quantizer(block="row"),
+        "block": Quantizer(
+            block=(BLOCK, BLOCK), scale="power_of_two" if needs_powers else "float32"
+        ),
+    }
+    return Scheme(PLAIN, scale_strategy, casts[scale_strategy], inputs)
+
+
+def _require_layout(quantizer: Quantizer, recipe: str) -> None:
+    """Raise a UserError for a weight quantizer without a layout."""
+    length = quantizer.blocks[1] if quantizer.blocks else 0
+    has_layout = quantizer.format == "e4m3" or (quantizer.format, quantizer.scale, length) in PACKED
+    if not has_layout or quantizer.hadamard:
+        block = quantizer.block if isinstance(quantizer.block, str) else list(quantizer.block)
+        raise UserError(
+            f"Recipe '{recipe}' has weights of {quantizer.format}, block = {block}, "
+            f"scale = {quantizer.scale}, hadamard = {quantizer.hadamard}, for which "
+            "compressed-tensors has no layout. Use --format hf, or --strategy channel for E4M3."
+        )
+
+
+def _cast(
+    source: ModelSource, scheme: Scheme, name: str, modules: tuple[HfModule, ...]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each transformers module of a layer, under the layout's names."""
+    weight, quantizer = source.weights[f"{name}.weight"], scheme.weight
+    scale = source.fp8[f"{name}.weight.scale"].float() if quantizer.delayed else None
+    # One cast for all modules of the linear, as in the run.
+    quantized = numerics.quantize(weight, quantizer, 1, scale=scale)
+    scales, block_rows = quantized.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
+    if scheme.format != PLAIN:
+        codes = scales.view(torch.uint8).repeat_interleave(block_rows, 0)
+        scales, block_rows = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
+    for module in modules:
+        cast = {"weight": module.select(quantized.data)}
+        if scheme.format != PLAIN:
+            cast = {"weight_packed": _dense(cast["weight"], quantizer)}
+        if scheme.format == _NVFP4:  # the reader divides scales by it
+            cast["weight_global_scale"] = nvfp4_scale(quantized.amax).reshape(1)
+        if quantizer.per_tensor:
+            cast["weight_scale"] = scales.reshape(1).clone()
+        else:
+            end = -(-(module.start + module.rows) // block_rows)
+            cast["weight_scale"] = scales[module.start // block_rows : end].clone()
+        if scheme.inputs == "static":
+            input_scale = source.fp8[f"{name}.input.scale"].float()
+            cast["input_scale"] = numerics.inverse(input_scale).reshape(1)
+        yield cast
+
+
+def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """Pack four FP6 codes into three bytes, the first one lowest. FP4 codes are packed already."""
+    if quantizer.element_bits == 4:
+        return codes
+    shifts = torch.tensor([0, 6, 12, 18])
+    words = (codes.view(len(codes), -1, 4).to(torch.int32) << shifts).sum(2, dtype=torch.int32)
+    return torch.stack([words >> shift & 255 for shift in (0, 8, 16)], 2).to(torch.uint8).flatten(1)
+
+
+def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of `config.json`."""
+    formats = {scheme.format for scheme in groups}
+    config_groups = {}
+    for number, (scheme, modules) in enumerate(groups.items()):
+        targets = ["Linear"] if len(groups) == 1 else modules
+        group: dict[str, Any] = {"targets": targets, "weights": _weights(scheme)}
+        group |= {"input_activations": _inputs(scheme), "output_activations": None}
+        config_groups[f"group_{number}"] = group | (
+            {"format": scheme.format} if len(groups) > 1 else {}
+        )
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    bits = FORMATS[scheme.weight.format].bits
+    values = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
+    if scheme.format == PLAIN:
+        square = {"block_structure": [BLOCK, BLOCK]} if scheme.strategy == "block" else {}
+        return values | {"strategy": scheme.strategy} | square
+    assert scheme.weight.blocks is not None
+    has_two_scales = scheme.format == _NVFP4
+    return values | {
+        "strategy": "tensor_group" if has_two_scales else "group",
+        "group_size": scheme.weight.blocks[1],
+        "scale_dtype": "torch.float8_e4m3fn" if has_two_scales else "torch.uint8",
+    }
+
+
+def _inputs(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme.inputs == "none":
+        return None
+    values = {"num_bits": 8, "type": "float", "symmetric": True}
+    if scheme.inputs == "static":
+        return values | {"strategy": "tensor", "dynamic": False}
+    if scheme.format != PLAIN:
+        return _weights(scheme) | {"dynamic": True}
+    by_block = {"strategy": "group", "group_size": BLOCK}
+    return (
+        values
+        | {"dynamic": True}
+        | (by_block if scheme.strategy == "block" else {"strategy": "token"})
+    )

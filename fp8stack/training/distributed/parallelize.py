@@ -1,0 +1,162 @@
+"""Spread a model over ranks: by DDP, with a full model on every rank, or by FSDP2, which shards it.
+Gradients are summed over ranks, not averaged. Every rank divides its loss by the number of ranks
+instead, so that the gradient of an output, and its FP8 codes, are the same for any number of
+ranks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8stack.common.errors import UserError
+from fp8stack.layers import Backend
+from fp8stack.layers.fsdp import ShardedWeight
+from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.observe import fp8_linears
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Plan
+from fp8stack.training.run_config import RunConfig
+
+# Gradients are views of the buckets that DDP reduces, which saves a copy.
+DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+
+TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
+
+
+def require_divisible(config: RunConfig, ranks: int) -> None:
+    """Raise a UserError unless the batch can be divided equally among the ranks."""
+    if config.batch % (config.accumulate * ranks):
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        raise UserError(
+            f"batch {config.batch}{micro} cannot be shared equally by {ranks} ranks. Choose a "
+            f"multiple of {config.accumulate * ranks}."
+        )
+
+
+def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
+    """Raise a UserError if several ranks cannot train by this plan and configuration."""
+    if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
+        raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
+    if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
+        raise UserError(
+            f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
+            "not possible: DDP alone has it. Choose --parallel ddp, or leave it out."
+        )
+
+
+def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
+    """A rank's rows of every micro-batch, in order: [batch, ...] -> [batch / ranks, ...]."""
+    if ranks == 1:
+        return tokens
+    share = len(tokens) // (accumulate * ranks)
+    micro_batches = tokens.view(accumulate, ranks, share, *tokens.shape[1:])
+    return micro_batches[:, rank].reshape(accumulate * share, *tokens.shape[1:])
+
+
+def spread(
+    model: nn.Module,
+    backend: Backend,
+    accelerator: Accelerator,
+    config: RunConfig,
+    *,
+    compiled: bool = False,
+) -> nn.Module:
+    """Wrap the model, which may be `compiled`, for training on several ranks. FSDP2 turns its
+    parameters into DTensors that are sharded by rows: build the optimizer after this call."""
+    if config.parallel == "fsdp":
+        assert isinstance(model, GPT)
+        _share_out(model, backend, accelerator, compiled=compiled)
+        return model
+    wrapped: nn.Module = accelerator.prepare_model(model)
+    assert isinstance(wrapped, DistributedDataParallel)
+    wrapped.register_comm_hook(None, _sum_in_bf16 if config.grad_compression == "bf16" else _sum)
+    return wrapped
+
+
+def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
+    """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
+    path.)"""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    root_layers = [module for module in model.children() if module is not model.blocks]
+    for module in (*root_layers, *model.blocks, model):
+        if module is not model:  # block by block: the full model may not fit on the device
+            module.to(accelerator.device)
+        if module in root_layers:  # sharded with the root
+            continue
+        # Compiled code and the root's layers take full weights in float32.
+        backend.share_out(None if compiled or module is model else module)
+        # For the root as well: else its parameters stay gathered after an evaluation.
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
+    before = _BeforeGathering(model, backend)
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+class _BeforeGathering:
+    """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
+    The gathered weight of a layer that left FP8, or came back to it, needs other memory: the hook
+    makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
+
+    def __init__(self, model: GPT, backend: Backend) -> None:
+        self.backend = backend
+        self.gathered = {
+            layer: layer.in_fp8
+            for layer in fp8_linears(model).values()
+            if isinstance(layer.weight, DTensor)
+            and isinstance(layer.weight.to_local(), ShardedWeight)
+        }
+
+    def __call__(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        for layer, was in self.gathered.items():
+            if layer.in_fp8 != was:
+                self.gathered[layer] = layer.in_fp8
+                _forget_gathered(model, layer)
+        self.backend.before_gathering()
+
+
+def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param is layer.weight:
+                    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+                    parameter.__dict__.pop("_unsharded_param", None)
+
+
+def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook that sums gradients over ranks; DDP's default averages them.
+
+    It reduces every gradient separately. With three or more ranks, the order in which a value is
+    summed depends on its position in the reduced tensor, and DDP rebuilds its buckets after the
+    first step of every process. If buckets were reduced, a resumed run would not match to the bit.
+    """
+    buffer = bucket.buffer()
+    works: list[Any] = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    done = torch.futures.collect_all([work.get_future() for work in works])
+    return done.then(lambda _: buffer)
+
+
+def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook that sums gradients rounded to bfloat16, which sends half the bytes.
+
+    The sum is rounded to bfloat16, too, and written back in the gradients' dtype. (The result of
+    torch's wrapper cannot be registered itself: DDP decides by its name that it needs NCCL. gloo
+    can add bfloat16 as well.)
+    """
+    return bf16_compress_wrapper(_sum)(state, bucket)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, by a collective; any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

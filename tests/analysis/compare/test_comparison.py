@@ -1,0 +1,834 @@
+"""`fp8stack compare`: its statistics, what it says of runs, and whole comparisons.
+
+Where it is not the point that each run is a process of its own, runs are made in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+import typer
+from matplotlib.figure import Figure
+
+from fp8stack.analysis.compare import comparison, runs, settings
+from fp8stack.analysis.compare.comparison_plot import comparison_plot
+from fp8stack.analysis.compare.gaps import Judging, RecipeFigures, judged, paired_gap, summarize
+from fp8stack.analysis.compare.intervals import Interval, always_valid_factor, pairs_needed
+from fp8stack.analysis.compare.run_results import RunFigures, WorstSqnr, read_run, worst_sqnr
+from fp8stack.analysis.compare.runs import Ended
+from fp8stack.cli.app import app
+from fp8stack.training.checkpoint.state import capture
+from fp8stack.training.dataloader import batches
+from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.setup.start import set_up
+from tests.conftest import TINY, contents, exit_code, losses, metrics
+from tests.faults.processes import Child
+from tests.support.made_runs import write_lines
+
+SETS = [word for word in TINY[10:] if word != "--set"]
+SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]
+SMALL += [word for item in SETS for word in ("--set", item)]
+
+# Verdicts
+
+
+def run(recipe: str, seed: int, loss: float | None, **more: Any) -> RunFigures:
+    plan = {"backend": "emulate", "fp8_layers": 16, "layers": 17, "reasons": [], "not_fp8": {}}
+    usual: dict[str, Any]
+    usual = {"status": "done" if loss else "diverged", "exit": 0, "plan": plan, "val_loss": loss}
+    usual |= {"precisions": (recipe,), "curve": ((1, 5.0), (2, loss or 9.0))}
+    return RunFigures(recipe=recipe, seed=seed, **usual | more)
+
+
+BASE = [run("fp32", 0, 2.0), run("fp32", 1, 3.0), run("fp32", 2, 2.5)]
+
+
+def of(*runs: RunFigures, base: list[RunFigures] = BASE) -> RecipeFigures:
+    return summarize([*base, *runs], ["fp32", "mxfp8"], "fp32")[1]
+
+
+def mxfp8(*factors: float) -> list[RunFigures]:
+    pairs = zip(BASE, factors, strict=False)
+    return [run("mxfp8", base.seed, (base.val_loss or 0) * factor) for base, factor in pairs]
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [
+        ((1.010, 1.011, 1.009), "worse by 1.00 ± 0.25 %"),
+        ((0.990, 0.989, 0.991), "better by 1.00 ± 0.25 %"),
+        ((1.0010, 1.0011, 1.0009), "worse by 0.10 ± 0.02 %, within 0.25 % of fp32"),
+        ((1.0002, 0.9999, 1.0), "within 0.25 % of fp32"),
+        ((1.010, 0.990, 1.003), "not known yet: ± 2.52 %, about 230 more pairs for ± 0.25 %"),
+        ((1.0, 1.0, 1.0), "within 0.25 % of fp32"),
+        ((1.2,), "not known yet: 1 pair"),
+    ],
+)
+def test_verdicts_are_of_gaps_that_are_paired_by_seed(factors, expected):
+    """Seeds differ by half, and a recipe 1 % above in each seed is still found to be worse."""
+    base = BASE[: len(factors)]
+    assert of(*mxfp8(*factors), base=base).verdict == expected
+    assert summarize(base, ["fp32"], "fp32")[0].verdict == "baseline"
+
+
+def test_what_went_wrong_comes_before_any_figure():
+    good = mxfp8(1.0, 1.0)
+    row = of(*good, run("mxfp8", 2, None, status="diverged", exit=5, diverged_at=42))
+    assert row.verdict == "diverged at step 42 (seed 2)"
+    assert (row.done, row.val_loss) == (2, 2.5)  # of the two that were done
+    row = of(*good, run("mxfp8", 2, None, status="failed", exit=1, error="out of memory"))
+    assert row.verdict == "failed (seed 2), within 0.25 % of fp32"
+    assert row.errors == ("seed 2: out of memory",)
+    cut = run("mxfp8", 2, None, status="unfinished", exit=None)
+    assert of(*good, cut).verdict == "within 0.25 % of fp32, 1 of 3 seeds to do"
+    assert of(cut).verdict == "1 of 1 seeds to do"
+    gap = paired_gap([run("x", 1, 3.3), run("x", 2, None), run("x", 5, 9.0)], BASE)
+    assert (gap.samples, round(gap.mean, 6)) == (1, 10.0)  # of the seed that both have done
+    lost = [run("fp32", seed, None, diverged_at=7) for seed in range(2)]
+    assert of(*good, base=lost).verdict == "no seed in common with the baseline"
+    verdict = summarize(lost, ["fp32"], "fp32")[0].verdict
+    assert verdict == "diverged at step 7 (seed 0), 7 (seed 1), baseline"
+
+
+def test_speed_memory_skips_and_sqnr_are_gathered_over_seeds():
+    worst = [WorstSqnr(db=db, layer=f"l{db:.0f}", operand="input", step=9) for db in (31.0, 25.0)]
+    runs = [
+        run("mxfp8", seed, 2.0, tokens_per_s=speed, peak_memory_gib=gib, skips=skips,
+            worst_sqnr=sqnr, events={"skip": skips}, fp8_gemms=48)
+        for seed, speed, gib, skips, sqnr in [
+            (0, 50.0, 1.0, 2, worst[0]), (1, 60.0, 3.0, 1, worst[1]), (2, 90.0, 2.0, 0, None),
+        ]
+    ]  # fmt: skip
+    row = of(*runs, base=[figures.model_copy(update={"tokens_per_s": 120.0}) for figures in BASE])
+    assert (row.tokens_per_s, row.relative_speed, row.peak_memory_gib) == (60.0, 0.5, 3.0)
+    assert (row.skips, row.events, row.fp8_gemms) == (3, {"skip": 3}, 48)
+    expected = {"db": 25.0, "layer": "l25", "operand": "input", "step": 9, "seed": 1}
+    assert row.worst_sqnr == expected
+
+
+def test_eight_recipes_are_drawn_each_in_its_own_way(monkeypatch):
+    names = ["fp32", *(f"r{n}" for n in range(6)), "$_{$"]
+    runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
+    runs[-1] = run(names[-1], 2, None, diverged_at=1)
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    pngs = [comparison_plot(summarize(runs, names, "fp32"), "fp32", "title") for _ in range(2)]
+    assert pngs[0].startswith(b"\x89PNG")
+    assert pngs[0] == pngs[1]
+    losses_panel, gaps_panel = drawn[0].axes
+    lines = losses_panel.get_lines()
+    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
+    assert len(styles) == len(lines) == 8
+    assert [text.get_text() for text in losses_panel.get_legend().get_texts()] == names
+    assert [label.get_text() for label in gaps_panel.get_yticklabels()] == names[1:]
+    assert losses_panel.get_ylim()[1] < 9  # what diverged does not set the scale
+
+
+def test_a_plot_says_what_it_does_not_know_and_shortens_long_names(monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *arguments, **options: drawn.append(figure)
+    )
+    names = ["fp32", "recipes/in/a/folder/that/has/a/long/path/mine.toml"]
+    for curve in ((), ((1, 5.0), (2, 9.0))):
+        runs = [run(name, 0, None, diverged_at=2, curve=curve) for name in names]
+        comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
+        losses_panel, gaps_panel = drawn[-1].axes
+        (message,) = gaps_panel.texts
+        assert "no gap to fp32 is known" in message.get_text()
+        assert "long/path/mine.toml: diverged at step 2 (seed 0)" in message.get_text()
+        if curve:
+            labels = [text.get_text() for text in losses_panel.get_legend().get_texts()]
+            assert labels[0] == "fp32 (diverged at step 2 (seed 0), baseline)"
+            assert len(labels[1].partition(" (")[0]) == 32
+        else:
+            assert [text.get_text() for text in losses_panel.texts] == [
+                "no run has a validation loss"
+            ]
+
+
+# Reading a run folder
+
+
+def folder(path: Path, rows: list[dict]) -> RunFolder:
+    path.mkdir(parents=True, exist_ok=True)
+    write_lines(path / "metrics.jsonl", rows)
+    (path / "telemetry.jsonl").touch()
+    return RunFolder(path)
+
+
+def step(number: int, loss: float | None = 3.0, **more: Any) -> dict:
+    figures = {"tokens_per_s": 1000.0 * number, "memory_gib": 0.1 * number, "precision": "mxfp8"}
+    return {"step": number, "loss": loss, "fp8_gemms": 48} | figures | more
+
+
+def read(rows: RunFolder, steps: int, exit: int | None = 0, **more: Any) -> RunFigures:
+    usual: dict[str, Any] = {"recipe": "mxfp8", "seed": 0, "vocabulary": 256}
+    return read_run(rows, steps=steps, exit=exit, **usual | more)
+
+
+def test_figures_are_read_from_a_run_folder(tmp_path):
+    rows = [step(n) for n in range(1, 9)]
+    rows[3] |= {"val_loss": 3.5}
+    rows[7] |= {"val_loss": 2.5, "precision": "bf16"}
+    rows.insert(5, {"step": 6, "event": "skip", "why": "nan", "loss": None, "grad_norm": None})
+    rows.insert(3, {"step": 3, "event": "something new", "what": {"is": "this"}})
+    rows[0] |= {"skipped": True, "loss_scale": 2.0}
+    figures = read(folder(tmp_path, rows), 8)
+    assert (figures.status, figures.val_loss, figures.curve) == ("done", 2.5, ((4, 3.5), (8, 2.5)))
+    assert figures.tokens_per_s == 7000.0  # of steps 6, 7 and 8
+    assert figures.peak_memory_gib == pytest.approx(0.8)
+    assert (figures.skips, figures.events) == (2, {"skip": 1, "something new": 1})
+    assert (figures.precisions, figures.fp8_gemms) == (("mxfp8", "bf16"), 48)
+    # The last row counts of steps that were trained twice.
+    rows = [step(n, val_loss=n + 0.5) for n in range(1, 5)]
+    rows += [{"step": 5, "event": "rollback", "why": "", "to_step": 2}, step(3, val_loss=1.5)]
+    figures = read(folder(tmp_path, rows), 3)
+    assert figures.curve == ((1, 1.5), (2, 2.5), (3, 1.5))
+    assert (figures.status, figures.val_loss) == ("done", 1.5)
+
+
+def test_a_run_whose_last_step_left_its_batch_out_keeps_its_figures(tmp_path):
+    rows = [step(n, phase="compared") for n in range(1, 9)] + [{"step": 9, "val_loss": 2.5}]
+    figures = read(folder(tmp_path, rows), 9)
+    assert (figures.status, figures.val_loss, figures.tokens_per_s) == ("done", 2.5, 7000.0)
+    assert (figures.precisions, figures.fp8_gemms) == (("mxfp8",), 48)
+
+
+def test_how_a_run_ended(tmp_path):
+    rows = [step(1), step(2), {"step": 3, "event": "stop", "why": "nan"}]
+    stopped = folder(tmp_path / "a", rows)
+    figures = read(stopped, 9, exit=5, error="Step 3: nan")
+    assert (figures.status, figures.diverged_at, figures.error) == ("diverged", 3, "Step 3: nan")
+    assert read(stopped, 9, exit=None).status == "unfinished"
+    assert read(stopped, 9, exit=-9).status == "failed"
+    assert read(RunFolder(tmp_path / "none"), 9, exit=None).status == "unfinished"
+    # A uniform guess among 256 has a loss of 5.55.
+    grows = [step(n, loss) for n, loss in enumerate([5.5, 7.0, 5.4, 6.5, 6.2, 300.0], start=1)]
+    grows[-1] |= {"val_loss": 300.0}
+    figures = read(folder(tmp_path / "b", grows), 6)
+    assert (figures.status, figures.diverged_at, figures.val_loss) == ("diverged", 4, None)
+    grows[-1] |= {"val_loss": 5.6}
+    assert read(folder(tmp_path / "c", grows), 6).status == "done"
+
+
+def operand(number: int, db: float | None, layer: str = "up", **more: Any) -> dict:
+    usual = {"operand": "input", "recipe": "delayed", "what_if": False}
+    return {"step": number, "layer": layer, "sqnr_db": db} | usual | more
+
+
+def test_the_worst_sqnr_is_of_the_runs_own_recipe_and_not_of_the_first_sample(tmp_path):
+    path = tmp_path / "telemetry.jsonl"
+    rows: list[dict] = [
+        {"event": "plan", "plan": {}}, {"step": 1, "fp8_gemms": 48}, operand(1, 3.0),
+        operand(50, None), operand(50, 30.0), operand(50, 22.5, "down", operand="grad_output"),
+        operand(50, 1.0, what_if=True, recipe="bf16"), operand(100, 28.0),
+    ]  # fmt: skip
+    write_lines(path, rows)
+    with path.open("a") as stream:
+        stream.write('{"step": 150, "oper')
+    assert worst_sqnr(path) == WorstSqnr(db=22.5, layer="down", operand="grad_output", step=50)
+    write_lines(path, rows[2:3])
+    assert worst_sqnr(path) is None
+    assert worst_sqnr(tmp_path / "none") is None
+
+
+# Bad input: more of it in tests/faults/inputs/input_flags.py
+
+BAD = {
+    "empty name": (["--recipes", "fp32,,bf16"], "has an empty name"),
+    "twice by path": (["--recipes", "delayed,x/delayed.toml"], "names 'delayed' twice"),
+    "no file": (["--recipes", "fp32,none.toml"], "none.toml"),
+    "baseline": (["--baseline", "mxfp8"], "--baseline mxfp8 is not among the recipes: fp32"),
+    "run": (["--out", "run"], "run holds a single run"),
+    "in the way": (["--out", "other"], "other/runs is in the way"),
+    "damaged": (["--out", "damaged"], "compare.json is no comparison's"),
+    "model": (["--model", "gpt-nan"], "Did you mean 'gpt-nano'?"),
+    "recipe": (["--set", "recipe=bf16"], "Give --recipes instead"),
+    "context": (["--context", "4096"], "--context 4096 is more than the 128"),
+    "data": (["--data", "none.txt"], "none.txt"),
+    "from": (["--from", "nowhere"], "No run and no checkpoint at"),
+    "strict": (
+        ["--set", "strict=true", "--recipes", "fp32,delayed"],
+        "--strict: 'delayed' does not run as asked",
+    ),
+    "backend": (["--backend", "tee"], "backend = 'tee'"),
+    "overrides": (["--set", "recipe_overrides.margin=1"], "margin changes nothing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_before_anything_is_trained(case, refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("")
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "compare.json").write_text('{"asked": {}}')
+    flags, expected = BAD[case]
+    assert expected in refused("compare", "--recipes", "fp32", "--out", "c", *SMALL, *flags)
+
+
+# Whole comparisons
+
+
+class InProcess:
+    """Stands in for `subprocess.Popen`: the command runs here, at once."""
+
+    def __init__(self, words: list[str], stdout: BinaryIO, **options: Any) -> None:
+        log = TextIOWrapper(stdout, write_through=True)
+        with redirect_stdout(log), redirect_stderr(log):
+            self.returncode = exit_code(*words[3:])
+        log.detach()
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, timeout: float) -> int:
+        return self.returncode
+
+
+class Killed(subprocess.Popen):
+    """A process that is killed before it does anything."""
+
+    def __init__(self, words: list[str], **options: Any) -> None:
+        super().__init__(["sh", "-c", "kill -9 $$"], **options)
+
+
+def stand_in(popen: type) -> SimpleNamespace:
+    """The module `subprocess` with other processes."""
+    return SimpleNamespace(**vars(subprocess) | {"Popen": popen})
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "subprocess", stand_in(InProcess))
+
+
+AGAIN = ["--recipes", "fp32,delayed", "--seeds", "2", "--set", "telemetry_every=4", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """A finished comparison of two recipes with two seeds, and what it printed."""
+    out, printed = tmp_path_factory.mktemp("compare") / "c", StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(runs, "subprocess", stand_in(InProcess))
+        patch.setattr(comparison, "comparison_plot", comparison_plot)
+        assert exit_code("compare", "--out", str(out), *AGAIN) == 0
+    return out, printed.getvalue()
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished[0], tmp_path / "c"))
+
+
+def report(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "compare.json").read_text()))
+
+
+def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(finished):
+    path, printed = finished
+    names = ["delayed-seed0", "delayed-seed1", "fp32-seed0", "fp32-seed1"]
+    assert sorted(p.name for p in (path / "runs").iterdir()) == names
+    saved = report(path)
+    order = [f"{row['recipe']}-seed{row['seed']}" for row in saved["runs"]]
+    assert order == ["fp32-seed0", "delayed-seed0", "fp32-seed1", "delayed-seed1"]
+    for row, name in zip(saved["runs"], order, strict=True):
+        assert row["val_loss"] == metrics(path / "runs" / name)[-1]["val_loss"]
+        assert (row["status"], row["skips"]) == ("done", 0)
+    recipe = saved["recipes"][1]
+    assert recipe["recipe"] == "delayed"
+    fp32, delayed = np.array([row["val_loss"] for row in saved["runs"]]).reshape(2, 2).T
+    gaps = 100 * (delayed - fp32) / fp32
+    half_width = 12.7062047 * np.std(gaps, ddof=1) / np.sqrt(2)
+    expected = {"mean": gaps.mean(), "half_width": half_width, "samples": 2}
+    expected["deviation"] = np.std(gaps, ddof=1)
+    assert recipe["gap_percent"] == pytest.approx(expected)
+    assert recipe["val_loss"] == pytest.approx(delayed.mean())
+    assert recipe["standard_error"] == pytest.approx(np.std(delayed, ddof=1) / np.sqrt(2))
+    assert recipe["fp8_gemms"] == 12
+    assert (recipe["plan"]["fp8_layers"], recipe["plan"]["layers"]) == (4, 5)
+    assert "emulated" in recipe["plan"]["reasons"][0]
+    assert recipe["tokens_per_s"] > 0
+    assert recipe["peak_memory_gib"] > 0
+    assert saved["machine"]["torch"] == torch.__version__
+    assert saved["command"].startswith("fp8stack compare --recipes fp32,delayed --steps 12")
+    assert (path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    page = (path / "compare.md").read_text()
+    assert page.startswith(f"`{saved['command']}`")
+    for piece in ("| delayed | delayed-emulated (emulate) | 4/5 | 12 |", "| baseline |"):
+        assert piece in page
+    assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+    assert f"torch {torch.__version__}" in page
+    assert "the first 25% of the steps are in fp32 in all runs of a seed" in page
+    assert "\ngap: the first 25% of the steps are in fp32 in all runs of a seed\n" in printed
+    assert "[4/4] delayed, seed 1: validation loss " in printed
+    assert "delayed-emulated (emulate)  4/5" in printed
+    assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed
+    assert all(row["events"] == {} for row in saved["runs"])
+    assert all(row["seconds"] > 0 for row in saved["runs"])
+    assert "\ndelayed: delayed needs an FP8 GPU" in printed
+
+
+def test_where_there_is_no_terminal_a_tenth_of_a_run_is_a_line(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with runs.Progress() as progress:
+        look = runs._follow(path, 20, lambda text, share, _: progress.step(f"a | {text}", share))
+        for number in range(1, 21):
+            write_lines(path, [step(n + 1) for n in range(number)])
+            look()
+        progress.note("a: done")
+    lines = [line.partition(" | ETA ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [*(f"a | step {n}/20 | loss 3.0000" for n in range(2, 21, 2)), "a: done"]
+
+
+class StepByStep(InProcess):
+    """A run whose metrics come one row each time that it is waited for, 2 s after one another; in
+    "delayed" it is 4 s."""
+
+    now_s = 0.0
+
+    def __init__(self, words: list[str], stdout: BinaryIO, **options: Any) -> None:
+        super().__init__(words, stdout, **options)
+        self.metrics = Path(words[words.index("--out") + 1], "metrics.jsonl")
+        self.rows = self.metrics.read_text().splitlines(keepends=True)
+        self.step_s = 4.0 if "delayed" in words else 2.0
+        self.metrics.write_text("")
+
+    def wait(self, timeout: float) -> int:
+        if not self.rows:
+            return self.returncode
+        StepByStep.now_s += self.step_s
+        with self.metrics.open("a") as stream:
+            stream.write(self.rows.pop(0))
+        raise subprocess.TimeoutExpired("", timeout)
+
+
+def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "subprocess", stand_in(StepByStep))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: StepByStep.now_s))
+    ask = ["--recipes", "fp32,delayed", "--seeds", "2", *SMALL, "--steps", "10", "--shared", "0%"]
+    assert command("compare", *ask, "--out", "c") == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if " | step " in line]
+    time_left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
+    # A run takes 20 s or 40 s; one in a recipe that was not seen is taken for one like those seen.
+    assert time_left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
+    assert time_left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 times 20
+    assert time_left["[2/4] delayed, seed 0 | step 5/10"] == "about 80 s"  # 20, 20 and 40
+    assert time_left["[3/4] fp32, seed 1 | step 9/10"] == "about 42 s"  # 2, and 40
+    assert time_left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
+
+
+def test_the_runs_of_a_comparison_are_those_of_pretrain(finished, command, tmp_path):
+    flags = ["--config", str(finished[0] / "base.toml"), "--seed", "1", "--out", "r"]
+    assert command("pretrain", "--recipe", "delayed", *flags) == 0
+    assert losses(tmp_path / "r") == losses(finished[0] / "runs" / "delayed-seed1")
+
+
+def test_recipes_share_the_first_steps_of_a_seed(finished, command, tmp_path, refused):
+    """A quarter of 12 steps in the baseline's recipe, to the bit; then each goes its own way."""
+    folders = [finished[0] / "runs" / f"{name}-seed0" for name in ("fp32", "delayed")]
+    fp32, delayed = map(losses, folders)
+    assert fp32[:3] == delayed[:3]
+    assert not any(
+        fp32_row[1] == delayed_row[1]
+        for fp32_row, delayed_row in zip(fp32[3:], delayed[3:], strict=True)
+    )
+    assert [row["phase"] for row in metrics(folders[1]) if "loss" in row] == 3 * ["shared"] + 9 * [
+        "compared"
+    ]
+    assert report(finished[0])["config"]["guard"]["quality"] == 0
+    # No steps are shared with --shared 0%, or if the runs begin with given weights.
+    words = ["--recipes", "fp32,delayed", "--seeds", "1", *SMALL, "--out", "d"]
+    for flags, phases in ((["--shared", "0%"], 0), (["--shared", "50%"], 2)):
+        prepared = settings.prepare(
+            "fp32,delayed", 1, str(tmp_path / "e"), None, {"steps": 12}, SETS, shared=flags[1]
+        )
+        assert len(prepared.config.phases) == phases
+    for flags, message in (
+        (["--shared", "100%"], "--shared 100%: no step is left to compare. Example: --shared 25%"),
+        (["--shared", "some"], "--shared 'some' is no share in percent. Example: --shared 25%"),
+        (["--shared", "10%", "--set", "phases=default"], "--shared makes phases of its own"),
+    ):
+        assert message in refused("compare", *words, *flags)
+
+
+def test_a_comparison_goes_on_with_the_steps_it_shared(copy, command, trained, refused):
+    """Also under another baseline, and one that shared none."""
+    assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
+    assert report(copy)["config"]["phases"][0]["recipe"] == "fp32"
+    error = refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
+    assert "holds another comparison, whose runs share 25% of their steps" in error
+    assert command("compare", "--out", "c", *AGAIN, "--shared", "25%") == 0
+    saved = report(copy)
+    del saved["config"]["phases"]
+    saved["config"]["guard"]["quality"] = 0.01
+    (copy / "compare.json").write_text(json.dumps(saved))
+    assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
+    assert report(copy)["config"]["phases"] == []
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
+def test_a_seed_gives_every_recipe_the_same_first_weights_and_batches(recipe, tmp_path):
+    states = {}
+    for name, seed in (("fp32", 1), (recipe, 1), ("other", 2)):
+        flags = {"recipe": "fp32" if name == "other" else name, "seed": seed, "steps": 4}
+        flags |= {"batch": 4, "context": 32, "out": str(tmp_path / name)}
+        training = set_up(flags, None, SETS, None)
+        states[name] = (
+            capture(training.model, training.optimizer),
+            [tokens for _, tokens in batches(training)],
+        )
+        training.folder.release()
+    for group in ("model", "rng"):
+        first, second, different = (states[name][0][group] for name in ("fp32", recipe, "other"))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert not all(torch.equal(first[name], different[name]) for name in first)
+    assert len(states[recipe][1]) == 4
+    for first_batch, second_batch, different_batch in zip(
+        *(state[1] for state in states.values()), strict=True
+    ):
+        assert torch.equal(first_batch, second_batch)
+        assert not torch.equal(first_batch, different_batch)
+
+
+def test_what_is_done_is_not_done_again(copy, command, capsys):
+    files = [*copy.glob("runs/*/metrics.jsonl"), *copy.glob("runs/*/checkpoints/*/*")]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert len(before) > 20
+    first = report(copy)
+    assert command("compare", "--out", "c", *AGAIN) == 0
+    assert capsys.readouterr().out.count("done before") == 4
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert all(report(copy)[key] == first[key] for key in ("runs", "recipes"))
+    # Nor with another baseline.
+    gap = first["recipes"][1]["gap_percent"]["mean"]
+    assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
+    rows = report(copy)["recipes"]
+    assert rows[1]["verdict"] == "baseline"
+    assert rows[0]["gap_percent"]["mean"] == pytest.approx(-gap, abs=1e-3)
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[str]:
+    """The names of the runs that a comparison trains, by a stand-in that only writes metrics."""
+    names: list[str] = []
+
+    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
+        names.append(job.name)
+        folder(compared.folder(job).path, [step(12, 3.0, val_loss=4.9)])
+        return Ended(exit=0, error="")
+
+    monkeypatch.setattr("fp8stack.analysis.compare.comparison.train", pretend)
+    return names
+
+
+def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
+    (copy.parent / "mine.toml").write_text('like = "current"\n')
+    more = ["--recipes", "fp32,mine.toml,delayed"]
+    assert command("compare", "--out", "c", *AGAIN, *more) == 0
+    assert trained == ["mine-seed0", "mine-seed1"]
+    done_by_recipe = [(row["recipe"], row["done"]) for row in report(copy)["recipes"]]
+    assert done_by_recipe == [("fp32", 2), ("mine", 2), ("delayed", 2)]
+    # The file's contents are part of what is compared.
+    (copy.parent / "mine.toml").write_text('like = "block"\n')
+    error = refused("compare", "--out", "c", *AGAIN, *more)
+    assert "recipes.mine.quantizers." in error
+
+
+# `contents.recipes` before recipes were tables of quantizers.
+OLD_RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"},
+    "delayed": {
+        "name": "delayed", "attention": "compute", "head": False, "exclude": [],
+        "exclude_first_blocks": 0, "exclude_last_blocks": 0, "forward_format": "e4m3",
+        "backward_format": "e5m2", "scaling": "delayed", "margin": 0, "history_length": 1024,
+        "amax_algorithm": "max",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [{"asked": {"seeds": 2}}, {"runs": [5]}, {"config": None}])
+def test_a_report_with_a_wrong_value_is_refused(change, copy, refused):
+    (copy / "compare.json").write_text(json.dumps(report(copy) | change))
+    error = refused("compare", "--out", "c", *AGAIN)
+    assert "compare.json is no comparison's, or is damaged" in error
+
+
+def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
+    saved = report(copy)
+    saved["contents"]["recipes"] = OLD_RECIPES
+    (copy / "compare.json").write_text(json.dumps(saved))
+    assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
+    assert trained == ["fp32-seed2", "delayed-seed2"]
+    # Its recipes must still be the same.
+    saved["contents"]["recipes"] = OLD_RECIPES | {
+        "delayed": OLD_RECIPES["delayed"] | {"history_length": 16}
+    }
+    (copy / "compare.json").write_text(json.dumps(saved))
+    error = refused("compare", "--out", "c", *AGAIN)
+    assert "history_length is 1024 here and 16 there" in error
+
+
+def test_added_seeds_are_all_that_is_trained_and_intervals_then_hold_at_every_look(
+    copy, command, trained
+):
+    assert report(copy)["asked"]["always_valid"] is False
+    for seeds in ("4", "4"):  # and they stay so
+        assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
+        assert report(copy)["asked"]["always_valid"] is True
+        assert "holds however often it is looked at" in (copy / "compare.md").read_text()
+    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
+    row = report(copy)["recipes"][1]
+    gap = row["gap_percent"]
+    assert (row["done"], gap["samples"]) == (4, 4)
+    assert gap["half_width"] == pytest.approx(always_valid_factor(4) * gap["deviation"])
+
+
+def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
+    """Gaps of "delayed" spread ten times as much as those of "current"; "block" diverges."""
+    trained_names: list[str] = []
+
+    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
+        trained_names.append(job.name)
+        spread = {"fp32": 0.0, "current": 0.001, "delayed": 0.01, "block": 0.0}[job.recipe]
+        loss = 4.0 * (1 + spread * (-1) ** job.seed)
+        if job.recipe == "block" and job.seed == 1:
+            loss = 99.0
+        folder(compared.folder(job).path, [step(12, 3.0, val_loss=loss)])
+        return Ended(exit=0, error="", seconds=60.0)
+
+    monkeypatch.setattr("fp8stack.analysis.compare.comparison.train", pretend)
+    ask = ["--recipes", "current,fp32,delayed,block", "--seeds", "2", *SMALL, "--out", "c"]
+    assert command("compare", *ask, "--until", "1.5%") == 0
+    printed = capsys.readouterr().out
+    rows = {row["recipe"]: row for row in report(tmp_path / "c")["recipes"]}
+    pairs = {name: row["done"] for name, row in rows.items()}
+    assert pairs["block"] == 1
+    assert pairs["current"] == 3  # the fewest that have an interval
+    deviation = rows["delayed"]["gap_percent"]["deviation"]
+    assert pairs["fp32"] == pairs["delayed"] == pairs_needed(deviation, 1.5, always_valid=True)
+    assert rows["delayed"]["gap_percent"]["half_width"] <= 1.5
+    assert "how many pairs it takes is known after the second; the least is 3" in printed
+    expected = pairs_needed(100 * 0.01 * math.sqrt(2), 1.5, always_valid=True) - 2
+    assert f"expected: about {expected} more pairs, {2 * expected + 1} min" in printed
+    assert "every interval is at most ± 1.5 %" in printed
+    # A smaller width continues the comparison, which stops before a pair without time.
+    trained_names.clear()
+    assert command("compare", *ask, "--until", "1.2%", "--hours", "0.03") == 0
+    assert trained_names == []
+    assert "0.03 hours are over, or would be before the next pair" in capsys.readouterr().out
+    assert command("compare", *ask, "--until", "1.2%") == 0
+    assert trained_names[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
+    assert not any("current" in name for name in trained_names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--until", "narrow"], "--until 'narrow' is no share in percent. Example: --until 0.25%"),
+        (["--until", "0%"], "--until '0%' is no share in percent"),
+        (["--margin", "-1"], "--margin '-1' is no share in percent. Example: --margin 0.25%"),
+        (["--until", "1%", "--hours", "0"], "--hours 0: there is no time to train"),
+        (["--hours", "1"], "--hours limits --until, which is not given"),
+    ],
+)
+def test_shares_and_hours_that_are_none_are_refused(flags, message, refused):
+    assert message in refused("compare", "--out", "c", *SMALL, *flags)
+
+
+def test_a_verdict_names_the_time_that_is_expected():
+    gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
+    judging = Judging(until=0.5, always_valid=True)
+    more = pairs_needed(0.4, 0.5, always_valid=True) - 3
+    text = judged(gap, "fp32", judging, pair_s=1200)
+    assert (
+        text == f"not known yet: ± 0.60 %, about {more} more pairs ({more / 3:.1f} h) for ± 0.5 %"
+    )
+
+
+def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, refused):
+    (copy.parent / "other.txt").write_text("some other text\n" * 500)
+    before = contents(copy)
+    for flags, difference in (
+        (["--steps", "13"], "steps is 13 here and 12 there"),
+        (["--lr", "0.1"], "lr is 0.1 here and 0.003 there"),
+        (["--seeds", "1"], "seeds is 1 here and 2 there"),
+        (["--recipes", "fp32"], "recipe 'delayed' is missing here"),
+        (["--data", "other.txt"], "data is "),
+        (["--set", "model_overrides.layers=2"], "model_overrides.layers is 2 here and 1 there"),
+        (["--set", "guard.enabled=false"], "guard.enabled is False here and True there"),
+    ):
+        error = refused("compare", "--out", "c", *AGAIN, *flags)
+        assert "c holds another comparison" in error
+        assert difference in error
+    assert contents(copy) == before
+
+
+def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
+    command, tmp_path, monkeypatch
+):
+    longer = [*SMALL, "--steps", "60", "--set", "eval_every=30", "--set", "save_every=30"]
+    flags = ["--recipes", "fp32,current", "--seeds", "1", *longer]
+    process = Child(["compare", "--out", "c", *flags], tmp_path)
+    log = tmp_path / "c" / "runs" / "fp32-seed0" / "metrics.jsonl"
+    _wait_until(lambda: log.exists() and log.read_text().count("\n") >= 5, process)
+    # The run stands still meanwhile: else it might be over before the comparison tells it to stop.
+    trainer = _trainer_of(process.pid)
+    os.kill(trainer, signal.SIGSTOP)
+    process.signal(signal.SIGINT)
+    _wait_until(lambda: _is_pending(signal.SIGTERM, trainer), process)
+    os.kill(trainer, signal.SIGCONT)
+    ended = process.wait(600)
+    printed = ended.stdout + ended.stderr
+    assert ended.code == 75, printed
+    assert "Go on with:\n  fp8stack compare --recipes fp32,current" in printed
+    assert "Traceback" not in printed
+    done = metrics(log.parent)[-1]["step"]
+    assert 5 <= done < 60
+    assert (log.parent / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert report(tmp_path / "c")["recipes"][0]["verdict"] == "baseline, 1 of 1 seeds to do"
+    assert "seeds to do" in (tmp_path / "c" / "compare.md").read_text()
+    # The next start resumes it. Runs whose processes are killed are a result.
+    monkeypatch.setattr(runs, "subprocess", stand_in(Killed))
+    assert command("compare", "--out", "c", *flags) == 2
+    verdicts = [row["verdict"] for row in report(tmp_path / "c")["recipes"]]
+    assert verdicts == ["failed (seed 0), baseline", "failed (seed 0)"]
+    monkeypatch.setattr(runs, "subprocess", stand_in(InProcess))
+    assert command("compare", "--out", "c", *flags) == 0
+    assert command("pretrain", "--out", "r", "--recipe", "fp32", *longer) == 0
+    assert losses(log.parent) == losses(tmp_path / "r")
+    rows = report(tmp_path / "c")["recipes"]
+    assert [row["verdict"] for row in rows] == ["baseline", "not known yet: 1 pair"]
+
+
+def _wait_until(true: Callable[[], bool], process: Child) -> None:
+    deadline = time.monotonic() + 600
+    while not true():
+        assert process.is_alive
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _trainer_of(comparison: int) -> int:
+    """The process that a comparison's process has started to train in (Linux)."""
+    children = Path(f"/proc/{comparison}/task/{comparison}/children").read_text().split()
+    of_training = (x for x in children if b"pretrain" in Path(f"/proc/{x}/cmdline").read_bytes())
+    return int(next(of_training))
+
+
+def _is_pending(number: int, process: int) -> bool:
+    """Whether a signal waits for a process that stands still (Linux)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd"))
+    return bool(mask >> (number - 1) & 1)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(("lr", "exit"), [("10.0", 0), ("1e6", 5)], ids=["hopeless", "not finite"])
+def test_a_run_that_diverges_is_a_result(lr, exit, command, tmp_path, capsys):
+    flags = ["--recipes", "fp32", "--seeds", "1", "--lr", lr, "--set", "guard.enabled=false"]
+    flags += ["--set", "schedule=constant", "--set", "clip=0.0"]
+    assert command("compare", "--out", "c", *SMALL, *flags) == 0
+    printed = capsys.readouterr().out
+    saved = report(tmp_path / "c")
+    assert [row["exit"] for row in saved["runs"]] == [exit]
+    diverged_at = saved["runs"][0]["diverged_at"]
+    assert 1 <= diverged_at <= 12
+    assert saved["recipes"][0]["verdict"] == f"diverged at step {diverged_at} (seed 0), baseline"
+    assert f"diverged at step {diverged_at}" in printed
+    assert saved["recipes"][0]["val_loss"] is None
+    # It would diverge again: it is not trained again.
+    assert command("compare", "--out", "c", *SMALL, *flags) == 0
+    assert "done before" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_process")
+def test_runs_that_all_fail_end_in_one_line_and_a_table(command, tmp_path, capsys):
+    tokens = np.tile(np.arange(200, dtype="<u2"), 40)
+    tokens[3000] = 999  # seen only once a batch holds it
+    tokens.tofile(tmp_path / "t.bin")
+    flags = ["--recipes", "fp32", "--seeds", "1", "--data", "t.bin", "--steps", "400"]
+    assert command("compare", "--out", "c", *SMALL, *flags, "--set", "eval_every=400") == 2
+    error = capsys.readouterr().err
+    assert "No run came to its end. fp32-seed0: " in error
+    assert "t.bin" in error
+    assert error.count("\n") == 1
+    assert "failed (seed 0)" in (tmp_path / "c" / "compare.md").read_text()
+    assert "t.bin" in (tmp_path / "c" / "logs" / "fp32-seed0.txt").read_text()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refused):
+    assert command("pretrain", "--recipe", "fp32", "--out", "source", *TINY) == 0
+    fork = ["--recipes", "fp32,mxfp8", "--seeds", "1", "--from", "source", "--lr", "1e-9"]
+    fork += ["--steps", "2", "--batch", "4", "--context", "32", "--set", "eval_windows=4"]
+    assert command("compare", "--out", "c", *fork) == 0
+    saved = report(tmp_path / "c")
+    end = metrics(tmp_path / "source")[-1]["val_loss"]
+    fp32, mxfp8 = (row["val_loss"] for row in saved["runs"])
+    assert fp32 == pytest.approx(end, rel=1e-6)  # the weights do not move
+    assert mxfp8 == pytest.approx(end, rel=1e-2)
+    assert mxfp8 != fp32
+    assert saved["contents"]["model"]["width"] == 32
+    source = str((tmp_path / "source").resolve() / "checkpoints" / "step-000012")
+    assert saved["config"]["init_from"] == source
+    assert f"begun with the weights of {source}" in (tmp_path / "c" / "compare.md").read_text()
+    error = refused("compare", "--out", "d", *fork, "--set", "model_overrides.width=64")
+    assert "width is 64 here and 32" in error
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_command_that_is_told_asks_for_the_same(compile, monkeypatch):
+    flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
+    flags += [
+        *SMALL,
+        "--compile" if compile else "--no-compile",
+        "--baseline",
+        "bf16",
+        "--seeds",
+        "4",
+    ]
+    flags += ["--until", "0.1%", "--hours", "2", "--margin", "1%", "--shared", "10%"]
+    calls = []
+    monkeypatch.setattr(
+        settings, "prepare", lambda *options, **keywords: calls.append((options, keywords))
+    )
+    monkeypatch.setattr("fp8stack.analysis.compare.comparison.compare", lambda options: 0)
+    parse = typer.main.get_command(app)
+    parse(["compare", *flags], standalone_mode=False)
+    (recipes, seeds, out, baseline, flags, sets), keywords = calls[0]
+    options = {**flags, "seeds": seeds, "baseline": baseline, **keywords}
+    command = settings._command(recipes, out, options, sets)
+    parse(shlex.split(command)[1:], standalone_mode=False)
+    assert calls[0] == calls[1]
+    assert calls[0][0][4]["compile"] is compile
+    assert keywords == {"shared": "10%", "until": "0.1%", "margin": "1%", "hours": 2.0}

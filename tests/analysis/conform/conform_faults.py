@@ -1,0 +1,447 @@
+"""Faults of hardware, drivers and libraries, put into the functions that compute: what `conform` is
+there to find. Each breaks a function of the package, or one of torch's that the package calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.formats import FORMATS
+from fp8stack.layers import delayed, emulate
+from fp8stack.layers.kernels import attention, fused_casts, nvfp4, scaled_gemm
+from fp8stack.layers.kernels import weight_casts as weights
+from fp8stack.layers.kernels.activations import ACTIVATIONS, GRADIENTS
+from fp8stack.numerics import (
+    AmaxHistory,
+    RandomBits,
+    blocks,
+    cast,
+    fused,
+    hadamard,
+    quantized,
+    rounding,
+    scales,
+)
+from fp8stack.numerics import random as random_bits
+
+amax: Any = sys.modules["fp8stack.numerics.amax"]  # the package has a function of this name
+Put = Callable[[pytest.MonkeyPatch], None]
+
+
+def instead(where: Any, name: str, broken: Callable[..., Any]) -> Put:
+    """A function gives `broken(the exact function, *its arguments)`, wherever the package has
+    imported it to."""
+
+    def put(patch: pytest.MonkeyPatch) -> None:
+        exact = getattr(where, name)
+
+        def fault(*given: Any, **options: Any) -> Any:
+            return broken(exact, *given, **options)
+
+        patch.setattr(where, name, fault)
+        for module in [m for key, m in sys.modules.items() if key.startswith("fp8stack.")]:
+            for key, value in list(vars(module).items()):
+                if value is exact:
+                    patch.setattr(module, key, fault)
+
+    return put
+
+
+def after(where: Any, name: str, change: Callable[..., Any]) -> Put:
+    """What a function gives is passed through `change(result, *its arguments)`."""
+    return instead(where, name, lambda exact, *x, **more: change(exact(*x, **more), *x, **more))
+
+
+# Casts
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def codes(change: Callable[..., Tensor]) -> Put:
+    """The codes of a saturated cast are `change(codes, data, scaled, format)`."""
+    return after(
+        *(cast, "saturated"),
+        lambda data, scaled, target: change(bytes_of(data), data, scaled, target).view(data.dtype),
+    )
+
+
+def too_large(code: int) -> Put:
+    return codes(lambda c, d, s, t: torch.where(s.abs() > t.max, c & 0x80 | code, c))
+
+
+def ties_away(exact: Any, scaled: Tensor, target: Any) -> Tensor:
+    held = scaled.clamp(-target.max, target.max)
+    data = torch.nextafter(held, held.sign() * torch.inf).to(target.dtype)
+    bytes_of(data).masked_fill_(scaled.isnan(), 0x7F)
+    return data
+
+
+def one_off(codes: Tensor, *given: Any) -> Tensor:
+    made = codes.clone()
+    made.view(-1)[777 % max(1, made.numel()) :: 100_003] ^= 1
+    return made
+
+
+def rounded_twice(exact: Any, x: Tensor, scale: Any, format: str = "e4m3") -> Tensor:
+    scaled = x * torch.as_tensor(scale, dtype=torch.float32)  # stays bfloat16
+    return cast.saturated(scaled.float(), FORMATS[format])
+
+
+# Scales and numba's kernels
+
+
+def not_swizzled(exact: Any, codes: Tensor) -> Tensor:
+    rows, columns = codes.shape
+    padded = F.pad(bytes_of(codes), (0, -columns % 4, 0, -rows % 128))
+    return padded.view(torch.float8_e8m0fnu)
+
+
+def not_padded(made: Tensor, scales: Tensor, kind: Any) -> Tensor:
+    return scales.contiguous().t() if kind is scaled_gemm.ScaleLayout.SQUARES else made
+
+
+def without_last_row(made: list[Tensor], *given: Any) -> list[Tensor]:
+    if torch.get_num_threads() > 1:
+        made[0][-1] = 0
+    return made
+
+
+def some_off(made: list[Tensor], *given: Any) -> list[Tensor]:
+    made[0].view(-1)[::1009] *= 1.125
+    return made
+
+
+# Histories
+
+
+def twice(made: None, self: Any, slots: Any = None) -> None:
+    self.history.copy_(self.history.roll(-1, 0))
+
+
+def of_another(exact: Any, self: Any) -> Tensor:
+    slots = list(self._delayed.slots.values())
+    return exact(slots[(slots.index(self) + 2) % len(slots)])
+
+
+def not_every_fifth(patch: pytest.MonkeyPatch) -> None:
+    passes = itertools.count(1)
+    instead(
+        *(delayed.DelayedScaling, "_update"),
+        lambda exact, self, slots: exact(self, slots) if next(passes) % 5 else None,
+    )(patch)
+
+
+# GEMMs and attention
+
+
+def sums(change: Callable[[Tensor], Tensor]) -> Put:
+    """torch._scaled_mm whose sums over 32 products are changed before they are added up."""
+
+    def multiply(
+        exact: Any, a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Any,
+        out_dtype: Any, use_fast_accum: bool,
+    ) -> Tensor:  # fmt: skip
+        left, right = a.float(), b.float()
+        if use_fast_accum:
+            y = left @ right
+        else:
+            y = torch.zeros(left.shape[0], right.shape[1])
+            for start in range(0, left.shape[1], 32):
+                y = change(y + left[:, start : start + 32] @ right[start : start + 32])
+        y = y * (scale_a * scale_b)
+        return (y if bias is None else y + bias).to(out_dtype)
+
+    return instead(torch, "_scaled_mm", multiply)
+
+
+def zero_gradients(made: Any, self: Any, x: Tensor, quantizers: Any, *given: Any) -> Any:
+    if quantizers.name != "grad_output":
+        return made
+    return tuple(each and each._replace(values=each.values * 0) for each in made)
+
+
+def along_twice(exact: Any, self: Any, x: Tensor, quantizers: Any, both: bool, call: Any) -> Any:
+    along, _ = exact(self, x, quantizers, False, call)
+    return along, along._replace(form=quantizers.columns) if both else None
+
+
+def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:
+    def attend(exact: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        k = k.clone()
+        k.register_hook(change)
+        return exact(q, k, v, **options)
+
+    return instead(F, "scaled_dot_product_attention", attend)
+
+
+def last_is_nan(dk: Tensor) -> Tensor:
+    dk = dk.clone()
+    dk[0, 0, -1, 0] = torch.nan
+    return dk
+
+
+# Each fault with the checks that have to find it.
+FAULTS: dict[str, tuple[str, Put]] = {
+    "bfloat16 is rounded twice": (
+        "casts: bf16*eager", instead(cast, "cast_to_fp8", rounded_twice)
+    ),
+    "what is too large becomes NaN": ("casts: *eager", too_large(0x7F)),
+    "E5M2 saturates to infinity": ("casts: * e5m2, eager", too_large(0x7C)),
+    "-0 loses its sign": (
+        "casts: *eager", codes(lambda c, d, s, t: torch.where(c == 0x80, 0, c))
+    ),
+    "NaN keeps its sign": (
+        "casts: *eager",
+        codes(lambda c, d, s, t: torch.where(s.isnan() & s.signbit(), 0xFF, c)),
+    ),
+    "subnormals are flushed to zero": (
+        "casts: *eager",
+        codes(lambda c, d, s, t: torch.where(d.float().abs() < t.min_normal, c & 0x80, c)),
+    ),
+    "rounded towards zero": (
+        "casts: *eager",
+        codes(lambda c, d, s, t: torch.where(d.float().abs() > s.abs(), c - 1, c)),
+    ),
+    "ties go away from zero": ("casts: *eager", instead(cast, "saturated", ties_away)),
+    "one element in 100,000 is off by a code": ("casts: *eager", codes(one_off)),
+    "the transpose is a copy": (
+        "casts: *transpose*",
+        after(fused_casts, "_cast_op", lambda made, *x: (made[0], made[0].clone(), *made[2:])),
+    ),
+    "the amax is that of the rounded values": (
+        "casts: *transpose*",
+        after(
+            fused_casts, "_cast_op",
+            lambda made, name, x, dy, scale, *given: (
+                *made[:2], numerics.amax(made[0].float() / scale).view(1), made[3]
+            ),
+        ),
+    ),
+    "an amax leaves the last row out": (
+        "histories: fp8_state*",
+        after(
+            cast, "amax",
+            lambda made, x: made if x.ndim < 2 else cast.magnitude(x[:-1]).max(),
+        ),
+    ),
+    "the inverse is one unit off": (
+        "scales: *eager",
+        after(
+            cast, "inverse",
+            lambda made, scale: torch.nextafter(made, torch.full_like(made, torch.inf)),
+        ),
+    ),
+    "powers of two are rounded up": (
+        "scales: *eager",
+        after(
+            cast, "truncate_to_power_of_two",
+            lambda made, scale: torch.where(made == scale, made, made * 2),
+        ),
+    ),
+    "E8M0's code 0 counts as zero": (
+        "quantizers: mxfp8*operators",
+        after(scales, "e8m0_value", lambda made, codes: torch.where(codes == 0, 0.0, made)),
+    ),
+    "E8M0's largest scale is its NaN, 255": (
+        "quantizers: mxfp8*eager",
+        after(scales, "e8m0_code", lambda made, *x: torch.where(made == 254, 255, made)),
+    ),
+    "E8M0's scales are rounded down": (
+        "golden: mxfp8*",
+        instead(
+            scales, "e8m0_code",
+            lambda exact, amax, format, rounding: exact(
+                amax, format, "floor" if rounding == "rceil" else rounding
+            ),
+        ),
+    ),
+    "a block is transposed": (
+        "quantizers: block, bytes*", after(blocks, "block_sizes", lambda made, *x: made[::-1])
+    ),
+    "the second copy in blocks is the transpose of the first": (
+        "quantizers: block, both*",
+        after(
+            fused_casts, "_blocks_op",
+            lambda made, *x: (made[0], made[0].t().contiguous(), *made[2:]),
+        ),
+    ),
+    "the scales of MX's second copy are in reverse": (
+        "quantizers: mxfp8, both*",
+        after(
+            fused_casts, "_blocks_op",
+            lambda made, *x: (*made[:3], bytes_of(made[3]).flip(0).view(made[3].dtype), made[4]),
+        ),
+    ),
+    "an activation is not rounded before it is cast": (
+        "casts: relu2*",
+        lambda patch: patch.setitem(ACTIVATIONS, "relu2", lambda x: F.relu(x.float()).square()),
+    ),
+    "the gradient of an activation lacks a factor": (
+        "casts: the gradient of relu2*",
+        lambda patch: patch.setitem(GRADIENTS, "relu2", lambda x, dy: dy * F.relu(x)),
+    ),
+    "NVFP4's upper scale is left out": (
+        "quantizers: nvfp4*operators",
+        after(
+            scales, "_two_levels",
+            lambda made, *given: made._replace(factor=torch.ones_like(made.factor)),
+        ),
+    ),
+    "the upper scale of a transformed copy is that of the matrix": (
+        "quantizers: nvfp4, both*", after(nvfp4, "_amaxes_op", lambda made, *x: made[:2].repeat(2))
+    ),
+    "FP4's halves of a byte are swapped": (
+        "quantizers: mxfp4*eager",
+        after(quantized, "_packed", lambda made, *given: made << 4 | made >> 4),
+    ),
+    "the scales of MX are not swizzled": (
+        "layouts: scales 1x32", instead(scaled_gemm, "_swizzled", not_swizzled)
+    ),
+    "the scales of squares are not padded": (
+        "layouts: scales 128x128", after(scaled_gemm, "pack_scales", not_padded)
+    ),
+    "stochastic rounding always rounds away": (
+        "quantizers: nvfp4*operators",
+        after(RandomBits, "bits", lambda made, *given: torch.zeros_like(made)),
+    ),
+    "stochastic rounding draws zeros in numba's kernels too": (
+        "quantizers: nvfp4*numba*",
+        after(
+            rounding, "_bits",
+            lambda made, drawn: (torch.tensor(0), 0, 0, 0),
+        ),
+    ),
+    "all stochastic gradients are zero": (
+        "gemms: nvfp4 by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)
+    ),
+    "Philox with nine rounds": (
+        "quantizers: nvfp4, values, by torch*",
+        lambda patch: patch.setattr(random_bits, "_ROUNDS", 9),
+    ),
+    "the high word of a pass is left out of its bits": (
+        "quantizers: nvfp4, values, by torch*",
+        instead(
+            random_bits, "philox4x32",
+            lambda exact, c0, c1, c2, c3, *key: exact(c0, c1, c2, c3 * 0, *key),
+        ),
+    ),
+    "the Hadamard transform has no signs": (
+        "quantizers: nvfp4*", lambda patch: patch.setitem(hadamard.MINUS, 16, 0)
+    ),
+    "the last row is lost where several threads work": (
+        "quantizers: *3 threads", after(fused, "round", without_last_row)
+    ),
+    "numba's kernel fuses the product with the sum that rounds": (
+        "quantizers: current*1 thread", after(fused, "round", some_off)
+    ),
+    "an amax is dropped": (
+        "histories: updates*", instead(amax, "record_amax", lambda *given: None)
+    ),
+    "the torch backend drops the gradients' amax": (
+        "histories: fp8_state of torch*",
+        instead(
+            delayed.Slot, "record",
+            lambda exact, self, value: None if "grad" in self.name else exact(self, value),
+        ),
+    ),
+    "a NaN enters the amax": (
+        "histories: updates*",
+        instead(
+            amax, "record_amax",
+            lambda exact, kept, new, counts=None: kept.copy_(torch.maximum(kept, new)),
+        ),
+    ),
+    "the window moves twice": ("histories: updates*", after(AmaxHistory, "update", twice)),
+    "the margin is ignored": (
+        "histories: updates*",
+        instead(
+            amax._Rules, "of",
+            lambda exact, qs, history: exact(
+                [dataclasses.replace(q, margin=0) for q in qs], history
+            ),
+        ),
+    ),
+    "the scales of two operands are swapped": (
+        "gemms: delayed*", instead(delayed.Slot, "scale", of_another)
+    ),
+    "a micro-batch is not recorded": ("histories: fp8_state of emulate*", not_every_fifth),
+    "slow accumulation is fast: 13 bits are kept": (
+        "gemms: e4m3*slow*",
+        sums(lambda y: (y.view(torch.int32) & -(1 << 10)).view(torch.float32)),
+    ),
+    "a GEMM accumulates in bfloat16": (
+        "gemms: current by torch*", sums(lambda y: y.bfloat16().float())
+    ),
+    "one product in 256 is left out": (
+        "gemms: current by emulate*", after(emulate, "_gemm", lambda y, *given: y * 1.004)
+    ),
+    "the scales of rows are reversed": (
+        "gemms: rowwise by emulate*",
+        instead(
+            emulate, "_scaled",
+            lambda exact, y, scales, rows, columns, bias: exact(
+                y, scales, *(p if p is None else p.flip(0) for p in (rows, columns)), bias
+            ),
+        ),
+    ),
+    "wgrad takes the copies of fprop, quantized the other way": (
+        "gemms: mxfp8 by*", instead(emulate.EmulateBackend, "cast", along_twice)
+    ),
+    "the bias is left out": (
+        "gemms: current by torch*",
+        instead(torch, "_scaled_mm", lambda exact, a, b, **o: exact(a, b, **o | {"bias": None})),
+    ),
+    "a document sees the one before it": (
+        "attention: documents*",
+        after(
+            attention, "dense_mask",
+            lambda made, allowed, dtype: torch.zeros_like(made).masked_fill_(
+                ~torch.ones_like(allowed).tril(), -torch.inf
+            ),
+        ),
+    ),
+    "a gradient under a mask is NaN": ("attention: documents*", gradient_of_keys(last_is_nan)),
+    "the gradient of the keys is 2 percent off": (
+        "attention: causal*", gradient_of_keys(lambda dk: dk * 1.02)
+    ),
+}  # fmt: skip
+
+
+def other_rules(**changes: Any) -> Put:
+    """The kernel for many weights goes by another quantizer."""
+    return instead(
+        weights, "variant",
+        lambda made, quantizer, **more: made(dataclasses.replace(quantizer, **changes), **more),
+    )  # fmt: skip
+
+
+# Those of the kernel for many weights, which no CPU runs but in Triton's interpreter.
+OF_WEIGHTS: dict[str, tuple[str, Put]] = {
+    "the amaxes of weights are not recorded": (
+        "casts: bf16 to e4m3, *many weights",
+        instead(weights, "variant", lambda made, **how: made(**how | {"record": False})),
+    ),
+    "weights are cast to the other format": (
+        "quantizers: current, *many weights",
+        other_rules(format="e5m2"),
+    ),
+    "the scales of squares of weights are powers of two no more": (
+        "quantizers: block, *many weights",
+        other_rules(scale="float32"),
+    ),
+    "the E8M0 scales of weights are rounded down": (
+        "quantizers: mxfp8, *many weights",
+        other_rules(scale_rounding="floor"),
+    ),
+}

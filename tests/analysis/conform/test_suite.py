@@ -1,0 +1,88 @@
+"""`fp8stack conform`: the command, its report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from fp8stack.analysis.conform import suite
+from fp8stack.analysis.conform.checks import Check, Context
+from fp8stack.precision import probe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = ("conform", "--device", "cpu", "--quick")
+
+
+def test_it_prints_what_was_judged_a_line_for_each_check_and_the_counts(command, capsys):
+    assert command(*CPU, "--only", "casts") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"machine: {probe('cpu')}"
+    for word in ("torch ", "numba ", "transformer-engine not installed"):
+        assert word in lines[1]
+    assert ["casts", "bf16", "to", "e4m3,", "eager", "pass"] in [x.split()[:-1] for x in lines]
+    assert "skipped 8: Transformer Engine is not installed" in lines
+    assert "skipped 4: the kernel for many weights needs Triton and a GPU with FP8" in lines
+    assert lines[-1].startswith("12 pass, 0 FAIL, 12 skipped after ")
+
+
+def test_its_json_has_a_row_for_each_check_on_the_terminal_and_in_a_file(command, capsys, tmp_path):
+    assert (
+        command(*CPU, "--only", "layouts: *", "--json", "--out", "report.json", "--seed", "7") == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert (report["quick"], report["seed"], report["holds"]) == (True, 7, True)
+    assert report["counts"] == {"pass": 4, "FAIL": 0, "skipped": 0}
+    assert {row["group"] for row in report["rows"]} == {"layouts"}
+    assert {"check", "verdict", "why", "seconds", "checked"} <= report["rows"][0].keys()
+    assert {"machine", "torch", "fp8stack", "threads"} <= report["machine"].keys()
+
+
+def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monkeypatch):
+    row = {"holds": False, "differing": 1, "checked": 2, "first": ["x[0]: 1, not 2"]}
+    monkeypatch.setitem(suite.GROUPS, "layouts", lambda context: iter([Check("odd", lambda: row)]))
+    assert command(*CPU, "--only", "layouts") == 1
+    printed = capsys.readouterr().out
+    assert "FAIL layouts: odd: 1 of 2 differ: x[0]: 1, not 2" in printed
+    assert "0 pass, 1 FAIL, 0 skipped" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "nonsense"], "No check matches --only 'nonsense'. Groups: casts, scales, "),
+        (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda."),
+        (
+            ["--out", "missing/report.json"],
+            "--out missing/report.json is not a file in an existing folder",
+        ),
+        (["--out", "."], "Give another."),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(flags, said, refused):
+    refused(*CPU, *flags, said=said)
+
+
+def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
+    context = Context(probe("cpu"), quick=True)
+    every = suite.checks(context)
+    assert {group for group, _ in every} == set(suite.GROUPS)
+    names = {f"{group}: {check}" for group, check in every}
+    assert len(names) == len(every)
+    (one,) = suite.checks(context, "layouts: scales 1x128")
+    assert one[1].name == "scales 1x128"
+    assert len(suite.checks(context, "*e5m2, eager")) == 2
+
+
+def test_the_short_form_passes_all_of_its_checks_in_less_than_twenty_seconds():
+    """Of this process: another's share of the cores is not counted."""
+    start = time.process_time()
+    report = suite.run(Context(probe("cpu"), quick=True))
+    assert time.process_time() - start < 20
+    assert [row for row in report["rows"] if row["verdict"] == "FAIL"] == []
+    assert report["holds"]
+    assert report["counts"]["pass"] > 90
+    assert {row["group"] for row in report["rows"] if row["verdict"] == "pass"} == set(suite.GROUPS)

@@ -1,0 +1,161 @@
+"""Reports on runs that somebody else made: nothing in them becomes markup, and all ends soon."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fp8stack.analysis.report import report, text
+from fp8stack.analysis.report.analysis import analyze
+from fp8stack.analysis.report.page import render, visible
+from fp8stack.analysis.report.read import LONGEST_LINE, read_run
+from tests.faults.bounded import bounded
+from tests.support.made_runs import make_run, metric_rows, operand_rows, write_lines
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "' onmouseover=alert(1) x='",
+    "</title></style></svg><script>alert(1)</script>",
+    "{{ 7 * 7 }}{% include 'x' %}<!--",
+    "javascript:alert(1)//]]>",
+    "a\u202eb\u2066c\u200f\x1b[2J\x1b]0;x\x07\x9b31m\r\n\0\ufeff",
+    "[link=http://x]y[/link]$\\frac{1}{0}$",
+    "\ud800",
+]
+TAGS = {"script", "img", "iframe", "object", "embed", "base", "form", "input"}
+
+
+class _Tags(HTMLParser):
+    """The tags of a page that could do something, and handlers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [tag] if tag in TAGS else []
+        for key, value in attrs:
+            if key.startswith("on") or (value or "").strip().lower().startswith("javascript:"):
+                self.found.append(f"{tag} {key}={value}")
+
+
+def _poisoned(value: Any, evil: str, key: str = "") -> Any:
+    """Every string in JSON data, and every name in a table of names, ends in something evil."""
+    if isinstance(value, dict):
+        table = {name: _poisoned(inner, evil, name) for name, inner in value.items()}
+        return table | {evil: evil, "extra": {evil: [evil]}}
+    if isinstance(value, list):
+        return [_poisoned(inner, evil, key) for inner in value] + [evil]
+    if isinstance(value, str) and key not in ("event", "operand"):
+        return f"{value}{evil}"
+    return value
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        # Tags and an attribute, and what a terminal obeys; all by themselves in the long form.
+        *(EVIL[0] + EVIL[1], EVIL[6]),
+        *(pytest.param(evil, marks=pytest.mark.slow) for evil in EVIL),
+    ],
+    ids=range(len(EVIL) + 2),
+)
+def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_path):
+    name = "".join(c for c in evil if c not in "/\0\ud800")
+    run = make_run(tmp_path / f"r{name}", steps=40, blocks=1, every=20)
+    events = [
+        {"step": 40, "event": kind, "why": "x", "layer": "y", "operand": "z", "precision": "p",
+         "until_step": evil, "to_step": evil}
+        for kind in ("skip", "demote", "restore", "precision", "loss_scale", "stop", evil)
+    ]  # fmt: skip
+    rows = [_poisoned(row, evil) for row in [*metric_rows(40)[-5:], *events]]
+    write_lines(run / "metrics.jsonl", [*metric_rows(40)[:-5], *rows])
+    tried = [row | {"what_if": True, "recipe": evil} for row in operand_rows(1, [1, 20, 40])]
+    samples = [_poisoned(row, evil) for row in [*operand_rows(1, [1, 20, 40]), *tried]]
+    plan = _poisoned(json.loads((run / "plan.json").read_text()), evil)
+    write_lines(run / "telemetry.jsonl", [{"event": "plan", "plan": plan}, *samples])
+    (run / "plan.json").write_text(json.dumps(plan))
+    keys = ("model", "recipe", "data", "init_from")
+    config = "".join(f"{key} = {json.dumps('a' + evil)}\n" for key in keys)
+    (run / "run.toml").write_text(config, encoding="utf-8", errors="replace")
+    analysis = analyze(read_run(run))
+    page, _ = render([analysis, analysis], f"files{name}")
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.found == []
+    if evil.isprintable():
+        assert html.unescape(page).count(evil) >= 10
+    stream = io.StringIO()
+    text.show([analysis], [analysis.run.name], Console(file=stream, width=100))
+    assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
+    page.encode("utf-8", "replace")
+
+
+def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed():
+    escaped = visible("abc\u202etxt.exe\u2066")
+    assert escaped == "abc\\u202etxt.exe\\u2066"
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", escaped)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory, one_thread) -> None:
+    """Import here what the children need, and fork without threads."""
+    report([make_run(tmp_path_factory.mktemp("warm") / "r", steps=10, every=5)], None, True)
+
+
+ABSURD = {
+    "one line of 200 MB": lambda f: _many(f, '{"step": 1, "loss": [', "1," * 2**20, 100, "1]}\n"),
+    "200 MB without an end": lambda f: _many(f, "", "x" * 2**20, 200, ""),
+    "a string of 200 MB": lambda f: _many(f, '{"step": 1, "why": "', "y" * 2**20, 200, '"}\n'),
+    "nested deeply": lambda f: f.write("[" * 10**6 + "\n"),
+    "5000 digits": lambda f: f.write('{"step": ' + "9" * 5000 + "}\n"),
+    "no numbers": lambda f: f.write('{"step": 201, "loss": NaN, "lr": Infinity}\n'),
+    "a step of 300 digits": lambda f: f.write('{"step": ' + "9" * 300 + ', "loss": 1}\n'),
+    "a loss of 1e308": lambda f: f.write('{"step": 201, "loss": 1e308, "grad_norm": -1e308}\n'),
+    "30000 rows": lambda f: f.writelines(
+        json.dumps({"step": step, "loss": 1.0, "lr": 1.0}) + "\n" for step in range(201, 30_201)
+    ),
+    "30000 events": lambda f: f.writelines(
+        json.dumps({"step": step, "event": "skip", "why": f"{step}"}) + "\n"
+        for step in range(201, 30_201)
+    ),
+}
+
+
+def _many(stream: Any, start: str, piece: str, count: int, end: str) -> None:
+    stream.write(start)
+    for _ in range(count):
+        stream.write(piece)
+    stream.write(end)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "telemetry.jsonl"])
+@pytest.mark.parametrize("case", ABSURD)
+def test_an_absurd_file_takes_bounded_memory_and_time(case, file, tmp_path):
+    run = make_run(tmp_path / "r", steps=200, blocks=1, every=100)
+    with (run / file).open("a") as stream:
+        ABSURD[case](stream)
+    ended = bounded(lambda: report([run], None, True), 3 * 2**28, 40)
+    assert ended.code == 0, ended.stderr[-2000:]
+    assert "200 of 200" in ended.stdout or "30000" in case or "201" in ended.stdout
+    if "MB" in case:
+        assert f"{file} is damaged: line " in ended.stdout
+
+
+def test_a_file_that_is_read_whole_has_a_limit_and_a_long_line_is_no_absurdity(tmp_path):
+    rows = [*metric_rows(5), {"step": 5, "event": "stop", "why": "x" * (LONGEST_LINE // 4)}]
+    run = make_run(tmp_path / "r", metrics=rows, every=0)
+    assert read_run(run).notes == []
+    assert len(read_run(run).events[0]["why"]) == LONGEST_LINE // 4
+    for file in ("plan.json", "run.toml"):
+        with (run / file).open("r+b") as stream:
+            stream.truncate(2**40)  # a hole, which takes no room
+        assert f"{file} cannot be read." in read_run(run).notes

@@ -1,0 +1,133 @@
+"""Every fact in `FORMATS` against ml_dtypes, gfloat, numpy and torch."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import gfloat
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from gfloat import formats as gfloats
+
+from fp8stack.common.formats import FormatName, fp8_format
+from fp8stack.numerics import FORMATS, Quantizer
+from tests.support.oracles import BITS, MAX, ML_DTYPES, decoded
+
+GFLOAT = {
+    "e4m3": gfloats.format_info_ocp_e4m3, "e5m2": gfloats.format_info_ocp_e5m2,
+    "e8m0": gfloats.format_info_ocp_e8m0, "bf16": gfloats.format_info_bfloat16,
+    "fp16": gfloats.format_info_binary16, "fp32": gfloats.format_info_binary32,
+}  # fmt: skip
+TORCH_DTYPES = {
+    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
+
+
+def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) -> None:
+    """Check that the codes decode to the expected numbers, including the signs of zeros."""
+    decoded_values = np.array([FORMATS[name].decode(code) for code in codes])
+    np.testing.assert_array_equal(decoded_values, expected)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(
+        np.signbit(decoded_values)[numbers], np.signbit(expected)[numbers]
+    )
+
+
+def test_all_256_codes_of_e8m0_decode_as_ml_dtypes_and_gfloat_do():
+    assert_same_bits("e8m0", range(256), decoded("e8m0"))
+    gfloat_values = [gfloat.decode_float(GFLOAT["e8m0"], code).fval for code in range(256)]
+    assert_same_bits("e8m0", range(256), np.array(gfloat_values))
+
+
+@pytest.mark.parametrize("name", get_args(FormatName))
+def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(name):
+    codes = range(2 ** BITS[name])
+    assert_same_bits(name, codes, decoded(name))
+    info = getattr(gfloats, f"format_info_ocp_{name}")
+    gfloat_values = [gfloat.decode_float(info, code).fval for code in codes]
+    assert_same_bits(name, codes, np.array(gfloat_values))
+    assert (FORMATS[name].bits, FORMATS[name].max) == (BITS[name], MAX[name])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_all_65536_codes_decode_as_ml_dtypes_does(name):
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        expected = np.arange(2**16, dtype=np.uint16).view(ML_DTYPES[name]).astype(np.float64)
+    assert_same_bits(name, range(2**16), expected)
+
+
+def test_fp32_codes_decode_as_numpy_does_and_tf32_is_fp32_without_its_last_13_bits():
+    edges = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
+    codes = np.random.default_rng(0).integers(0, 2**32, 2000).tolist()
+    codes += [code ^ sign for code in edges for sign in (0, 2**31)]
+    assert_same_bits("fp32", codes, np.array(codes, np.uint32).view(np.float32))
+    codes = [code >> 13 for code in codes]
+    assert_same_bits("tf32", codes, (np.array(codes, np.uint32) << 13).view(np.float32))
+    tf32 = FORMATS["tf32"]
+    assert (tf32.bits, tf32.dtype) == (19, None)
+    assert (tf32.max, tf32.min_normal) == ((2 - 2**-10) * 2.0**127, 2.0**-126)
+    assert (tf32.epsilon, tf32.min_subnormal) == (2**-10, 2.0**-136)
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_the_limits_and_the_layout_are_those_of_ml_dtypes_torch_and_gfloat(name):
+    format, finfo = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])
+    limits = (format.bits, format.max, format.min_normal, format.epsilon)
+    assert limits == (finfo.bits, finfo.max, finfo.smallest_normal, finfo.eps)
+    assert format.dtype is TORCH_DTYPES[name]
+    if name == "e8m0":
+        assert (format.min_subnormal, format.max_code) == (None, 0xFE)
+    else:
+        assert format.min_subnormal == finfo.smallest_subnormal
+        torchs = torch.finfo(format.dtype)
+        assert limits == (torchs.bits, torchs.max, torchs.smallest_normal, torchs.eps)
+    gfloats = GFLOAT[name]
+    assert (format.bias, format.has_inf) == (gfloats.bias, gfloats.num_infs > 0)
+    assert (format.max, format.mantissa_bits) == (gfloats.max, gfloats.precision - 1)
+    assert (format.sign_bits == 1) == gfloats.is_signed
+
+
+def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        target = FORMATS["e5m2"]
+        return x.clamp(target.min_normal, target.max).to(target.dtype)
+
+    result = torch.compile(cast, backend="eager", fullgraph=True)(torch.tensor([0.0, 1.0, 1e9]))
+    assert result.dtype is torch.float8_e5m2
+    assert result.to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
+
+
+def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
+    assert [fp8_format(name) for name in ("e4m3", "e5m2")] == [FORMATS["e4m3"], FORMATS["e5m2"]]
+    for name in ("e8m0", "bf16", "E4M3", "e4m3fn", ""):
+        with pytest.raises(ValueError, match=f"No FP8 format '{name}'.*e4m3, e5m2"):
+            fp8_format(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("scale", "foo", "No scale 'foo'. Known: float32, power_of_two, e8m0, e4m3"),
+        ("scale_rounding", "up", "No scale rounding 'up'. Known: rceil, floor, even"),
+        ("amax", "static", "No amax 'static'. Known: current, delayed"),
+        ("amax_algorithm", "mean", "No amax algorithm 'mean'. Known: max, most_recent"),
+        ("rounding", "up", "No rounding 'up'. Known: nearest, stochastic"),
+        ("hadamard", 8, "No hadamard '8'. Known: 0, 16, 32"),
+        ("block", 32, "no block 32. Known: tensor, row"),
+        ("block", (1, 33), r"no block \[1, 33\]. Known: tensor, row"),
+        ("margin", 1.5, "margin is a whole number"),
+        ("margin", "1", "margin is a whole number"),
+        ("history_length", 1.5, "history_length is a whole number"),
+    ],
+)
+def test_a_quantizer_with_an_unknown_value_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        Quantizer(**{field: value})
+
+
+def test_a_block_may_be_given_as_a_list():
+    listed: Any = [1, 32]
+    assert Quantizer(block=listed, scale="e8m0") == Quantizer(block=(1, 32), scale="e8m0")

@@ -1,0 +1,154 @@
+"""Files and folders that are written whole or not at all, and who holds what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fp8stack.common import io
+from fp8stack.common.errors import StorageError
+from fp8stack.common.io import is_held, replacing, restore, sweep, write_atomically
+from tests.conftest import contents
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+
+HOLD = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Context in which another process holds a file or folder."""
+    words, pipe = [sys.executable, "-c", HOLD, str(path)], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_and_what_killed_processes_left_of_it_is_swept(tmp_path):
+    for name in (".tmp-x.json-1", ".tmp-x.json-77", ".tmp-y.json-1", ".tmp-x.json", ".hidden"):
+        (tmp_path / name).write_text("theirs")
+    write_atomically(tmp_path / "x.json", b"old")
+    write_atomically(tmp_path / "x.json", b"new")
+    assert (tmp_path / "x.json").read_bytes() == b"new"
+    assert names(tmp_path) == [".hidden", ".tmp-x.json", ".tmp-y.json-1", "x.json"]
+
+
+def test_a_temporary_that_a_living_process_holds_stays(tmp_path):
+    (tmp_path / ".tmp-x-1").write_text("being written")
+    (tmp_path / ".tmp-x-2").mkdir()
+    with held_by_another_process(tmp_path / ".tmp-x-1") as process:
+        sweep(tmp_path)
+        assert names(tmp_path) == [".tmp-x-1"]
+        process.kill()
+        process.wait()
+        sweep(tmp_path)
+        assert names(tmp_path) == []
+
+
+def test_a_temporary_of_the_same_number_is_no_obstacle(tmp_path):
+    temporary = tmp_path / f".tmp-x-{os.getpid()}"  # as of process 1 of another container
+    temporary.write_text("being written")
+    with held_by_another_process(temporary):
+        write_atomically(tmp_path / "x", b"new")
+        assert contents(tmp_path) == {"x": b"new", temporary.name: b"being written"}
+
+
+def test_links_and_pipes_named_as_temporaries_are_neither_followed_nor_removed(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("mine")
+    (tmp_path / ".tmp-x-1").symlink_to("theirs")
+    (tmp_path / ".tmp-x-2").symlink_to("theirs/file")
+    os.mkfifo(tmp_path / ".tmp-x-3")
+    write_atomically(tmp_path / "x", b"new")
+    sweep(tmp_path)
+    assert names(tmp_path) == [".tmp-x-1", ".tmp-x-2", ".tmp-x-3", "theirs", "x"]
+    assert (tmp_path / "theirs" / "file").read_text() == "mine"
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def folder(request, tmp_path, monkeypatch) -> Path:
+    """A folder with a file, on a file system that can exchange folders or cannot."""
+    if not request.param:
+        monkeypatch.setattr(io, "_exchange", lambda path, with_path: False)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "old").write_text("old")
+    return tmp_path / "x"
+
+
+def test_a_folder_is_replaced_with_all_that_it_holds(folder):
+    with replacing(folder) as fresh:
+        (fresh / "new").write_text("new")
+        assert names(folder) == ["old"]
+    assert contents(folder.parent) == {"x/new": b"new"}
+    assert names(folder.parent) == ["x"]
+
+
+def test_a_folder_that_is_not_there_is_made_with_its_parents(tmp_path):
+    with replacing(tmp_path / "a" / "b" / "x") as fresh:
+        (fresh / "new").write_text("new")
+    assert contents(tmp_path) == {"a/b/x/new": b"new"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space"), KeyboardInterrupt()])
+def test_after_an_error_a_folder_is_as_before(folder, error):
+    def fail() -> None:
+        with replacing(folder) as fresh:
+            (fresh / "new").write_text("new")
+            raise error
+
+    with pytest.raises((StorageError, KeyboardInterrupt)):
+        fail()
+    assert contents(folder.parent) == {"x/old": b"old"}
+    assert names(folder.parent) == ["x"]
+
+
+def test_folders_are_exchanged_in_one_step_on_linux(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not io._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system cannot")
+    assert sorted(contents(tmp_path)) == ["a/b", "b/a"]
+    assert not io._exchange(tmp_path / "a", tmp_path / "nowhere")
+
+
+def test_a_folder_between_two_renames_comes_back_and_others_are_removed(tmp_path):
+    for name in (".tmp-x-5", ".tmp-x-5-old", ".tmp-y-5-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    restore(tmp_path / "x")
+    assert contents(tmp_path) == {"x/file": b".tmp-x-5-old", ".tmp-y-5-old/file": b".tmp-y-5-old"}
+    (tmp_path / ".tmp-x-6-old").mkdir()
+    restore(tmp_path / "x")  # which is there: what is old goes
+    assert names(tmp_path) == [".tmp-y-5-old", "x"]
+
+
+def test_a_file_is_held_as_long_as_the_process_that_locked_it_lives(tmp_path):
+    file = tmp_path / ".lock"
+    assert not is_held(file)
+    file.touch()
+    assert not is_held(file)
+    with held_by_another_process(file) as process:
+        assert is_held(file)
+        process.kill()
+        process.wait()
+        assert not is_held(file)
+    os.mkfifo(tmp_path / "pipe")
+    assert not is_held(tmp_path / "pipe")

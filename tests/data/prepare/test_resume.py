@@ -1,0 +1,380 @@
+"""`fp8stack prepare`: the same bytes with any number of processes and however often it was cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cost.prepare import prepare
+from fp8stack.common.errors import RankLost, StorageError
+from fp8stack.data import load_corpora
+from fp8stack.data.prepare import encode
+from fp8stack.data.prepare import pipeline as run
+from fp8stack.data.prepare.output_folder import OutputFolder
+from fp8stack.data.prepare.shards import SplitWriter
+from tests.conftest import contents
+from tests.conftest import refusal as refused_by
+from tests.data.prepare.test_pipeline import (
+    documents,
+    lines,
+    pack,
+    parquet,
+    prepared,
+    refusal,
+    require,
+    written,
+)
+from tests.support.made_tokenizers import trained
+
+
+class Cut(BaseException):
+    """What a process that is killed would not live to see."""
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch):
+    monkeypatch.setattr(run, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(run, "GROUP_BYTES", 5000)
+
+
+@pytest.fixture
+def mixed(tmp_path) -> list[str]:
+    """An input of every kind."""
+    folder = tmp_path / "mixed"
+    written(folder / "a.jsonl", lines(documents(40, seed=1)))
+    written(folder / "b.txt", " ".join(documents(30, seed=2)).encode())
+    parquet(folder / "c.parquet", documents(40, seed=3), 17)
+    for number, text in enumerate(documents(20, seed=4)):
+        written(folder / f"d{number:02}.md", text.encode())
+    rows = [{"text": text} for text in documents(200, seed=7)]
+    written(folder / "e.json", json.dumps(rows).encode())
+    written(folder / "f.csv", b"text\n" + b"some words\n" * 900)
+    written(tmp_path / "set" / "a.jsonl", lines(documents(300, seed=5)))
+    written(tmp_path / "set" / "b.jsonl", lines(documents(30, seed=6)))
+    return [str(folder), f"hf:{tmp_path / 'set'}", str(folder / "a.jsonl")]
+
+
+SETTINGS: dict[str, Any] = {"shard_tokens": 3000, "train_bpe": 300}
+
+
+def test_the_number_of_processes_changes_nothing(mixed, tmp_path):
+    for workers in (1, 3):
+        prepared(*mixed, out=tmp_path / str(workers), workers=workers, **SETTINGS)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert len(contents(tmp_path / "1")) > 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monkeypatch):
+    prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
+    rng, cuts = random.Random(seed), 0
+    steps: list[tuple[Any, str]] = [
+        (SplitWriter, "_append"),
+        (SplitWriter, "finish"),
+        (encode, "encode"),
+        (run, "save_tokenizer"),
+    ]
+    steps += [(OutputFolder, name) for name in ("record", "return_to", "remove_scratch")]
+    for _ in range(15):
+        with monkeypatch.context() as patched:
+            owner, name = rng.choice(steps)
+            left, after = (
+                rng.randrange(1, {"encode": 6, "record": 3}.get(name, 2)),
+                rng.random() < 0.5,
+            )
+            real = getattr(owner, name)
+
+            def cut(*given: Any, real: Any = real, after: bool = after) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0 and after:
+                    real(*given)
+                if left == 0:
+                    raise Cut
+                return real(*given)
+
+            patched.setattr(owner, name, cut)
+            patched.setattr(run, "GROUP_BYTES", rng.choice([3000, 5000, 9000]))
+            try:
+                prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
+                break
+            except Cut:
+                cuts += 1
+    assert cuts > 0
+    prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert not any(path.name.startswith(".") for path in (tmp_path / "cut").iterdir())
+
+
+def test_a_command_that_is_stopped_while_a_tokenizer_is_trained_saves_none(
+    mixed, tmp_path, command, capsys, monkeypatch
+):
+    def stopped(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(run, "_train", stopped)
+    words = ["prepare", *mixed, "--train-bpe", "300", "--out", str(tmp_path / "out")]
+    assert command(*words) == 75
+    said = "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
+    assert capsys.readouterr().err == said
+    assert contents(tmp_path / "out") == {}
+
+
+TRAINING = """
+import os, random, signal, sys, threading, time
+from fp8stack.cli import main
+from fp8stack.data.prepare import train
+
+read = train._beginning
+
+def then_stopped(*given):
+    yield from read(*given)
+    def stop():
+        time.sleep(0.5)  # it trains
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=stop).start()
+
+train._beginning = then_stopped
+main(sys.argv[1:])
+"""
+
+
+def test_a_tokenizer_that_is_trained_does_not_make_ctrl_c_wait(tmp_path):
+    # One word of a million letters takes minutes: each pair is looked for in all of it.
+    rng = random.Random(0)
+    path = written(tmp_path / "a.txt", bytes(rng.choices(range(97, 123), k=1_000_000)))
+    words = ["prepare", path, "--train-bpe", 50_000, "--out", tmp_path / "out"]
+    command = [sys.executable, "-c", TRAINING, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
+    assert done.returncode == 75
+    assert contents(tmp_path / "out") == {}
+
+
+COMMAND = (
+    "import sys; from fp8stack.cli import main; from fp8stack.data.prepare import run;"
+    "run.BLOCK_BYTES = 2000; run.GROUP_BYTES = 20000; main(sys.argv[1:])"
+)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """JSON lines, and what becomes of them by a tokenizer of their own."""
+    folder = tmp_path_factory.mktemp("large")
+    path = written(folder / "a.jsonl", lines(documents(2000)) * 6)
+    prepared(path, out=folder / "whole", train_bpe=300, held_out=0.01)
+    return path, contents(folder / "whole")
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, limit_s: float = 180) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("asked", "group", "code", "told"),
+    [
+        (signal.SIGKILL, False, -signal.SIGKILL, ""),
+        (signal.SIGTERM, False, 75, "Stopped. Progress is saved; the same command continues.\n"),
+        (signal.SIGINT, True, 75, "Stopped. Progress is saved; the same command continues.\n"),
+    ],
+)
+def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
+    asked, group, code, told, large, tmp_path
+):
+    sockets = Path(tempfile.mkdtemp())
+    words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
+    running = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(sockets)},
+        start_new_session=True,
+    )
+    listed = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    children: list[str] = []
+
+    def is_mapping() -> bool:
+        assert running.poll() is None, running.communicate()
+        children[:] = listed.read_text().split()
+        return (tmp_path / "out/.tmp-prepare/journal.jsonl").exists() and len(children) >= 2
+
+    wait_until(is_mapping)
+    (os.killpg if group else os.kill)(running.pid, asked)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert said == (f"fp8stack: {told}" if told else "")
+    wait_until(lambda: not any(alive(int(child)) for child in children))
+    sockets.rmdir()  # which is empty
+    prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01)
+    assert contents(tmp_path / "out") == large[1]
+
+
+def test_processes_find_each_other_where_temporary_files_have_long_paths(
+    large, tmp_path, monkeypatch
+):
+    far = tmp_path / ("x" * 100)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01, workers=2)
+    assert contents(tmp_path / "out") == large[1]
+
+
+# What changed meanwhile
+
+
+def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
+    """A preparation that died after so many blocks."""
+    left, real = count, encode.encode
+
+    def call(*given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Cut
+        return real(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encode, "encode", call)
+        with pytest.raises(Cut):
+            prepared(*paths, out=out, **changes)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.csv"])
+def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, capsys):
+    def write(texts: list[str]) -> None:
+        if path.suffix == ".parquet":
+            parquet(path, texts)
+        elif path.suffix == ".csv":
+            written(path, "".join(f"{line}\n" for line in ["text", *texts]).encode())
+        else:
+            written(path, pack(lines(texts), path.suffix))
+
+    first = written(tmp_path / "0.jsonl", lines(documents(200)))
+    path = tmp_path / name
+    write(["before " * 9] * 900)
+    cut_after(15, first, path, out=tmp_path / "out")
+    assert "did not finish it" in refused_by(load_corpora, str(tmp_path / "out"), 256)
+    write(["after " * 9] * 900)
+    capsys.readouterr()
+    prepared(first, path, out=tmp_path / "out")
+    require(tmp_path / "out", documents(200) + ["after " * 9] * 900)
+    assert "going on after" in capsys.readouterr().out
+    cut_after(15, first, path, out=tmp_path / "other")
+    first.write_bytes(lines(documents(201)))
+    capsys.readouterr()
+    prepared(first, path, out=tmp_path / "other")
+    require(tmp_path / "other", documents(201) + ["after " * 9] * 900)
+    assert "going on after" not in capsys.readouterr().out
+
+
+def test_another_tokenizer_of_that_name_begins_anew(tmp_path):
+    path = written(tmp_path / "a.jsonl", lines(documents(100)))
+    given = tmp_path / "tokenizer.json"
+    trained(300).save(str(given))
+    asked: dict[str, Any] = {"out": tmp_path / "out", "tokenizer": str(given)}
+    cut_after(5, path, **asked)
+    trained(310).save(str(given))
+    prepared(path, **asked)
+    prepared(path, **asked | {"out": tmp_path / "whole"})
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+# The machine fails
+
+
+def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+    try:
+        for size, workers in ((3000, 1), (3000, 2), (100_000, 1)):  # of a group, and of a shard
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            with pytest.raises(StorageError, match=r"the disk is full\. Make room there") as caught:
+                prepared(large[0], workers=workers, **asked)
+            assert caught.value.exit_code == 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    prepared(large[0], **asked)
+    assert contents(tmp_path / "out") == large[1]
+
+
+def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path, monkeypatch):
+    asked: dict[str, Any] = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+    monkeypatch.setattr(run, "GROUP_BYTES", 100_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(encode, "encode", lambda *given: os._exit(9))
+        with pytest.raises(RankLost, match="fewer --workers") as caught:
+            prepared(large[0], workers=2, **asked)
+        assert caught.value.exit_code == 4
+    prepared(large[0], **asked)
+    assert contents(tmp_path / "out") == large[1]
+
+
+def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tmp_path):
+    written(tmp_path / "file", b"")
+    with pytest.raises(StorageError) as caught:
+        prepared(*mixed, out=tmp_path / "file" / "out")
+    assert caught.value.exit_code == 4
+    with OutputFolder(tmp_path / "out").claimed():
+        assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
+
+
+def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)) + b"no\n")
+    said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
+    assert said[0] == said[1]
+    assert "line 101 is not JSON" in said[0]
+
+
+# Memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz", "csv"])
+def test_memory_does_not_grow_with_the_input(kind, tmp_path):
+    peaks: dict[str, float] = {}  # of the command's process, or one that it started
+    texts = documents(20000)  # 2 to 3 MB
+    for times in (8, 80):
+        path = tmp_path / f"{times}.{kind}"
+        content = " ".join(texts).encode() if kind == "txt" else lines(texts)
+        if kind == "parquet":
+            parquet(path, texts * times, len(texts))
+        elif kind == "csv":
+            words = "".join(f"{text.split(',')[0].split('(')[0]}\n" for text in texts)
+            written(path, b"text\n" + words.encode() * times * 6)
+        else:
+            written(path, pack(content, path.suffix) * times)
+        prepare(peaks, f"{times}", path, "--out", tmp_path / f"out-{times}", "--workers", 2)
+    assert peaks["80"] - peaks["8"] < 40, peaks
+
+
+def test_processes_that_tokenize_start_without_torch():
+    code = "import sys, fp8stack.data.prepare.pipeline; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,256 @@
+"""Attention that stays within documents: what it sees, and that nothing else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8stack.layers.kernels import attention
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import GPT
+from fp8stack.training.run import Switch
+from tests.model.test_gpt import MODERN, TINY, assert_close, backend_for, build, tokens
+from tests.support.backend_models import grad
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = ((5, 8, 3), (1, 14, 1), (16,))  # of the documents in each of three rows
+SHAPES = {"gpt2": {}, "llama": MODERN | {"kv_heads": 2}, "qwen3": MODERN | {"qk_norm": True}}
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def documents() -> Tensor:
+    return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])
+
+
+def alone(model: GPT, row: Tensor, start: int, length: int) -> Tensor:
+    """The logits of a document by itself, at the places that it has in its row."""
+    part = row[None, start : start + length]
+    if model.config.positions == "rope":  # which knows distances alone
+        return model(part)[0]
+    weight = model.position_embedding.weight
+    kept = weight.data.clone()
+    with torch.no_grad():
+        weight.copy_(kept.roll(-start, 0))
+        logits = model(part)[0]
+        weight.copy_(kept)
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_document_gives_the_same_logits_in_a_window_as_by_itself(shape):
+    model, rows = build(init_std=0.2, **shape).eval(), tokens()
+    with torch.no_grad():
+        together = model(rows, None, documents())
+        for row, lengths, logits in zip(rows, LENGTHS, together, strict=True):
+            start = 0
+            for length in lengths:
+                expected = alone(model, row, start, length)
+                assert_close(logits[start : start + length], expected, 1e-5)
+                start += length
+        assert (together[0] - model(rows)[0]).abs().max() > 0.1  # else nothing was masked
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "float32 attention", "delayed", "mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_document_does_not_move_the_logits_of_another_by_a_bit(shape, recipe):
+    if recipe == "float32 attention":
+        config = GPTConfig(**TINY | shape)
+        model = GPT(config, backend_for(config, "bf16", attention="fp32")).eval()
+        assert model.backend.attention_dtype == torch.float32
+    else:
+        model = build(recipe, **shape).eval()
+    one, other = tokens(), tokens()
+    other[0, :5] = (other[0, :5] + 7) % 61
+    with torch.no_grad():
+        before, after = model(one, None, documents()), model(other, None, documents())
+        assert torch.equal(before[0, 5:], after[0, 5:])
+        assert not torch.equal(before[0, :5], after[0, :5])
+        assert not torch.equal(model(one)[0, 5:], model(other)[0, 5:])  # else nothing was hidden
+
+
+def test_without_documents_or_with_a_single_one_attention_is_plain_and_causal(monkeypatch):
+    model = build(init_std=0.2).eval()
+    whole = torch.zeros(3, 16, dtype=torch.int64)
+    with torch.no_grad():
+        assert_close(model(tokens(), None, whole), model(tokens()), 1e-6)
+    seen = []
+    real = F.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    build()(tokens(), tokens(seed=2))
+    assert seen == [(None, True)] * 2
+
+
+def trained(model: GPT) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = model(tokens(), tokens(seed=2), documents())
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_blocks_that_run_again_give_the_same_to_the_bit(recipe, dropout):
+    found = []
+    for mode in ("none", "selective", "block"):
+        model = build(recipe, dropout=dropout)
+        model.recompute = mode
+        found.append(trained(model))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_selective_does_not_run_masked_attention_again(mode):
+    calls: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = build()
+    model.recompute = mode
+    with Listen():
+        loss = model(tokens(), tokens(seed=2), documents())
+    assert calls.count(FLASH) == 2
+    calls.clear()
+    with Listen():
+        loss.backward()
+    assert calls.count(FLASH) == (0 if mode == "selective" else 2)
+
+
+def test_all_blocks_share_one_mask():
+    saved = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (3, 1, 16, 16):
+            saved.add((tensor.data_ptr(), tensor.dtype))
+        return tensor
+
+    model = build(layers=3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        model(tokens(), tokens(seed=2), documents())
+    assert {dtype for _, dtype in saved} == {torch.float32}
+    assert len(saved) == 1
+
+
+# On a GPU
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    """Attention goes the ways of a GPU. Flex attention has no kernel for CPUs: torch computes the
+    same by parts, gradients too if it is not kept from it."""
+    real = attention.kernels_for_masks
+    monkeypatch.setattr(attention, "kernels_for_masks", lambda device: real(torch.device("cuda")))
+    monkeypatch.setattr(attention, "skips_blocks", lambda device: True)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+WIDE = {"width": 64, "heads": 4}  # heads of 16, the narrowest that flex attention takes
+
+
+class Graphs(list):
+    """The graphs that a model's blocks are compiled to, and run by aot_eager."""
+
+    def compile(self, model: GPT) -> None:
+        torch._dynamo.reset()
+        model.compile_blocks(self._add)
+
+    def _add(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.append(graph)
+        return aot_eager(graph, inputs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "compiled"),
+    [*((shape, True, False) for shape in SHAPES.values()), (SHAPES["qwen3"], True, True),
+     ({}, False, True)],
+    ids=[*SHAPES, "qwen3 compiled", "gpt2 compiled by a dense mask"],
+)  # fmt: skip
+def test_blocks_of_scores_and_compiled_code_give_the_dense_masks_losses_and_gradients(
+    shape, gpu, compiled, monkeypatch, request
+):
+    if gpu:
+        request.getfixturevalue("as_on_a_gpu")
+    shape = shape | WIDE | {"init_std": 0.2}
+    dense, sparse, graphs = build(**shape), build(**shape), Graphs()
+    if compiled:
+        graphs.compile(sparse)
+    for step in range(2):
+        given = tokens(seed=step), tokens(seed=step + 1), documents().roll(step, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "skips_blocks", lambda device: False)
+            expected = dense(*given)
+        found = sparse(*given)
+        assert_close(found, expected, 1e-5)
+        expected.backward()
+        found.backward()
+        for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+            assert_close(grad(one), grad(other), 1e-4)
+    # A block, for all of them, and the loss: other documents compile nothing anew.
+    assert len(graphs) == (2 if compiled else 0)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "blocks"),
+    [({}, True), ({"dropout": 0.1}, False), ({"heads": 8}, False), ("selective", False)],
+    ids=str,
+)
+def test_scores_are_skipped_where_flex_attention_serves(change, blocks):
+    selective = change == "selective"
+    model = build(**WIDE | ({} if selective else change))
+    model.recompute = "selective" if selective else "none"
+    mask = model._mask(16, documents(), None, torch.device("cpu"))
+    assert isinstance(mask, flex_attention.BlockMask) == blocks
+    model(tokens(), tokens(seed=2), documents()).backward()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_cudnn_gets_no_mask(compiled, monkeypatch):
+    monkeypatch.setattr(attention, "skips_blocks", lambda device: False)
+    asked, real = [], F.scaled_dot_product_attention
+
+    def listen(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+
+    class Run(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(listen if target is real else target, args, kwargs)
+
+    model = build()
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_blocks(lambda graph, inputs: Run(graph).run)
+    else:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", listen)
+    for given in ((tokens(), tokens(), documents()), (tokens(), tokens())):
+        with torch.no_grad():
+            model(*given)
+    assert asked == [False, False, True, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_switch_between_variants_passes_documents_on():
+    model = build()
+    loss = Switch([model])(tokens(), tokens(seed=2), documents())
+    assert torch.equal(loss, model(tokens(), tokens(seed=2), documents()))
+    assert not torch.equal(loss, model(tokens(), tokens(seed=2)))

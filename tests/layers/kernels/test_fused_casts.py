@@ -1,0 +1,352 @@
+"""Casts of what an activation or its backward pass gives: the operators on a CPU, and their kernel
+in Triton's interpreter against numpy, and its code. See `tests/support/triton_code.py` for how."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fp8stack.analysis.conform.oracles import quantize
+from fp8stack.analysis.conform.quantizers import compare_copies, gemm_operand
+from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
+from fp8stack.layers.kernels import fused_casts
+from fp8stack.layers.kernels.activations import ACTIVATIONS
+from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
+from tests.support.triton_code import launched_on_a_cpu, ptx_of, spilled_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE = 3.7
+Range = tuple[np.ndarray, np.ndarray]
+"""The least and the largest value that are right."""
+
+
+def product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> Product:
+    """One of values of all signs, with a NaN, infinities and zeros, whose amax is at the end."""
+    generator = torch.Generator().manual_seed(len(name) + shape[0])
+    rows, columns = shape
+    x = torch.randn(rows, columns * (2 if name == "swiglu" else 1), generator=generator) * 4
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-6, 60.0, -60.0])
+    row = x[rows // 2]
+    row[: min(8, len(row) // 2)] = special[: min(8, len(row) // 2)]
+    dy = torch.randn(shape, generator=generator)
+    x[-1, -1], dy[-1, -1] = 9.0, 50.0
+    return Product(name, x.to(dtype), dy.to(dtype) if backward else None)
+
+
+def moved(one: Product, device: str) -> Product:
+    return one._replace(x=one.x.to(device), dy=None if one.dy is None else one.dy.to(device))
+
+
+def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """float64 or float32 values as `dtype` has them."""
+    with np.errstate(all="ignore"):
+        return to_numpy(torch.from_numpy(x.astype(np.float32)).to(dtype))
+
+
+def expected(one: Product) -> Range:
+    """In float64, with what eager code rounds rounded, and 2^-20 of the largest term as the error
+    of exp, erf and divisions. Casts and ReLU^2 have no such error."""
+    dtype, name = one.x.dtype, one.name
+    x = to_numpy(one.x).astype(np.float64)
+    dy = None if one.dy is None else to_numpy(one.dy).astype(np.float64)
+    with np.errstate(all="ignore"):
+        if name == "cast":
+            found = x.astype(np.float32)
+            return found, found
+        if name == "relu2":
+            held = np.where(x <= 0, 0, x)
+            found = held * held if dy is None else np.where(x <= 0, 0, dy * 2 * held)
+            return (rounded(found, dtype),) * 2
+        if name == "swiglu":
+            return swiglu(x, dy, dtype)
+        near = x * _SHARES[name](x) if dy is None else dy * _SLOPES[name](x)
+        error = 2.0**-20 * np.abs(x if dy is None else dy)
+        error = np.where(np.isfinite(error), error, 0)
+        return rounded(near - error, dtype), rounded(near + error, dtype)
+
+
+def swiglu(x: np.ndarray, dy: np.ndarray | None, dtype: torch.dtype) -> Range:
+    gate, value = np.split(x, 2, axis=1)
+    share = 1 / (1 + np.exp(-gate))
+    error = np.where(np.isfinite(gate), 2.0**-20 * np.abs(gate), 0)
+    ends = [rounded(gate / (1 + np.exp(-gate)) + side * error, dtype) for side in (-1, 1)]
+    products = [rounded(end * (value if dy is None else dy), dtype) for end in ends]
+    first = np.minimum(*products), np.maximum(*products)
+    if dy is None:
+        return first
+    upper = rounded(dy * value, dtype).astype(np.float64)
+    error = np.where(np.isfinite(upper), 2.0**-20 * np.abs(upper), 0)
+    near = upper * share * (1 + gate * (1 - share))
+    of_gate = [rounded(near + side * error, dtype) for side in (-1, 1)]
+    low, high = (np.concatenate(pair, axis=1) for pair in zip(of_gate, first, strict=True))
+    return low, high
+
+
+def _pdf(x: np.ndarray) -> np.ndarray:
+    return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _cdf(x: np.ndarray) -> np.ndarray:
+    return (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def _tanh_share(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _tanh_slope(x: np.ndarray) -> np.ndarray:
+    share = _tanh_share(x)
+    inner = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return share + x * share * (1 - share) * inner
+
+
+_SHARES = {"gelu": _cdf, "gelu_tanh": _tanh_share}
+_SLOPES = {"gelu": lambda x: _cdf(x) + x * _pdf(x), "gelu_tanh": _tanh_slope}
+
+
+def exact_gates(shape: tuple[int, int]) -> Product:
+    """A backward pass of SwiGLU whose sigmoids are 0, 1/2 or 1, so that its result is exact."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape[0], 2 * shape[1], generator=generator)
+    gates = torch.tensor([0.0, 100.0, -200.0])
+    x[:, : shape[1]] = gates[torch.randint(3, shape, generator=generator)]
+    dy = torch.randn(shape, generator=generator) * 10.0 ** torch.linspace(-9, 9, shape[0])[:, None]
+    dy[0, 0] = math.nan
+    return Product("swiglu", x.bfloat16(), dy.bfloat16())
+
+
+def differences(names: tuple[str, ...], device: str = "cpu") -> list[str]:
+    """Where what is made is not numpy's."""
+    wrong: list[str] = []
+    shapes = ((1, 16), (7, 5), (129, 65), (144, 80))
+    for name, backward in itertools.product(names, (False, True)):
+        if name == "cast" and backward:
+            continue
+        for place, shape in enumerate(shapes):
+            dtype = DTYPES[place % 3] if place else torch.bfloat16
+            for format in ("e4m3", "e5m2")[place % 2 :]:
+                one = product(name, shape, dtype, backward)
+                wrong += of_one(one, moved(one, device), format)
+    return wrong + of_blocks(device)
+
+
+def of_one(one: Product, given: Product, format: Any) -> list[str]:
+    told = f"{one.name} {tuple(one.shape)} {one.x.dtype} {one.dy is not None} {format}: "
+    scale = torch.tensor([1.0, SCALE], device=given.x.device)[1]
+    made = cast_product(given, scale, format, across=True, record=True, sums=True)
+    alone = cast_product(given, scale, format, across=False, record=False, sums=False)
+    low, high = expected(one)
+    data, transposed = codes(made.data.cpu()), codes(made.transposed.cpu())
+    sizes = [np.max(np.abs(end), where=~np.isnan(end), initial=0) for end in (low, high)]
+    found = {"amax": made.amax.item(), "amax alone": product_amax(given).item()}
+    with np.errstate(all="ignore"):
+        bounds = [decoded(format)[fp8_codes(end, SCALE, format)] for end in (low, high)]
+        sums, error = made.sums.cpu().numpy(), 2.0**-20 * np.abs(high).sum(0)
+        near = low.astype(np.float64).sum(0) - error <= sums
+        near &= sums <= high.astype(np.float64).sum(0) + error
+        special = ~np.isfinite(low + high).all(0)
+    values = decoded(format)[data]
+    same = {
+        "data": (bounds[0] <= values) & (values <= bounds[1]) | np.isnan(values),
+        "NaN": np.isnan(values) == np.isnan(low),
+        "transpose": transposed == data.T,
+        "alone": codes(alone.data.cpu()) == data,
+        "sums": near | special,
+        **{key: min(sizes) <= value <= max(sizes) for key, value in found.items()},
+    }
+    if one.name in ("cast", "relu2"):
+        same["bytes"] = data == fp8_codes(low, SCALE, format)
+    if [alone.transposed, alone.amax, alone.sums] != [None] * 3:
+        same["what is not wanted"] = False
+    return [told + key for key, right in same.items() if not np.all(right)]
+
+
+def of_blocks(device: str) -> list[str]:
+    """Where blocks are not numpy's, to the bit: of values, and of an exact backward pass."""
+    wrong = []
+    generator = torch.Generator().manual_seed(2)
+    for shape, dtype in (((256, 128), torch.bfloat16), ((130, 200), torch.float16)):
+        x = torch.randn(shape, generator=generator) * 10.0 ** torch.linspace(-4, 4, shape[1])
+        x[1, 2], x[3], x[5, 7] = math.nan, 0, math.inf
+        wrong += of_one_blocks(Product("cast", x.to(dtype)), Quantizer(block=(1, 128)), device)
+    quantizer = Quantizer(block=(1, 128), scale="power_of_two")
+    tiny = Product("cast", torch.full((128, 128), 1e-38))
+    wrong += of_one_blocks(tiny, quantizer, device)
+    wrong += of_one_blocks(exact_gates((128, 256)), quantizer, device)
+    wrong += of_one_blocks(product("relu2", (128, 128), DTYPES[0], True), quantizer, device)
+    return wrong + of_mx(device)
+
+
+def of_mx(device: str) -> list[str]:
+    """The same of blocks with E8M0 scales, of sizes that tiles are cut through."""
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.randn((256, 128), generator=generator)
+    wide *= 10.0 ** torch.linspace(-38, 38, 128)  # scales of all sizes
+    wide[1, 2], wide[3], wide[5, 7] = math.nan, 0, math.inf
+    narrow = wide[:96, :96].bfloat16()
+    narrow[narrow.abs() < 2.0**-126] = 0  # Triton's interpreter widens subnormals wrongly
+    products = [Product("cast", wide), Product("cast", narrow)]
+    products += [exact_gates((128, 256)), exact_gates((160, 96))]
+    products.append(product("relu2", (64, 160), DTYPES[0], True))
+    products += products[:2]
+    rules: list[ScaleRounding] = ["rceil", "floor", "rceil", "rceil", "even", "floor", "even"]
+    formats: list[FormatName] = ["e4m3", "e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e4m3"]
+    wrong = []
+    for one, rounding, format in zip(products, rules, formats, strict=True):
+        quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0", scale_rounding=rounding)
+        wrong += of_one_blocks(one, quantizer, device)
+    return wrong
+
+
+def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
+    made = cast_blocks(moved(one, device), quantizer, across=True, sums=True)
+    values, limit = expected_exactly(one), float(torch.finfo(one.x.dtype).max)
+    known = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
+    copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
+    told = f"blocks of {one.name} {tuple(one.shape)}: "
+    facts = compare_copies(copies, known, quantizer, gemm_operand)
+    wrong = [told + line for line in facts.get("first", [])]
+    return wrong + [told + "layout" for _, inverse in copies if not inverse.t().is_contiguous()]
+
+
+def expected_exactly(one: Product) -> np.ndarray:
+    """`expected`, of an `exact_gates` too."""
+    if one.name != "swiglu" or one.dy is None:
+        return expected(one)[0]
+    gate, value = np.split(to_numpy(one.x), 2, axis=1)
+    share = np.where(gate > 0, 1, np.where(gate < 0, 0, 0.5)).astype(np.float32)
+    dy = to_numpy(one.dy)
+    of_gate = rounded(dy * value, one.x.dtype) * (share * (1 + gate * (1 - share)))
+    made = np.concatenate([of_gate, dy * np.where(gate > 0, gate, gate * 0)], axis=1)
+    return rounded(made, one.x.dtype)
+
+
+# On a CPU
+
+
+def test_activations_gradients_are_autograds_to_the_bit():
+    for name, dtype in itertools.product(ACTIVATIONS, DTYPES):
+        one = product(name, (17, 40), dtype, True)
+        x = one.x.clone().requires_grad_()
+        (known,) = torch.autograd.grad(ACTIVATIONS[name](x), x, one.dy)
+        torch.testing.assert_close(one.values(), known, rtol=0, atol=0, equal_nan=True)
+
+
+def test_operators_without_a_kernel_cast_what_torch_computes():
+    assert differences(("cast", "relu2", "swiglu")) == []
+
+
+@pytest.mark.parametrize("name", ["cast", "swiglu", "gelu"])
+def test_the_operators_are_as_torch_wants_them(name):
+    one = product(name, (33, 32), torch.bfloat16, name != "cast")
+    scale, operators = torch.tensor(SCALE), torch.ops.fp8stack
+    torch.library.opcheck(operators.product_amax.default, tuple(one))
+    for wanted in itertools.product((False, True), repeat=3):
+        given = (*one, scale, "e4m3", *wanted)
+        torch.library.opcheck(operators.cast_product.default, given, test_utils="test_faketensor")
+        for kind in ("float32", "rceil"):
+            blocks = (*one, "e4m3", 0.0, kind, *wanted[1:])
+            operator = operators.cast_product_blocks.default
+            torch.library.opcheck(operator, blocks, test_utils="test_faketensor")
+
+
+def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
+    monkeypatch.setattr(fused_casts, "has_kernel", lambda device: True)
+    with FakeTensorMode():
+        x, dy, scale = torch.empty(256, 384), torch.empty(256, 192), torch.empty(())
+        operators = torch.ops.fp8stack
+        made = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
+        assert [part.shape for part in made] == [(256, 384), (384, 256), (4,), (2, 384)]
+        for kind, scales in (("float32", [(3, 256), (2, 384)]), ("rceil", [(3072,), (3072,)])):
+            made = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, kind, True, True)
+            assert [part.shape for part in made] == [(256, 384), (384, 256), *scales, (2, 384)]
+        assert operators.product_amax("swiglu", x, None).shape == (4,)
+        for rows, columns, tiles in ((1, 1, 1), (128, 128, 1), (129, 130, 4), (0, 9, 1)):
+            x = torch.empty(rows, columns)
+            made = operators.cast_product("cast", x, None, scale, "e4m3", True, True, False)
+            shapes = [(rows, columns), (columns, rows), (tiles,), (0,)]
+            assert [part.shape for part in made] == shapes
+
+
+# The kernel
+
+
+@launched_on_a_cpu()
+def interpreted_differences() -> list[str]:
+    """`differences` of the kernel itself, where Triton interprets it."""
+    return differences(("cast", *ACTIVATIONS))
+
+
+# Each form on one GPU, and one form on each.
+CODES = [
+    pytest.param(
+        *(capability, name, backward, scaled, format),
+        marks=[] if capability == 90 or (backward and scaled == "given") else pytest.mark.slow,
+    )
+    for capability in (89, 90, 100, 120)
+    for name, backward, scaled, format in (
+        *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "rows", "e4m3")),
+        *(("gelu", False, "given", "e4m3"), ("cast", False, "given", "e5m2")),
+        *(("swiglu", True, "mx", "e4m3"), ("cast", False, "mx", "e4m3")),
+    )
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("capability", "name", "backward", "scaled", "format"), CODES)
+def test_a_gpus_code_stores_16_bytes_in_both_directions(
+    capability, name, backward, scaled, format, tmp_path, monkeypatch
+):
+    from fp8stack.layers.kernels import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.empty(256, 256, dtype=torch.bfloat16)
+    made = Product(name, x, x if backward else None)
+    quantizer = Quantizer(format=format)
+    if scaled == "mx":
+        quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0")
+    record, exact = scaled == "given", capability != 89
+    how = fused_casts.product_variant(made, quantizer, scaled, exact, sums=backward, record=record)
+    types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
+    types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
+    if scaled == "mx":
+        types |= dict.fromkeys(("inverse", "inverse_across"), "*u8")
+    types |= {"rows": "i32", "width": "i32"}
+    text = ptx_of(
+        triton_kernels.cast_product, types, {"HOW": how}, capability, **fused_casts.LAUNCH
+    )
+    sides = 2 if backward else 1
+    # 32 bytes to a thread and direction; sums and scales of each side, or one amax of both.
+    others = {
+        "given": {"st.global.b32": 1 + (sides if backward else 0)},
+        "rows": {"st.global.b32": 3 * sides},
+        "mx": {"st.global.b8": 2 * sides} | ({"st.global.b32": sides} if backward else {}),
+    }
+    stores = Counter(re.findall(r"st\.global\S*", text))
+    assert stores == {"st.global.v4.b32": 4 * sides, **others[scaled]}
+    if scaled != "mx":  # with a scale for each 32 elements it takes a few registers too many
+        assert spilled_bytes(text, capability, tmp_path) <= 64
+    loads = Counter(re.findall(r"ld\.global\S*", text))
+    assert set(loads) <= {"ld.global.v4.b32", "ld.global.b32"}
+    if name != "gelu":  # whose erf does both
+        assert "fma." not in text
+        assert ".ftz" not in text
+    if capability != 89:
+        assert f"cvt.rn.satfinite.{format}x2.f32" in text
+        assert ".f16x2" not in text  # rounds no second time
+        assert ("cvt.rn.bf16" in text) == (name != "cast")  # and what eager code rounds, once
+    if scaled == "rows":
+        assert "div.rn.f32" in text

@@ -1,0 +1,29 @@
+"""Kernels in Triton's interpreter, in one process for all, which takes seconds to start: what each
+test module finds to differ from numpy, or from computing layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.triton_code import interpreted
+
+pytest.importorskip("triton")
+
+WORK = (
+    "tests.layers.kernels.test_variants:interpreted_differences",
+    "tests.layers.kernels.test_fused_casts:interpreted_differences",
+    "tests.layers.kernels.test_nvfp4:interpreted_differences",
+    "tests.layers.kernels.test_weight_casts:few_differences",
+    "tests.layers.test_kept_weights:few_differences",
+    "tests.analysis.conform.test_checks:interpreted_weights",
+)
+ALL = (
+    "tests.analysis.conform.test_checks:interpreted_copies",
+    "tests.layers.kernels.test_weight_casts:differences",
+    "tests.layers.test_kept_weights:interpreted_differences",
+)
+
+
+@pytest.mark.parametrize("work", [WORK, pytest.param(ALL, marks=pytest.mark.slow)])
+def test_the_interpreted_kernels_differ_in_nothing(work):
+    assert interpreted(*work) == {one: [] for one in work}

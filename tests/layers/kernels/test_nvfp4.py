@@ -1,0 +1,203 @@
+"""Both NVFP4 copies of a matrix: the operators on a CPU, and their kernels in Triton's interpreter,
+against `numerics.quantize`, whose bytes are held to independent oracles in `tests/numerics`."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack import numerics
+from fp8stack.analysis.conform.scale_layouts import tiles
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.kernels import nvfp4
+from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
+from fp8stack.numerics import RandomBits
+from tests.support.triton_code import launched_on_a_cpu, launched_ptx, ptx_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+ROWS = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
+WAYS = {  # the second copy of each
+    "plain": ROWS,
+    "squares": replace(ROWS, block=(16, 16)),
+    "hadamard": replace(ROWS, hadamard=16),
+    "drawn": replace(ROWS, rounding="stochastic"),
+    "drawn hadamard": replace(ROWS, rounding="stochastic", hadamard=16),
+}
+SHAPES = ((16, 160), (144, 32), (272, 48))
+
+
+def inputs() -> Iterator[tuple[str, torch.Tensor]]:
+    """Shapes in each dtype; ties, specials, outliers, zeros, and what overflows a scale."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, dtype in zip(
+        SHAPES, itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
+    ):
+        yield f"{shape} of {dtype}", torch.randn(shape, generator=generator).to(dtype)
+    x = torch.randn(32, 48, generator=generator)
+    halves = torch.arange(-16, 16).repeat_interleave(2)[:48] / 4
+    yield "ties", (halves * torch.ones(32, 1)).bfloat16()
+    yield "small", x * 1e-38
+    yield "large", x.sign() * 3e38
+    yield "zero", torch.zeros(32, 32)
+    yield "minus zero", -torch.zeros(32, 32)
+    x[3, 5], x[20, 7], x[21, 40] = math.nan, math.inf, -math.inf
+    yield "NaN", x
+    yield "infinite", x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    outliers = torch.randn(32, 32, generator=generator)
+    outliers[:, 3] *= 1e4
+    yield "outliers", outliers.bfloat16()
+
+
+def bits(device: str = "cpu") -> tuple[RandomBits, RandomBits]:
+    count = torch.tensor(2**33 + 5, device=device)
+    return RandomBits(7, 6, count, first_row=40), RandomBits(7, 7, count, first_row=40)
+
+
+def expected(x: torch.Tensor, quantizer: Quantizer, across: bool, drawn: RandomBits) -> list[Any]:
+    """The codes of each line of a copy, the scales of its blocks in tiles, the upper scale."""
+    made = numerics.quantize(x, quantizer, 0 if across else 1, drawn)
+    data, scales = made.data, made.scales.view(torch.uint8)
+    if across:
+        data, scales = data.t(), scales.t()
+    assert quantizer.blocks is not None
+    upper = torch.where(made.has_nan, torch.nan, made.amax * torch.tensor(1 / 2688))
+    return [data, tiles(scales.repeat_interleave(quantizer.blocks[0], 0)), upper]
+
+
+def differences(device: str = "cpu") -> list[str]:
+    """Where the copies are not those of `quantize`, the first one made with the second or alone."""
+    wrong = []
+    for (name, x), (way, across) in itertools.product(inputs(), WAYS.items()):
+        if " of " not in name and way not in ("squares", "drawn hadamard"):
+            continue
+        along = replace(across, hadamard=0)
+        drawn = bits(device) if along.stochastic else (None, None)
+        found = {"along": (along, False), "across": (across, True)}
+        made = dict(zip(found, cast_nvfp4(x.to(device), along, across, drawn), strict=True))
+        if way == "squares":
+            found["alone"] = along, False
+            made["alone"], none = cast_nvfp4(x.to(device), along, None)
+            assert none is None
+        for copy, (quantizer, turned) in found.items():
+            one = made[copy]
+            assert one is not None
+            assert one.whole is not None
+            packed = one.inv_scale.view(torch.uint8).flatten()
+            wanted = expected(x, quantizer, turned, bits()[turned])
+            for what, ours, theirs in zip(
+                ("data", "scales", "upper"), (one.data, packed, one.whole), wanted, strict=True
+            ):
+                if not torch.equal(ours.cpu().nan_to_num(-1.0), theirs.nan_to_num(-1.0)):
+                    wrong.append(f"{name}, {way}, {copy}: {what}")
+    return wrong
+
+
+def interpreted_differences() -> list[str]:
+    """`differences` of the kernels themselves, where Triton interprets them."""
+    with launched_on_a_cpu():
+        return differences()
+
+
+def test_both_copies_are_those_of_quantize_to_the_bit():
+    assert differences() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_operators_are_as_torch_wants_them(way):
+    x, across = torch.randn(32, 48).bfloat16(), WAYS[way]
+    torch.library.opcheck(torch.ops.fp8stack.nvfp4_amaxes.default, (x, across.hadamard))
+    amaxes = torch.ops.fp8stack.nvfp4_amaxes(x, across.hadamard)
+    drawn = (torch.tensor(3), torch.tensor([6, 7])) if across.stochastic else (None, None)
+    height = 16 if way == "squares" else 1
+    for both in (True, False):
+        given = (x, amaxes, height, across.hadamard, both, *drawn, 7, 0)
+        torch.library.opcheck(torch.ops.fp8stack.cast_nvfp4.default, given)
+
+
+@needs_triton
+@pytest.mark.parametrize(("capability", "stochastic"), [(100, True), (120, False)])
+def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    sizes = dict.fromkeys(("rows", "columns"), "i32")
+    how = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
+    text = ptx_of(
+        triton_nvfp4.find_amaxes,
+        {"x": "*bf16", "figures": "*fp32"} | sizes,
+        {"HOW": how},
+        capability,
+        **nvfp4.LAUNCH,
+    )
+    assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
+    copies = ("data", "scales", "transposed", "scales_across")
+    text = ptx_of(
+        triton_nvfp4.cast,
+        {"x": "*bf16", "amaxes": "*fp32"}
+        | dict.fromkeys(copies, "*u8")
+        | {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
+        | sizes
+        | {"half_rows": "i32", "half_columns": "i32"},
+        {"HOW": how},
+        capability,
+        **nvfp4.LAUNCH,
+    )
+    assert re.findall(r"ld\.global\.v4\S*", text) == ["ld.global.v4.b32"] * 4
+    stores = Counter(re.findall(r"st\.global\S*", text))
+    assert stores == {"st.global.v4.b32": 2, "st.global.b16": 2}  # of data, and of scales
+
+
+@needs_triton
+@pytest.mark.parametrize(("seed", "first_row"), [(0, 0), (1, 0), (0, 1), (2**32 - 1, 16)])
+def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, monkeypatch):
+    """Triton makes a constant of an argument that is 1."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
+    tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
+    numbers = seed, first_row, 256, 128, 128, 64
+    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    assert "mul.hi.u32" in launched_ptx(triton_nvfp4.cast, *tensors, *numbers, **options)
+
+
+@needs_triton
+@pytest.mark.parametrize("file", ["triton_kernels.py", "triton_nvfp4.py"])
+def test_triton_3_6_compiles_the_shapes_that_follow_from_what_a_kernel_is_compiled_for(file):
+    """Its own functions in Triton's language, such as zeros, take no fields of `HOW` in a list."""
+    import triton.language as tl
+    from triton.runtime import JITFunction
+
+    wrong = []
+    for call in ast.walk(ast.parse(Path(nvfp4.__file__).with_name(file).read_text())):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            called = getattr(tl, call.func.attr, None)
+            lists = [one for one in call.args if isinstance(one, ast.List | ast.Tuple)]
+            if isinstance(called, JITFunction) and "HOW." in "".join(map(ast.unparse, lists)):
+                wrong.append(ast.unparse(call))
+    assert wrong == []
+
+
+@needs_triton
+def test_squares_compile(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=False, exact=True, height=16)
+    tensors = torch.float32, torch.float32, *[torch.uint8] * 4, torch.float32, torch.float32
+    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    text = launched_ptx(triton_nvfp4.cast, *tensors, 0, 0, 256, 128, 128, 64, **options)
+    assert "st.global" in text

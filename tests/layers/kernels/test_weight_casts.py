@@ -1,0 +1,205 @@
+"""The copies of many weights: their kernel in Triton's interpreter against numpy, and its code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.analysis.conform.oracles import QuantizedMatrix, amax, quantize
+from fp8stack.analysis.conform.quantizers import compare_copies, gemm_operand, quantized
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.kernels import weight_casts as weights
+from fp8stack.layers.kernels.scaled_gemm import Scaled
+from fp8stack.layers.kernels.weight_casts import KeptWeights
+from tests.layers.kernels.test_variants import SCALES, inputs
+from tests.support.oracles import to_numpy
+from tests.support.triton_code import ptx_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+FLOATS = (torch.float32, torch.bfloat16)
+FORMATS: tuple[Any, ...] = ("e4m3", "e5m2")
+CURRENT: list[dict[str, Any]] = [{}, {"scale": "power_of_two"}, {"eps": 1e3}]
+BLOCKS: list[dict[str, Any]] = [{"scale": "power_of_two"}, {}]
+MX: dict[str, Any] = {"block": (1, 32), "scale": "e8m0"}
+ROUNDINGS: tuple[Any, ...] = ("rceil", "even", "floor")
+
+
+def matrices(dtype: torch.dtype, every: bool = False) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Those of the cast of one matrix, of a dtype, that are not empty; with each, which of the
+    scales are tried."""
+    found = [(x, tried) for _, x, tried in inputs(few=not every) if x.dtype == dtype and x.numel()]
+    if dtype == torch.bfloat16:  # see test_kernels
+        least = torch.finfo(dtype).smallest_normal
+        found = [(x.where(x.abs() >= least, 0.0), tried) for x, tried in found]
+    return found
+
+
+def aligned() -> list[Tensor]:
+    """Of sizes that a model has, of magnitudes far apart."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(size, generator=generator) for size in ((128, 128), (384, 256))]
+    return [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in made]
+
+
+def differences(device: str = "cpu", every: bool = True) -> list[str]:
+    """Where the copies are not numpy's; `every` dtype in every format, or each in one."""
+    wrong: list[str] = []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for place, (dtype, name) in enumerate(itertools.product(dtypes, FORMATS)):
+        if every or place in (0, 3, 4):
+            wrong += of_given_scales(matrices(dtype, every), name, device)
+    wrong += of_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
+    singles = [x for x, _ in matrices(torch.float32)]
+    halves = [x for x, _ in matrices(torch.float16)]
+    rules = [(singles, Quantizer(**options)) for options in CURRENT]
+    rules.append((halves, Quantizer(format="e5m2")))
+    rules += [
+        (tensors, Quantizer(block=(128, 128), **options))
+        for options, tensors in zip(BLOCKS, (singles, halves), strict=True)
+    ]
+    rules += [(aligned(), Quantizer()), (aligned(), Quantizer(block=(128, 128)))]
+    # Values between two of float32's, of which the nearer one is cast.
+    rules.append(([x.double() * (1 + 2.0**-26) for x in aligned()], Quantizer()))
+    rules += [
+        (tensors, Quantizer(**MX, scale_rounding=rounding))
+        for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True)
+    ]
+    for tensors, quantizer in rules:
+        wrong += of_own_scales(tensors, quantizer, device)
+    return wrong
+
+
+def of_given_scales(
+    found: list[tuple[Tensor, tuple[int, ...]]], name: Any, device: str
+) -> list[str]:
+    """Where bytes, transposes, inverse scales or amaxes are not numpy's, by scales in any order, of
+    which some serve several."""
+    cases = [(x, place) for x, tried in found for place in reversed(tried)]
+    given = [x.to(device) for x, _ in cases]
+    quantizer = Quantizer(format=name)
+    kept = KeptWeights(given, quantizer, [place for _, place in cases])
+    scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
+    memory[2, 0] = math.inf
+    before, wrong = memory.clone(), []
+    if found[0][0].dtype == torch.bfloat16:  # what records is the same for all
+        kept.cast(scales)
+        wrong = [] if torch.equal(memory, before) else ["amaxes that were not wanted"]
+    kept.cast(scales, memory[:, 0])
+    largest = before[:, 0].cpu().numpy()
+    for (x, place), copies in zip(cases, kept.copies, strict=True):
+        values = to_numpy(x)
+        largest[place] = max(largest[place], amax(values).item())
+        known = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
+        told = f"{x.shape} {x.dtype} {name} {place}"
+        wrong += compared(told, copies, known, quantizer)
+    before[:, 0] = torch.tensor(largest)
+    return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
+
+
+def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
+    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
+    kept.cast()
+    kept.cast()  # of the first time nothing is left, such as amaxes
+    for x, copies in zip(found, kept.copies, strict=True):
+        known = [quantized(x, quantizer, dim) for dim in (1, 0)]
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, quantizer)
+    return wrong
+
+
+def compared(
+    told: str, copies: tuple[Scaled, Scaled], known: list[QuantizedMatrix], quantizer: Quantizer
+) -> list[str]:
+    """What of a weight's copies is not as the reference has it."""
+    facts = compare_copies([copy[:2] for copy in copies], known, quantizer, gemm_operand)
+    wrong = [f"{told}: {line}" for line in facts.get("first", [])]
+    return wrong + [f"{told}: layout" for copy in copies if not copy.data.is_contiguous()]
+
+
+def few_differences() -> list[str]:
+    return differences(every=False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The constants of each launch, which is not made."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        weights,
+        "launch_weights",
+        lambda tiles, operands, how, options: found.append({"HOW": how} | options),
+    )
+    return found
+
+
+# Each form on one GPU, and one form on each.
+CODES = [
+    pytest.param(
+        *(capability, dtype, options),
+        marks=[]
+        if capability == 90 or (dtype, options) == (torch.float32, {})
+        else pytest.mark.slow,
+    )
+    for capability in (89, 90, 100, 120)
+    for dtype in FLOATS
+    for options in ({}, {"block": (128, 128)}, MX)
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("capability", "dtype", "options"), CODES)
+def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
+    capability, dtype, options, tmp_path, monkeypatch, launched
+) -> None:
+    from fp8stack.layers.kernels import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = [torch.zeros(256, 384, dtype=dtype)]
+    kept = KeptWeights(made, Quantizer(**options))
+    kept.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
+    constants = launched[0]
+    constants["HOW"] = replace(constants["HOW"], exact=capability != 89)
+    types = {"table": "*i64", "owners": "*i32", "scales": "*fp32", "amaxes": "*fp32"}
+    chosen = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+    text = ptx_of(triton_kernels.cast_weights, types, constants, capability, **chosen)
+    stores = Counter(re.findall(r"st\.global\S*", text))
+    # Bytes and transposes, 64 to a thread, 32 where scales are packed; one inverse scale, or for
+    # blocks two.
+    if options == MX:
+        assert stores == {"st.global.v4.b32": 4, "st.global.b8": 2}
+    else:
+        assert stores == {"st.global.v4.b32": 8, "st.global.b32": 2 if options else 1}
+        assert "div.rn.f32" in text
+    assert "div.full.f32" not in text
+    assert "fma." not in text  # rounds the product
+    assert ".ftz" not in text  # keeps subnormals
+    if capability != 89:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text
+        assert ".f16x2" not in text  # rounds no second time
+
+
+def made(launched: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    return [(one["HOW"].scales, one["HOW"].record) for one in launched]
+
+
+def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_two(launched) -> None:
+    tensors = [torch.ones(32, 48), torch.ones(16, 16)]
+    KeptWeights(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
+    assert made(launched) == [("given", True)]
+    launched.clear()
+    KeptWeights(tensors, Quantizer()).cast()
+    assert made(launched) == [("none", True), ("current", False)]
+    launched.clear()
+    KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
+    KeptWeights(tensors, Quantizer(**MX)).cast()
+    assert made(launched) == [("squares", False), ("mx", False)]

@@ -1,0 +1,195 @@
+"""Activation checkpointing: the same numbers to the bit, fewer bytes, nothing recorded twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from bench.cost import activations
+from fp8stack import GPT, build_backend, fp8_state, load_config
+from fp8stack.common.errors import UserError
+from fp8stack.layers import activation_checkpoint
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import Recompute
+from fp8stack.precision import Hardware
+from tests.support.small_loop import SmallLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Widths that every FP8 GEMM takes, those of 128 x 128 blocks too.
+TINY = {"layers": 2, "width": 128, "heads": 4, "mlp_width": 128, "context": 64}
+LLAMA = activations.LLAMA | {"qk_norm": True}
+WAYS = [
+    *((recipe, "reference", False) for recipe in ("fp32", "bf16", "fp16")),
+    *((recipe, "emulate", save) for recipe in ("delayed", "current", "block", "mxfp8")
+      for save in (False, True)),
+    ("rowwise", "emulate", False),
+    *((recipe, "torch", False) for recipe in ("delayed", "current", "rowwise")),
+]  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "dropout": {"dropout": 0.2}, "llama": LLAMA}
+FEW = [("fp32", "reference", False), ("delayed", "emulate", True), ("delayed", "torch", False)]
+# All with dropout, which is where running again is hardest; the other shapes in a few ways.
+CASES = [
+    pytest.param(*way, shape, marks=[] if shape == "dropout" or way in FEW else pytest.mark.slow)
+    for way in WAYS
+    for shape in SHAPES
+]
+
+
+def gpt(
+    recipe: str, backend: str, save_fp8: bool = False, recompute: Recompute = "none", **more: Any
+) -> GPT:
+    config = load_config("gpt-nano", TINY | more)
+    plan = plan_for(config, recipe, Hardware("cpu"), backend)
+    assert plan.recipe.name == recipe
+    model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+    model.recompute = recompute
+    return model
+
+
+def trained(model: GPT, steps: int = 2, accumulate: int = 2) -> list[Tensor]:
+    """Losses, gradients, weights and FP8 state of some steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[Tensor] = []
+    for _ in range(steps):
+        for _ in range(accumulate):
+            tokens = torch.randint(256, (2, 33))
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            found.append(loss.detach())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [value.clone() for value in fp8_state(model).values()]
+    return found + [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
+def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
+    recipe: str, backend: str, save_fp8: bool, shape: str
+) -> None:
+    more = SHAPES[shape]
+    expected = trained(gpt(recipe, backend, save_fp8, **more))
+    for mode in ("selective", "block"):
+        assert_same(trained(gpt(recipe, backend, save_fp8, mode, **more)), expected)
+
+
+@pytest.mark.parametrize(("recipe", "backend", "save_fp8"), WAYS)
+def test_selective_keeps_less_than_none_and_block_less_than_selective(
+    recipe: str, backend: str, save_fp8: bool
+) -> None:
+    model = gpt(recipe, backend, save_fp8, layers=1, dropout=0.2)
+    tokens = torch.zeros(2, 33, dtype=torch.int64)
+    kept = []
+    for mode in activations.MODES:
+        model.recompute = mode
+        kept.append(activations.kept_bytes(model, tokens))
+    none, chosen, block = kept
+    assert activations.MODES == ("none", "selective", "block")
+    assert block < chosen < none
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [("fp32", "reference"), ("delayed", "emulate")])
+def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
+    recipe: str, backend: str
+) -> None:
+    """Of a block: its input, qkv, attention, its output, up and down, and attention's statistic."""
+    model = gpt(recipe, backend)
+    B, T, D = 2, 32, 128
+    tokens = torch.zeros(B, T + 1, dtype=torch.int64)
+    kept = {}
+    for mode in activations.MODES:
+        model.recompute = mode
+        kept[mode] = activations.kept_bytes(model, tokens)
+    floats = B * T * (3 * D + D + D + 2 * 128 + D) + B * 4 * T
+    assert kept["selective"] - kept["block"] == 2 * 4 * floats
+
+
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_which_operators_run_again(mode: Recompute) -> None:
+    """In the backward pass of selective, no GEMM of the forward pass and no attention does."""
+    calls: dict[str, int] = {}
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            calls[str(func)] = calls.get(str(func), 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    model = gpt("fp32", "reference", recompute=mode)
+    tokens = torch.zeros(2, 33, dtype=torch.int64)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    with Count():
+        loss.backward()
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    # Two GEMMs for each of 2 x 4 linears and the head; those of the forward pass come on top.
+    assert (calls.get(attention, 0) == 0) is (mode == "selective")
+    assert (calls["aten.mm.default"] <= 2 * (4 * 2 + 1)) is (mode == "selective")
+
+
+@pytest.mark.parametrize("name", sorted(str(one) for one in activation_checkpoint.ATTENTION))
+def test_attention_that_draws_a_mask_runs_again(name: str) -> None:
+    """Left out, it would not draw, and the dropout after it would draw other numbers."""
+    operator = next(one for one in activation_checkpoint.ATTENTION if str(one) == name)
+    context: Any = None  # not looked at
+    at = [argument.name for argument in operator._schema.arguments].index("dropout_p")
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    before = [None] * at
+    assert activation_checkpoint.policy(context, operator, *before) is keep
+    assert activation_checkpoint.policy(context, operator, *before, 0.0) is keep
+    assert activation_checkpoint.policy(context, operator, *before, 0.1) is again
+    assert activation_checkpoint.policy(context, operator, *before[:3], dropout_p=0.1) is again
+
+
+def test_without_gradients_nothing_is_kept_or_run_again() -> None:
+    model = gpt("delayed", "emulate", recompute="selective")
+    expected = gpt("delayed", "emulate")
+    tokens = torch.randint(256, (2, 16))
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected(tokens))
+
+
+def test_selective_is_refused_for_compiled_blocks() -> None:
+    model = gpt("fp32", "reference", recompute="selective")
+    with pytest.raises(UserError, match="selective has no say in what compiled code"):
+        model.compile_blocks("eager")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "fp16"])
+def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str) -> None:
+    """Telemetry looks inside of blocks: what it computes there is not taken for the model's."""
+    ends = []
+    for mode in activations.MODES:
+        flags: dict[str, Any] = {"activation_checkpointing": mode, "accumulate": 2}
+        small = SmallLoop(tmp_path / mode, recipe, telemetry_every=2, what_if=["current"], **flags)
+        assert small.run.model.recompute == mode
+        small.advance(3)
+        ends.append(small.state() | fp8_state(small.run.model))
+    for end in ends[1:]:
+        assert end.keys() == ends[0].keys()
+        assert all(torch.equal(end[key], ends[0][key]) for key in end)
+
+
+def test_the_benchmarks_table_has_every_model_and_arm() -> None:
+    found = {"activations": activations.rows(tiny=True)}
+    text = activations.table(found)
+    for name in (*activations.configs(), *activations.ARMS):
+        assert f"| {name}" in text
+    for row in found["activations"]:
+        if row["recompute"] == "none":
+            assert row["share"] == 1.0
+        else:
+            assert row["share"] < 1.0

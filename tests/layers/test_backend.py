@@ -1,0 +1,314 @@
+"""What every backend's layers compute, against a float64 oracle, and plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.analysis.conform import gemms
+from fp8stack.analysis.conform.checks import Context
+from fp8stack.analysis.conform.gemms import Shape
+from fp8stack.layers import fp8_state
+from fp8stack.layers.linear import CastLinear, QuantizedLinear
+from fp8stack.model.gpt import Loss
+from tests.support.backend_models import (
+    AMPERE,
+    CPU,
+    LOW,
+    PER_TENSOR,
+    RECIPES,
+    WAYS,
+    gpt,
+    grad,
+    gradients,
+    linear,
+    saved_tensors,
+    tokens,
+)
+from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+
+pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
+# (rows of x, in, out, bias): sizes that 16, 32 and 128 divide, and sizes that they do not.
+FLOAT32 = [*((recipe, "emulate") for recipe in RECIPES), *((r, "torch") for r in PER_TENSOR)]
+
+
+# Sizes that 16, 32 and 128 divide, and sizes that they do not.
+SHAPES = [
+    Shape(128, 128, 256, True), Shape(64, 32, 64, False), Shape(21, 48, 40, True),
+    Shape(30, 130, 33, True), Shape(1, 7, 5, False), Shape(150, 200, 129, False),
+]  # fmt: skip
+OPTIONS = [
+    ("current", {"power_of_two": True}),
+    ("current", {"eps": 50.0}),
+    ("current", {"forward_format": "e5m2", "backward_format": "e4m3"}),
+    ("delayed", {"backward_format": "e4m3"}),
+    ("delayed", {"forward_format": "e5m2"}),
+    ("block", {"power_of_two": False}),
+    ("mxfp8", {"scale_rounding": "floor"}),
+    ("mxfp8", {"scale_rounding": "even"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "options", "shapes"),
+    [
+        *((recipe, "emulate", {}, SHAPES) for recipe in LOW),
+        *((recipe, "emulate", options, [Shape(6, 160, 48, True)]) for recipe, options in OPTIONS),
+        *((recipe, "torch", {}, [Shape(n, 48, 32, True) for n in (1, 3, 16, 17)])
+          for recipe in PER_TENSOR),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_linears_gemms_are_near_float64_on_the_exact_operands(recipe, backend, options, shapes):
+    for shape in shapes:
+        facts = gemms.linear(Context(CPU), recipe, backend, shape, **options)
+        assert facts["holds"], (shape, facts)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_an_infinity_saturates_at_the_largest_fp8_value(recipe):
+    layer, _ = linear(recipe, 160, 40)
+    x, dy = normal(6, 160, seed=1), normal(6, 40, seed=2)
+    x[2, 5] = math.inf
+    dy[4, 7] = -math.inf
+    got, expected = run(layer, x, dy), oracle(recipe, layer, x, dy)
+    assert all(t.isfinite().all() for t in got[:3])
+    assert_all_close(got[:3], expected[:3])
+    plain, _ = linear(recipe, 160, 40, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(torch.eye(40, 160) * 448)
+    assert plain(x)[2, 5] / 448 == 448  # an infinite amax gives scale 1
+
+
+def test_an_infinity_in_mxfp8_stays_in_its_row():
+    layer, _ = linear("mxfp8", 160, 40)
+    x = normal(6, 160, seed=1)
+    clean = layer(x)
+    x[2, 5] = math.inf
+    y = layer(x)
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bfloat16_layer_rounds_its_operands_first_and_its_results_last(recipe):
+    layer, _ = linear(recipe, 96, 40, hardware=AMPERE)
+    x, dy = normal(12, 96, seed=1), normal(12, 40, seed=2).bfloat16()
+    y, dx, dw, db = run(layer, x, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert_all_close([y, dx, dw, db], oracle(recipe, layer, x.bfloat16(), dy), 2.0**-8)
+    expected = oracle(recipe, layer, x.bfloat16(), dy)[2]
+    assert (dw - expected).abs().max() <= 1e-5 * expected.abs().max()  # a float32 master's
+
+
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+def test_the_layout_of_the_operands_and_their_leading_dimensions_do_not_matter(recipe, backend):
+    layer, flat, turned, _ = (linear(recipe, 32, 64, backend=backend)[0] for _ in range(4))
+    x, dy = normal(6, 10, 32, seed=1), normal(6, 10, 64, seed=2).to(layer.compute_dtype)
+    expected = run(layer, x, dy)
+    y, dx, *gradients_of_rows = run(flat, x.view(60, 32), dy.view(60, 64))
+    found = [y.view(6, 10, 64), dx.view(6, 10, 32), *gradients_of_rows]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    odd_x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    odd_dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
+    found = run(turned, odd_x, odd_dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert layer(x[0, 0]).shape == (64,)
+    # A sum's gradient is one number expanded.
+    x.requires_grad_()
+    layer(x[:, ::2]).sum().backward()
+    assert x.grad[:, ::2].any()
+    assert not x.grad[:, 1::2].any()
+
+
+@pytest.mark.parametrize(("recipe", "backend"), FLOAT32)
+def test_no_rows_give_no_output_and_zero_gradients(recipe, backend):
+    layer, _ = linear(recipe, 32, 48, backend=backend)
+    y, dx, dw, db = run(layer, torch.empty(0, 5, 32), torch.empty(0, 5, 48))
+    assert (y.shape, dx.shape) == ((0, 5, 48), (0, 5, 32))
+    assert not dw.any()
+    assert not db.any()
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [way for way in WAYS if way[1] != "emulate"])
+def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
+    rows, whole = 13, 32 if recipe == "mxfp8" else 16
+
+    def results(padding):
+        layer, _ = linear(recipe, 64, 32, backend=backend)
+        x = normal(rows, 64)
+        x = torch.cat([x, x.new_zeros(padding, 64)]).requires_grad_()
+        for step in range(2):
+            y = layer(x)[:rows]
+            y.backward(normal(rows, 32, seed=step).to(y.dtype))
+        return [y, grad(x)[:rows], *gradients(layer).values(), *fp8_state(layer).values()]
+
+    for one, other in zip(results(0), results(whole - rows), strict=True):
+        assert torch.equal(one, other)
+
+
+# What is kept for the backward pass
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_memory(recipe):
+    x, dy = normal(2, 80, 160, seed=1), normal(2, 80, 130, seed=2)
+    results, sizes, dtypes = [], [], []
+    for save_fp8 in (False, True):
+        layer, _ = linear(recipe, 160, 130, save_fp8=save_fp8)
+        with saved_tensors() as kept:
+            results.append(run(layer, x, dy))
+        sizes.append(sum(t.numel() * t.element_size() for t in kept))
+        dtypes.append({t.dtype for t in kept if t.numel() > 1000})
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+    assert dtypes == [{torch.float32}, {torch.float8_e4m3fn}]
+    assert sizes[0] / 4 <= sizes[1] < sizes[0] / 3.7
+
+
+# Counting, and what is left out
+
+
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+def test_only_the_gradients_that_are_needed_are_computed_and_counted(recipe, backend):
+    layer, made = linear(recipe, 32, 64, backend=backend)
+    x = normal(16, 32)
+
+    def gemms(x):
+        layer.zero_grad()
+        y = layer(x)
+        forward = made.fp8_gemms()
+        if y.requires_grad:
+            y.sum().backward()
+        return forward, made.fp8_gemms(), made.fp8_gemms()
+
+    assert gemms(x) == (1, 1, 0)
+    x.requires_grad_()
+    assert gemms(x) == (1, 2, 0)
+    layer.weight.requires_grad_(False)
+    assert gemms(x) == (1, 1, 0)
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+        assert made.fp8_gemms() == 1
+    layer.bias.requires_grad_(False)
+    assert not layer(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "layers"),
+    [
+        ("block", {}, 8),
+        ("mxfp8", {"head": True}, 9),
+        ("delayed", {"exclude": ("*.down", "blocks.1.attention.qkv")}, 5),
+        ("current", {"exclude_first_blocks": 1, "head": True}, 5),
+        ("fp32", {}, 0),
+        ("bf16", {}, 0),
+    ],
+)
+def test_a_model_runs_just_the_planned_layers_in_fp8(recipe, options, layers):
+    model = gpt(recipe, "auto", **options)
+    kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert list(kinds.values()).count(QuantizedLinear) == layers
+    assert set(kinds.values()) <= {QuantizedLinear, CastLinear if recipe == "bf16" else nn.Linear}
+    loss = model(tokens(), tokens(2))
+    assert model.backend.fp8_gemms() == layers
+    loss.backward()
+    assert model.backend.fp8_gemms() == 2 * layers
+    excluded = {"delayed": "blocks.0.mlp.down", "current": "blocks.0.mlp.up", "mxfp8": "embedding"}
+    if options:
+        assert kinds.get(excluded[recipe]) in (nn.Linear, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
+    def losses(model, between):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(tokens(step), tokens(step + 1))
+            between(step)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    others = [gpt(other, "auto") for other in [*RECIPES, "fp32", "bf16"]]
+    alone = losses(gpt(recipe), lambda step: None)
+    model = gpt(recipe)
+    mixed = losses(model, lambda step: [o(tokens(9), tokens(8)).backward() for o in others])
+    assert mixed == alone
+    assert model.backend.fp8_gemms() == 3 * 3 * 8
+
+
+# Plain torch
+
+
+def test_the_recipe_fp32_is_plain_torch_to_the_bit():
+    model = gpt("fp32", "auto")
+    assert {type(m) for m in model.modules() if not list(m.children())} == {
+        nn.Embedding, nn.Dropout, nn.LayerNorm, nn.Linear, Loss,
+    }  # fmt: skip
+    ours, plain = dict(model.named_parameters()), {}
+    for name, parameter in ours.items():
+        plain[name] = parameter.detach().clone().requires_grad_()
+
+    def layer(x: Tensor, path: str) -> Tensor:
+        return F.linear(x, plain[f"{path}.weight"], plain[f"{path}.bias"])
+
+    def norm(x: Tensor, path: str) -> Tensor:
+        return F.layer_norm(x, (32,), plain[f"{path}.weight"], plain[f"{path}.bias"])
+
+    def heads(x: Tensor) -> Tensor:
+        return x.view(2, 16, 4, 8).transpose(1, 2)
+
+    x = F.embedding(tokens(), plain["embedding.weight"]) + plain["position_embedding.weight"]
+    for path in ("blocks.0", "blocks.1"):
+        q, k, v = layer(norm(x, f"{path}.attention_norm"), f"{path}.attention.qkv").chunk(3, -1)
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
+        x = x + layer(y.transpose(1, 2).reshape(2, 16, 32), f"{path}.attention.output")
+        hidden = F.gelu(layer(norm(x, f"{path}.mlp_norm"), f"{path}.mlp.up"), approximate="tanh")
+        x = x + layer(hidden, f"{path}.mlp.down")
+    logits = F.linear(norm(x, "final_norm"), plain["embedding.weight"])
+    loss = F.cross_entropy(logits.view(-1, 64), tokens(2).view(-1))
+    assert torch.equal(model(tokens()), logits)
+    model(tokens(), tokens(2)).backward()
+    loss.backward()
+    for name, parameter in ours.items():
+        assert torch.equal(grad(parameter), grad(plain[name])), name
+    assert model.backend.fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    model = gpt(recipe, "auto")
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert type(module) is CastLinear
+            module.register_forward_hook(lambda m, a, y, name=name: seen.update({name: (m, a, y)}))
+    model(tokens(), tokens(2)).backward()
+    assert len(seen) == 9
+    for module, (x,), y in seen.values():
+        bias = None if module.bias is None else module.bias.to(dtype)
+        assert torch.equal(y, F.linear(x.to(dtype), module.weight.to(dtype), bias))
+        assert y.dtype == dtype
+    assert model.backend.fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", *RECIPES])
+def test_norms_and_the_residual_stream_are_float32_in_every_recipe(recipe):
+    model = gpt(recipe, "auto")
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda m, args, y: seen.append((args[0].dtype, y.dtype)))
+    model(tokens())
+    assert seen == [(torch.float32, torch.float32)] * 5

@@ -1,0 +1,510 @@
+"""Compiled code: no graph break in any recipe, one compilation for all blocks, eager bytes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.torch_version import TorchVersion
+
+from fp8stack import numerics
+from fp8stack.common.errors import UserError
+from fp8stack.layers import build_backend, compiler, fp8_state
+from fp8stack.layers.compiler import is_compiled, require_compilable
+from fp8stack.layers.torch import TorchBackend
+from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.gpt import GPT, Compilable
+from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.training.run_config import RunConfig
+from fp8stack.training.run_plans import plan_recipe
+from fp8stack.training.setup import build
+from tests.support.backend_models import RECIPES, same
+from tests.support.gemm_oracle import normal
+from tests.support.small_loop import SmallLoop
+
+CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
+FORMATS = ("e4m3", "e5m2")
+EMULATED = ["nvfp4", "mxfp4", "rowwise"]  # by no torch GEMM
+SHAPE: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gpt(recipe, backend="emulate", hardware=CPU, layers=3):
+    config = GPTConfig(**SHAPE | {"layers": layers})
+    plan = plan_for(config, recipe, hardware, "auto" if recipe in ("fp32", "bf16") else backend)
+    return GPT(config, build_backend(plan))
+
+
+def loss_of(model, step):
+    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(step))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def train(model, steps, micro_batches=1, evaluate=True):
+    """The losses of some steps, each followed by one of an evaluation."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        for part in range(micro_batches):
+            loss = loss_of(model, 10 * step + part)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(model, 99).item())
+            model.train()
+    return losses
+
+
+# Values: inductor's are eager's
+
+
+def hard_cases() -> list[Tensor]:
+    """All of bfloat16, and float32 values over the whole range with ties and subnormals."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    mantissas = 1 + torch.arange(256).repeat(256) / 256
+    exponents = torch.arange(256).repeat_interleave(256) - 130
+    wide = (mantissas.double() * 2.0 ** exponents.double()).float().view(256, 256)
+    wide[3, 5], wide[70, 9], wide[200, 100] = math.nan, -math.inf, -0.0
+    small = normal(256, 256, seed=1) * 1e-3
+    return [every.view(256, 256), wide, -wide.t().contiguous(), small]
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal, NaN being NaN whatever its bits; the sign of a zero is free."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+# Each function is compiled once for bfloat16 and once for float32: that is what takes the time.
+
+
+def rounded(x: Tensor, scale: Tensor, format: Any) -> Tensor:
+    matrix = x.reshape(1, -1)
+    quantizer = numerics.Quantizer(format=format)
+    return numerics.round_to(matrix, quantizer, 1, scale=scale).values.view(x.shape)
+
+
+def test_compiled_rounding_and_amax_give_eagers_values():
+    def both(x: Tensor, scale: Tensor) -> list[Tensor]:
+        return [numerics.amax(x), *(rounded(x, scale, one) for one in FORMATS)]
+
+    compiled = torch.compile(both, fullgraph=True)
+    nothing = torch.full((256, 256), math.nan)
+    infinite = nothing.clone()
+    infinite[3, 4] = -math.inf
+    for x in (*hard_cases(), nothing, infinite):
+        for scale in torch.tensor([1.0, 3.7, 2.0**-20, 1e10]):
+            for one, other in zip(compiled(x, scale), both(x, scale), strict=True):
+                assert equal_bits(one, other)
+    one = torch.ones(())
+    assert compiled(nothing, one)[0] == 0  # NaN is ignored, infinity is not
+    assert compiled(infinite, one)[0] == math.inf
+    # Every mantissa of some binades: subnormals, across the smallest normal, normals, near the
+    # largest.
+    for exponent in (-16, -7, 0, 8):
+        every = torch.arange(2**23, dtype=torch.int32) + ((127 + exponent) << 23)
+        for x in every.view(torch.float32).view(-1, 256, 256):
+            for format, found in zip(FORMATS, compiled(x, one)[1:], strict=True):
+                assert torch.equal(found, numerics.cast_to_fp8(x, one, format).float())
+
+
+# Models
+
+
+@pytest.fixture
+def cuda_gemm(monkeypatch):
+    """torch's FP8 GEMM of blocks, which no CPU has, as an operator that compiled code can call. It
+    takes no scales, but keeps its values of their size, so that losses stay finite."""
+
+    def fake(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
+        largest = torch.finfo(a.dtype).max * torch.finfo(b.dtype).max
+        return (a.float() @ b.float()).div(largest).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", fake)
+
+
+def made(recipe, backend, layers=2):
+    hardware = CPU
+    if backend == "torch" and recipe in ("block", "mxfp8"):
+        hardware = H100 if recipe == "block" else B200
+    return gpt(recipe, backend, hardware, layers)
+
+
+QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("current", "torch"), ("fp32", "auto")]
+REST = [pair for pair in product(RECIPES, ["emulate", "torch"]) if pair not in QUICK]
+REST += [(recipe, "emulate") for recipe in EMULATED]
+SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
+
+
+# Blocks of elements take a quarter of a minute each to compile; a linear of them, and of NVFP4, is
+# compiled in tests/conform.
+@pytest.mark.parametrize(("recipe", "backend"), [*QUICK, *SLOW])
+def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
+    """And one compilation serves all blocks. Evaluations, which are compiled apart, are in one
+    recipe."""
+    plain, fast = made(recipe, backend), made(recipe, backend)
+    counter = CompileCounterWithBackend("aot_eager")
+    fast.compile_blocks(backend=counter)
+    evaluate = recipe == "delayed"
+    losses, expected = (train(model, 3, 2, evaluate) for model in (fast, plain))
+    assert losses == pytest.approx(expected)
+    assert same(fp8_state(plain), fp8_state(fast))
+    assert counter.frame_count == 2 * (1 + evaluate)  # a block of two, and the loss
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("delayed", "torch"), pytest.param("delayed", "emulate", marks=pytest.mark.slow), *SLOW],
+)
+def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
+    plain, fast = made(recipe, backend, layers=1), made(recipe, backend, layers=1)
+    whole = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    evaluate = recipe == "delayed"
+    assert train(whole, 3, evaluate=evaluate) == pytest.approx(train(plain, 3, evaluate=evaluate))
+    assert same(fp8_state(plain), fp8_state(fast))
+
+
+@pytest.mark.slow
+def test_save_fp8_compiles():
+    losses = []
+    for compiled in (False, True):
+        config = GPTConfig(**SHAPE, layers=1)
+        backend = build_backend(plan_for(config, "mxfp8", CPU, "emulate"), save_fp8=True)
+        model = GPT(config, backend)
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        losses.append(train(model, 2))
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "emulate") for recipe in (*RECIPES, *EMULATED)),
+        *(("delayed", "torch"), ("current", "torch")),  # a CPU has no other FP8 GEMMs
+    ],
+)
+def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
+    plain, fast = made(recipe, backend), made(recipe, backend)
+    fast.compile_blocks()
+    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+
+
+def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
+    tunes = []
+
+    def compiling(forward, **options):
+        tunes.append(options["options"].get("max_autotune", False))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(build, "_be_deterministic", lambda: None)
+    for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
+        tunes.clear()
+        SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
+        assert tunes == [mode != "default"] * 2  # a block, and the loss
+
+
+class Products(Compilable):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x * y) + x) * y
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="inductor's C++ code heeds emulate_precision_casts from torch 2.13 on",
+)
+def test_compiled_code_rounds_to_bfloat16_as_often_as_eager_code():
+    x, y = normal(64, 256).bfloat16(), normal(64, 256, seed=1).bfloat16()
+    fast = Products()
+    fast.compile_forward("inductor")
+    assert torch.equal(fast(x, y), Products()(x, y))
+    assert not torch.equal(torch.compile(Products())(x, y), Products()(x, y))
+
+
+H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
+H200_WITH_TE = Hardware("cuda", (9, 0), has_te=True, te_version="2.20.2", cuda_version=(13, 0))
+NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: pip install triton")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "recipe", "recompute", "asked", "expected", "note"),
+    [
+        (H200, "delayed", "none", None, True, "--no-compile turns that off"),
+        (H200, "bf16", "block", None, True, "--no-compile turns that off"),
+        (H200, "delayed", "none", False, False, ""),
+        (H200, "delayed", "none", True, True, ""),
+        (H200, "delayed", "selective", None, False, "not compiled: activation_checkpointing"),
+        (H200_WITH_TE, "delayed", "none", None, False, "not compiled: Transformer Engine"),
+        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile turns that off"),
+        (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
+        (CPU, "delayed", "none", None, False, ""),
+        (CPU, "delayed", "none", True, True, ""),
+    ],
+)
+def test_a_gpu_compiles_by_default_what_can_be_compiled(
+    hardware, recipe, recompute, asked, expected, note
+):
+    keys: dict[str, Any] = {"model": "gpt-nano", "recipe": recipe, "compile": asked}
+    keys |= {"activation_checkpointing": recompute, "parallel": "ddp"}
+    config = RunConfig(**{key: value for key, value in keys.items() if value is not None})
+    plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 4096)
+    compiled, told = is_compiled(asked, plan, hardware, recompute)
+    assert compiled == expected
+    assert (note in told) if note else told == ""
+    assert [reason for reason in plan.reasons if "compile" in reason] == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "recompute"), [(H200_WITH_TE, "none"), (H200, "selective"), (H200, "none")]
+)
+def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
+    hardware, recompute, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    backend = "emulate" if recompute == "none" and hardware is H200 else "auto"
+    plan = resolve("delayed", hardware, backend)
+    compiled, note = is_compiled(None, plan, hardware, recompute)
+    assert not compiled
+    why = note.removeprefix("training is not compiled: ")
+    with pytest.raises(UserError, match=f"^--compile: {re.escape(why)}. Leave --compile out, or "):
+        require_compilable(plan, recompute)
+
+
+def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():
+    recipe = load_recipe("bf16", {"residual": "bf16"})
+    turing, ampere = (Hardware("cuda", capability) for capability in ((7, 5), (8, 0)))
+    plan = resolve(recipe, turing)
+    expected = "training is not compiled: torch compiles no residual stream in bf16 below compute "
+    assert is_compiled(None, plan, turing) == (False, expected + "capability 8.0")
+    assert is_compiled(False, plan, turing) == (False, "")
+    with pytest.raises(UserError, match="--compile: torch compiles no residual stream in bf16"):
+        is_compiled(True, plan, turing)
+    assert is_compiled(None, resolve("fp16", turing), turing)[0]
+    assert is_compiled(None, resolve(recipe, ampere), ampere)[0]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "compiled", "asked", "expected"),
+    [
+        (H200, True, None, False),
+        (H200, True, True, True),
+        (H200, False, True, True),
+        (CPU, True, None, True),
+        (CPU, True, False, False),
+        (CPU, False, True, False),  # repeats as it is
+        (CPU, False, None, False),
+    ],
+)
+def test_a_gpu_is_asked_to_repeat_to_the_bit_only_by_name(hardware, compiled, asked, expected):
+    config = RunConfig() if asked is None else RunConfig(deterministic=asked)
+    assert build.is_deterministic(config, hardware, compiled) == expected
+
+
+def test_a_run_on_a_cpu_is_compiled_where_that_is_asked_for_alone(tmp_path, monkeypatch):
+    modes: list[str | None] = []
+
+    def compiled(call: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        modes.append("compiled")
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(build, "_be_deterministic", lambda: modes.append("deterministic"))
+    assert not SmallLoop(tmp_path / "eager", "fp32").run.compiled
+    assert modes == []
+    assert SmallLoop(tmp_path / "compiled", "fp32", compile=True).run.compiled
+    assert modes == ["deterministic", "compiled", "compiled"]
+
+
+@pytest.mark.slow
+def test_a_model_compiled_with_autotuning_learns_as_in_eager_mode():
+    plain, fast = gpt("bf16", layers=2), gpt("bf16", layers=2)
+    fast.compile_blocks(mode="max-autotune-no-cudagraphs")
+    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+
+
+# Weights, quantized once per optimizer step
+
+WEIGHTS = [(384, 128), (128, 128), (512, 128), (128, 512)]  # of a block
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The weights that are quantized to be kept, while a test runs."""
+    shapes = []
+    keep = TorchBackend.keep_weight
+
+    def counting(backend, layer, record):
+        shapes.append(tuple(layer.weight.shape))
+        return keep(backend, layer, record)
+
+    monkeypatch.setattr(TorchBackend, "keep_weight", counting)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), [("delayed", False), ("delayed", True), ("current", False)]
+)
+def test_micro_batches_share_one_quantized_weight(casts, recipe, compiled):
+    model = gpt(recipe, "torch")
+    if compiled:
+        model.compile_blocks(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        casts.clear()
+        for part in range(3):
+            loss_of(model, part).backward()
+            assert casts == [shape for _ in range(3) for shape in WEIGHTS]
+        optimizer.step()
+
+
+def test_a_weight_changed_in_place_is_quantized_again(casts):
+    model = gpt("current", "torch")
+    loss_of(model, 0)
+    before = loss_of(model, 0).item()
+    casts.clear()
+    with torch.no_grad():
+        model.blocks[1].mlp.up.weight.mul_(3)
+    assert loss_of(model, 0).item() != before
+    assert casts == [shape for _ in range(3) for shape in WEIGHTS]
+
+
+def swap_values(model):
+    """As evaluations with averaged weights do: torch counts no change."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.roll(1, 0))
+
+
+def replace_tensors(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+
+
+@pytest.mark.parametrize("change", [swap_values, replace_tensors])
+def test_an_evaluation_sees_weights_that_changed_unseen(change):
+    model = gpt("current", "torch").eval()
+    with torch.no_grad():
+        loss_of(model, 0)
+        change(model)
+        fresh = gpt("current", "torch").eval()
+        fresh.load_state_dict(model.state_dict())
+        assert loss_of(model, 0).item() == loss_of(fresh, 0).item()
+
+
+def test_a_part_that_is_called_by_itself_has_its_weight_of_now():
+    model = gpt("current", "torch").eval()
+    with torch.no_grad():
+        loss_of(model, 0)
+        up, x = model.blocks[0].mlp.up, normal(16, 128)
+        before = up(x)
+        up.weight.mul_(2)
+        torch.testing.assert_close(up(x) - up.bias, 2 * (before - up.bias))
+
+
+def test_a_pass_compiled_as_a_whole_reads_no_weight_that_an_earlier_one_kept():
+    model, other = gpt("current", "torch", layers=1), gpt("current", "torch", layers=1)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    loss_of(model, 0)
+    model.load_state_dict(other.state_dict())
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    assert loss_of(whole, 0).item() == pytest.approx(loss_of(other, 0).item(), rel=1e-5)
+
+
+def test_inference_tensors_are_quantized_at_each_pass():
+    with torch.inference_mode():
+        model, other = gpt("current", "torch"), gpt("current", "torch")
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        loss_of(model, 0)
+        model.load_state_dict(other.state_dict())
+        assert loss_of(model, 0).item() == loss_of(other, 0).item()
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_weights():
+    model = gpt("current", layers=1)
+    model.compile_blocks(backend="eager")
+    before = loss_of(model, 0).item()
+    copied = copy.deepcopy(model)
+    for parameter in copied.blocks.parameters():
+        parameter.data.mul_(0.5)
+    assert loss_of(copied, 0).item() != before
+    assert loss_of(model, 0).item() == before
+
+
+def test_a_model_first_evaluated_in_inference_mode_can_be_trained():
+    model = gpt("delayed", "torch")
+    with torch.inference_mode():
+        loss_of(model.eval(), 0)
+    loss_of(model.train(), 0).backward()
+    assert model.blocks[0].mlp.up.weight.grad is not None
+
+
+def test_no_operator_writes_to_tensors_of_a_list():
+    """Inductor of torch 2.11 counts their offsets twice, where they lie within others."""
+    wrong = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, operator = name.partition("::")
+        if space == "fp8stack":
+            schema = getattr(torch.ops.fp8stack, operator).default._schema
+            written = [
+                one for one in schema.arguments if one.alias_info and one.alias_info.is_write
+            ]
+            wrong += [f"{name} {one.name}" for one in written if "List" in str(one.type)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.11.0", True), ("2.13.0", False)])
+def test_emulated_delayed_scaling_is_not_compiled_by_a_torch_that_loses_its_amaxes(
+    version, refused, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    cpu = Hardware("cpu")
+    plan = resolve("delayed", cpu)
+    if refused:
+        with pytest.raises(UserError, match=r"torch 2\.11\.0 loses the amaxes"):
+            require_compilable(plan)
+    else:
+        require_compilable(plan)
+    on_gpu = Hardware("cuda", (9, 0), cuda_version=(13, 0))
+    emulated = resolve("delayed", on_gpu, "emulate")
+    assert is_compiled(None, emulated, on_gpu)[0] is not refused
+    for others in (resolve("mxfp8", cpu), resolve("delayed", on_gpu, "torch")):
+        require_compilable(others)
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "rounds"),
+    [("2.10.0", False, False), ("2.10.0", True, True), ("2.11.0", False, True)],
+)
+def test_code_rounds_as_eager_code_does_but_where_torch_could_not_compile_it(
+    monkeypatch, version, gpu, rounds
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: options["options"])
+    made: Any = compiler.compiled(abs, "inductor")
+    assert made["emulate_precision_casts"] is rounds

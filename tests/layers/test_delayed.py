@@ -1,0 +1,516 @@
+"""FP8 state from pass to pass, of every backend, in a training loop that calls nothing of it."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import numerics
+from fp8stack.common.errors import UserError
+from fp8stack.layers import fp8_state, load_fp8_state
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.model.gpt import GPT
+from tests.support.backend_models import (
+    BACKENDS,
+    DELAYED,
+    LINEARS,
+    OPERANDS,
+    QUIET,
+    WAYS,
+    change_weights,
+    checkpointed,
+    filled,
+    gpt,
+    grad,
+    gradients,
+    linear,
+    loss_of,
+    normal,
+    raw,
+    recorded,
+    same,
+    scales,
+    train,
+)
+from tests.support.te import te_stand_in
+
+pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
+# What quantizes weights once and keeps them, and what does so at each call.
+SOME = [*DELAYED, ("current", "torch"), ("current", "te"), ("mxfp8", "emulate"), ("mxfp8", "te")]
+EMULATED = ["emulate", "torch"]
+
+
+def sgd(model: nn.Module, lr: float = 0.3) -> None:
+    torch.optim.SGD(model.parameters(), lr=lr).step()
+    model.zero_grad()
+
+
+def assert_same(*models: GPT) -> None:
+    """They have the same gradients and the same FP8 state."""
+    for other in models[1:]:
+        assert same(gradients(models[0]), gradients(other))
+        assert same(fp8_state(models[0]), fp8_state(other))
+
+
+# When amaxes are recorded and scales updated
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_step_gives_the_hand_computed_scales(backend):
+    layer, _ = linear("delayed", 32, 48, backend=backend, margin=1)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        layer.weight[3, 4] = -7.0
+    x, dy = torch.full((6, 32), 0.25), torch.full((6, 48), 2.0**-10)
+    x[2, 2], dy[5, 5] = -28.0, 0.125
+    y = layer(x)
+    assert set(scales(layer).values()) == {1.0}  # not before the pass has ended
+    y.backward(dy.to(y.dtype))
+    assert scales(layer) == {
+        "layer.input": 8.0,  # 448 / 2 / 28
+        "layer.weight": 32.0,  # 448 / 2 / 7
+        "layer.grad_output": 229376.0,  # 57344 / 2 / 0.125
+    }
+    history = raw(layer)["layer.input.amax_history"]
+    assert (history[-1].item(), history[:-1].any().item(), len(history)) == (28.0, False, 1024)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_is_named_by_module_path_and_operand(backend):
+    model = gpt("delayed", backend)
+    names = {
+        f"{path}.{operand}.{kind}"
+        for path in LINEARS
+        for operand in OPERANDS
+        for kind in ("amax_history", "scale")
+    }
+    state = fp8_state(model)
+    assert state.keys() == names
+    assert {v.dtype for v in state.values()} == {torch.float32}
+    assert not any("amax" in name or "scale" in name for name in model.state_dict())
+    assert set(scales(model).values()) == {1.0}
+    headed = fp8_state(gpt("delayed", backend, head=True, exclude_last_blocks=1, history_length=3))
+    assert len(headed) == 2 * 3 * 5
+    assert headed["lm_head.grad_output.amax_history"].shape == (3,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_micro_batch_updates_its_scales_once_and_the_weights_only_the_first(backend):
+    """Also where another TE module casts the weight: 26 rows are padded and not fused."""
+    model = gpt("delayed", backend)
+    for count, length in enumerate((16, 13, 16, 13), start=1):
+        loss_of(model, count, length).backward()
+        assert {tuple(filled(model, path)) for path in LINEARS} == {(count, 1, count)}
+        assert recorded(model) == 0.0
+
+
+def step_through_data(layer):
+    """As older optimizers write: no version counts it, the optimizer's step does."""
+
+    class Old(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(1.0)
+
+    Old(layer.parameters(), {}).step()
+
+
+@pytest.mark.parametrize("change", [change_weights, lambda m: sgd(m, 0.0), step_through_data])
+@pytest.mark.parametrize("backend", EMULATED)
+def test_micro_batches_cast_a_weight_with_the_scale_of_the_first(backend, change):
+    layer, _ = linear("delayed", 32, 48, backend=backend)
+    w = layer.weight.detach()
+
+    def quantized(t, scale):
+        return numerics.cast_to_fp8(t, scale).float() / scale
+
+    def weight_cast_with(scale, y):
+        expected = quantized(x, before["layer.input"]) @ quantized(w, scale).T + layer.bias
+        return bool((y - expected).abs().max() <= 1e-5 * y.abs().max())
+
+    fresh = float(np.float32(448) / np.float32(w.abs().max().item()))
+    for micro_batch in range(3):
+        before, x = scales(layer), normal(6, 32, seed=micro_batch)
+        y = layer(x)
+        assert weight_cast_with(1.0, y)
+        assert not weight_cast_with(fresh, y)
+        y.sum().backward()
+        assert scales(layer)["layer.weight"] == fresh
+        assert filled(layer, "layer")[1] == 1
+    change(layer)
+    before = scales(layer)
+    y = layer(x)
+    assert weight_cast_with(fresh, y)
+    assert scales(layer) == before
+    y.sum().backward()
+    assert filled(layer, "layer")[1] == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_forwards_before_a_backward_are_two_forward_updates_and_one_backward(backend):
+    model = gpt("delayed", backend)
+    loss = loss_of(model, 1) + loss_of(model, 2)
+    assert filled(model)[2] == 0
+    loss.backward()
+    assert {tuple(filled(model, path)) for path in LINEARS} == {(2, 1, 1)}
+    assert recorded(model) == 0.0
+
+
+@pytest.mark.parametrize("backend", EMULATED)  # TE refuses it
+def test_two_backwards_of_one_forward_are_two_backward_updates(backend):
+    model = gpt("delayed", backend)
+    loss = loss_of(model, 1)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert filled(model) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("look", ["the next forward", "a look at the state"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forward_without_a_backward_still_updates(backend, look):
+    model, twin = gpt("delayed", backend), gpt("delayed", backend)
+    loss_of(model, 1)
+    loss_of(twin, 1).backward()
+    assert filled(model) == [0, 0, 0]
+    if look == "the next forward":
+        with torch.no_grad():
+            loss_of(model, 2)
+        assert filled(model) == [1, 1, 0]
+    found, expected = fp8_state(model), fp8_state(twin)
+    for name, value in found.items():
+        if ".grad_output." in name:
+            assert torch.equal(value, torch.full_like(value, float(name.endswith("scale"))))
+        else:
+            assert torch.equal(value, expected[name])
+    assert same(found, fp8_state(model))
+
+
+# Passes that are not to be recorded, or fail
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mode"),
+    [*((*way, mode) for way in DELAYED for mode in QUIET),
+     *((*way, "no_grad") for way in SOME if way not in DELAYED)],
+)  # fmt: skip
+def test_evaluations_between_do_not_change_the_training(recipe, backend, mode):
+    plain, evaluated = gpt(recipe, backend), gpt(recipe, backend)
+    for step in range(3):
+        assert train(evaluated, [step], accumulate=2) == train(plain, [step], accumulate=2)
+        before = raw(evaluated)
+        evaluated.train(mode != "eval")
+        for length in (16, 13):
+            with QUIET[mode]():
+                loss = loss_of(evaluated, 50, length)
+            if mode == "eval":
+                loss.backward()
+            assert same(before, raw(evaluated))
+            assert same(before, fp8_state(evaluated))
+        evaluated.train()
+    assert same(fp8_state(plain), fp8_state(evaluated))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_evaluation_between_forward_and_backward_changes_nothing(backend):
+    plain, evaluated = gpt("delayed", backend), gpt("delayed", backend)
+    for step in range(2):
+        for model in (plain, evaluated):
+            loss = loss_of(model, step)
+            if model is evaluated:
+                model.eval()
+                with torch.no_grad():
+                    loss_of(model, 50)
+                model.train()
+            loss.backward()
+    assert_same(plain, evaluated)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "length"),
+    [*((*way, 13) for way in SOME), ("delayed", "te", 16), ("mxfp8", "te", 16)],
+)
+def test_a_first_pass_in_inference_mode_leaves_a_model_trainable(recipe, backend, length):
+    model, twin = gpt(recipe, backend), gpt(recipe, backend)
+    with torch.inference_mode():
+        loss_of(model, 9, length)
+    for each in (model, twin):
+        for step in range(2):
+            loss_of(each, step, length).backward()
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_made_in_inference_mode_runs_and_leaves_others_alone(backend):
+    with torch.inference_mode():
+        model, twin = gpt("delayed", backend), gpt("delayed", backend)
+        assert loss_of(model, 1).item() == loss_of(twin, 1).item()
+    train(gpt("delayed", backend), range(2))
+
+
+def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
+    model = gpt().to("meta")
+    with torch.inference_mode():
+        model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
+    up = model.get_submodule("blocks.0.mlp.up")
+    assert isinstance(up, LowPrecisionLinear)
+    history = up.delayed.history
+    assert history.history.device.type == "meta"
+    assert not history.history.is_inference()
+
+
+def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move_it(monkeypatch):
+    moved: list[torch.device] = []
+    made = gpt("delayed", "emulate")
+    monkeypatch.setattr(DelayedScaling, "move", lambda self, device: moved.append(device))
+    made.to("cpu")
+    assert set(moved) == {torch.device("cpu")}
+    moved.clear()
+    copy.deepcopy(made).to("meta")  # which holds no state
+    assert moved == []
+    gpt("delayed", "emulate")  # a model that is converted may be on the GPU already
+    assert moved == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forward_that_fails_half_way_does_not_break_the_next_step(backend):
+    model, twin = gpt("delayed", backend), gpt("delayed", backend)
+    for each in (model, twin):
+        loss_of(each, 0).backward()
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 1)
+    hook.remove()
+    assert (te_stand_in.NOW.depth, te_stand_in.NOW.enabled) == (0, False)
+    for each in (model, twin):
+        each.zero_grad()
+        loss_of(each, 1).backward()
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize("failing", ["train", "eval"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_passes_after_one_that_failed_record_as_before(backend, use_reentrant, failing):
+    """As after running out of memory, which training loops catch."""
+    model = checkpointed(gpt("delayed", backend), use_reentrant)
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    model.train(failing == "train")
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0)
+    hook.remove()
+    model.train()
+    for step in range(3):
+        loss_of(model, step).backward()
+    assert {tuple(filled(model, path)[::2]) for path in LINEARS} == {(3, 3)}
+
+
+def fails_in_backward(model: GPT) -> list[bool]:
+    """Backward passes fail half-way as long as the list is not empty."""
+    failing: list[bool] = []
+
+    def fail(gradient):
+        if failing:
+            raise RuntimeError("half-way")
+
+    model.blocks[0].register_forward_hook(lambda m, args, y: y.register_hook(fail) and None)
+    return failing
+
+
+def test_a_backward_that_fails_half_way_does_not_break_the_next_step():
+    model, twin = gpt(), gpt()
+    failing = fails_in_backward(model)
+    for each in (model, twin):
+        loss_of(each, 0).backward()
+    failing.append(True)
+    with pytest.raises(RuntimeError, match="half-way"):
+        loss_of(model, 1).backward()
+    failing.clear()
+    loss_of(twin, 1)  # the forward pass counts, the backward pass did not end
+    for each in (model, twin):
+        each.zero_grad()
+        loss_of(each, 2).backward()
+    assert scales(model, OPERANDS[:2]) == scales(twin, OPERANDS[:2])
+    for path in LINEARS:
+        assert filled(model, path) == [3, 1, 2]
+        if path < "blocks.1":
+            assert torch.equal(*(grad(m.get_parameter(f"{path}.weight")) for m in (model, twin)))
+    reached = "blocks.1.mlp.up.grad_output"
+    assert scales(model)[reached] <= scales(twin)[reached]
+    assert recorded(model) == 0.0
+
+
+def test_a_failed_backward_can_be_tried_again():
+    model = gpt()
+    failing = fails_in_backward(model)
+    failing.append(True)
+    loss = loss_of(model, 0)
+    with pytest.raises(RuntimeError, match="half-way"):
+        loss.backward(retain_graph=True)
+    failing.clear()
+    loss.backward()
+    assert filled(model) == [1, 1, 1]
+
+
+def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
+    used, unused = (linear("delayed", 32, 48)[0] for _ in range(2))
+    used.requires_grad_(False)
+    (used(normal(6, 32).requires_grad_()).sum() + 0 * unused.weight.sum()).backward()
+    assert scales(used)["layer.grad_output"] == 57344.0
+    assert set(scales(unused).values()) == {1.0}
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "recipe", "backend", "save_fp8"),
+    [
+        *((again, *way, False) for again in (False, True) for way in DELAYED),
+        *((False, *way, False) for way in WAYS if way not in DELAYED),
+        (True, "current", "te", False),
+        *((again, "delayed", "emulate", True) for again in (False, True)),
+    ],
+)
+def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, backend, save_fp8):
+    plain, frugal = (gpt(recipe, backend, save_fp8=save_fp8) for _ in range(2))
+    checkpointed(frugal, use_reentrant)
+    for step in range(2):
+        for part in range(2):
+            for model in (plain, frugal):
+                loss_of(model, step + 10 * part).backward()  # gradients accumulate
+            assert_same(plain, frugal)
+        for model in (plain, frugal):
+            sgd(model)
+    if recipe == "delayed":
+        assert {tuple(filled(frugal, path)) for path in LINEARS} == {(4, 2, 4)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_look_at_the_state_before_the_backward_does_not_disturb_checkpointing(backend):
+    plain, frugal = gpt("delayed", backend), checkpointed(gpt("delayed", backend), False)
+    for model in (plain, frugal):
+        for step in range(2):
+            loss = loss_of(model, step)
+            assert same(fp8_state(model), fp8_state(model))
+            loss.backward()
+    assert_same(plain, frugal)
+
+
+# The state is saved, restored, copied, moved
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_restored_state_continues_training_to_the_bit(backend):
+    straight, first, second, unscaled = (gpt("delayed", backend, seed=s) for s in (0, 0, 5, 5))
+    expected = train(straight, range(6))
+    optimizer = torch.optim.Adam(first.parameters(), lr=0.02, eps=0.01)
+    losses = train(first, range(3), optimizer)
+    train(second, [9])  # a past to be forgotten
+    for model in (second, unscaled):
+        model.load_state_dict(first.state_dict())
+    load_fp8_state(second, fp8_state(first))
+    assert same(fp8_state(first), fp8_state(second))
+    resumed = torch.optim.Adam(second.parameters(), lr=0.02, eps=0.01)
+    resumed.load_state_dict(optimizer.state_dict())
+    losses += train(second, range(3, 6), resumed)
+    assert losses == expected
+    assert same(fp8_state(straight), fp8_state(second))
+    assert loss_of(unscaled, 3).item() != expected[3]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("te", "emulate"), ("emulate", "te"), ("torch", "emulate"), ("emulate", "torch")],
+)
+def test_training_goes_on_with_the_other_backend(writer, reader):
+    first, second = gpt("delayed", writer), gpt("delayed", reader, seed=9)
+    straight = gpt("delayed", writer)
+    train(first, range(3))
+    second.load_state_dict(first.state_dict())
+    load_fp8_state(second, fp8_state(first))
+    assert same(fp8_state(first), fp8_state(second))
+    train(straight, range(3))
+    expected = train(straight, range(3, 8))
+    assert train(second, range(3, 8)) == pytest.approx(expected, rel=0.01)
+    assert train(first, range(3, 8)) == expected
+
+
+def test_a_state_given_out_is_a_copy():
+    model = gpt()
+    train(model, [0])
+    before = raw(model)
+    for value in fp8_state(model).values():
+        value.fill_(9.0)
+    assert same(before, raw(model))
+
+
+def test_a_state_of_other_layers_or_another_recipe_is_an_error_and_changes_nothing():
+    model, other = gpt(), gpt()
+    train(model, [0])
+    state, before = fp8_state(other), raw(model)
+    with pytest.raises(UserError, match=r"blocks\.7\.x\.scale"):
+        load_fp8_state(model, state | {"blocks.7.x.scale": torch.ones(())})
+    with pytest.raises(UserError, match="float16"):
+        load_fp8_state(model, {name: value.half() for name, value in state.items()})
+    with pytest.raises(UserError, match="1024"):
+        load_fp8_state(gpt(history_length=16), state)
+    assert same(before, raw(model))
+    plain = gpt("fp32", "auto")
+    assert fp8_state(plain) == {}
+    load_fp8_state(plain, {})
+    with pytest.raises(UserError, match="recipe keeps none"):
+        load_fp8_state(plain, state)
+
+
+@pytest.mark.parametrize(("recipe", "backend"), SOME)
+def test_a_copy_of_a_model_has_a_state_of_its_own(recipe, backend):
+    model, twin = gpt(recipe, backend), gpt(recipe, backend)
+    for each in (model, twin):
+        train(each, range(2))
+    before, copied = fp8_state(model), copy.deepcopy(model)
+    assert same(before, fp8_state(copied))
+    expected = train(twin, range(2, 4))
+    assert train(copied, range(2, 4)) == expected
+    assert same(before, fp8_state(model))
+    assert same(fp8_state(copied), fp8_state(twin))
+    assert train(model, range(2, 4)) == expected
+    assert same(fp8_state(model), fp8_state(copied))
+
+
+def test_a_copy_of_a_model_notices_its_own_weights_change():
+    layer, _ = linear("delayed", 32, 48)
+    layer(normal(6, 32)).sum().backward()
+    for each in (layer, copy.deepcopy(layer)):
+        step_through_data(each)
+        each(normal(6, 32)).sum().backward()
+        assert filled(each, "layer")[1] == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_side_by_side_keep_their_own_histories(backend):
+    alone, together = (
+        [gpt("delayed", backend, seed=s, history_length=n) for s, n in ((0, 2), (1, 8))]
+        for _ in range(2)
+    )
+    for index, model in enumerate(alone):
+        for step in range(3):
+            loss_of(model, 10 * index + step).backward()
+    for step in range(3):  # one backward pass through both
+        sum(loss_of(model, 10 * index + step) for index, model in enumerate(together)).backward()
+    for one, other in zip(alone, together, strict=True):
+        assert_same(one, other)
+    assert scales(alone[0]) != scales(alone[1])
+
+
+@pytest.mark.parametrize("convert", ["bfloat16", "half", "double"])
+def test_converting_a_model_does_not_round_its_state(convert):
+    model = gpt()
+    train(model, range(2))
+    before = raw(model)
+    getattr(model, convert)()
+    assert same(before, raw(model))

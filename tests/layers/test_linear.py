@@ -1,0 +1,197 @@
+"""Master weights: float32 whatever the recipe computes in, so that nothing small is lost. And the
+path of one linear, which is short enough to be read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fp8stack.layers.linear import QuantizedLinear, Size, plain_linear
+from fp8stack.layers.observe import observing
+from fp8stack.model.convert import convert
+from fp8stack.training.optim.optimizer import build_optimizer
+from fp8stack.training.run_config import RunConfig
+from tests.support.backend_models import RECIPES, gpt, linear, tokens
+
+
+class Weights(TorchFunctionMode):
+    """Keeps what linears multiply with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.seen.append(args[1].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
+    """Each is an eighth of what the working copy can tell apart; in it alone, none would count."""
+    linear = plain_linear(Size(4, 4, False), dtype)
+    update = float(torch.finfo(dtype).eps) / 8
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+    alone = linear.weight.detach().to(dtype)
+    for _ in range(1000):
+        with torch.no_grad():
+            linear.weight += update
+            alone += update
+    assert (alone == 1).all()
+    expected = 1 + 1000 * update
+    torch.testing.assert_close(
+        linear.weight.detach(), torch.full((4, 4), expected), rtol=1e-5, atol=0
+    )
+    y = linear(torch.eye(4))
+    assert y.dtype == dtype
+    assert (y == torch.tensor(expected).to(dtype)).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str) -> None:
+    model = gpt(recipe, "auto", {"layers": 1})
+    optimizer = build_optimizer(model, RunConfig(lr=1e-3))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    copies = []
+    for _ in range(3):
+        with Weights() as weights:
+            model(tokens(), tokens(2)).backward()
+        (copy,) = (one for one in weights.seen if one.shape == weight.shape)
+        assert copy.dtype == dtype
+        assert torch.equal(copy, weight.detach().to(dtype))
+        copies.append(copy)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(copies[0], copies[2])
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", *RECIPES])
+def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
+    model = gpt(recipe, "auto", {"layers": 1})
+    optimizer = build_optimizer(model, RunConfig())
+    model(tokens(), tokens(2)).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32, name
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32, name
+        kept = optimizer.state[parameter]
+        assert {value.dtype for value in kept.values()} == {torch.float32}, name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+@pytest.mark.parametrize("shape", [(8, 31), (8, 16), (4, 64), (0,), ()], ids=str)
+def test_an_input_of_another_width_is_refused_by_the_shapes_as_torch_does(
+    recipe: str, shape: tuple[int, ...]
+) -> None:
+    """It was reshaped first, and the error named a shape that nobody had given."""
+    plain = torch.nn.Linear(32, 32)
+    ours = convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe).eval()
+    with pytest.raises(RuntimeError) as expected:
+        plain(torch.ones(shape))
+    for x in (torch.ones(shape), torch.ones(shape, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError) as refused:
+            ours(x)
+        assert str(refused.value) == str(expected.value)
+
+
+def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
+    model = gpt("current")
+    optimizer = build_optimizer(model, RunConfig(lr=1e-2))
+    for _ in range(3):
+        seen: dict[str, Tensor] = {}
+
+        def see(path: str, layer: Any, operand: str, x: Tensor, seen: dict = seen) -> None:
+            seen[f"{path}.{operand}"] = x.clone()
+
+        with observing(model, see):
+            model(tokens(), tokens(2)).backward()
+        weight = model.get_parameter("blocks.0.mlp.down.weight").detach()
+        assert torch.equal(seen["blocks.0.mlp.down.weight"], weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+PACKAGE = Path(sys.modules["fp8stack"].__file__ or "").parent
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str]]]:
+    """The file and the qualified name of each function of the package that is called, in order."""
+    called: list[tuple[str, str]] = []
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            called.append((path.name, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+def second_pass(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """The calls of the second forward pass of a linear in delayed scaling, and of its backward
+    pass."""
+    layer, _ = linear("delayed", 64, 48, backend=backend)
+    assert isinstance(layer, QuantizedLinear)
+    x = torch.randn(32, 64, requires_grad=True)
+    layer(x).sum().backward()
+    run = layer.forward
+    recorded: list[list[tuple[str, str]]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        with calls() as called:
+            y = run(x)
+        recorded.append(called)
+        return y
+
+    monkeypatch.setattr(layer, "forward", forward)
+    y = layer(x)
+    with calls() as called, torch.autograd.set_multithreading_enabled(False):
+        y.sum().backward()
+    return [*recorded, called]
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_forward_pass_of_a_linear_is_at_most_25_calls_in_5_files(backend, monkeypatch) -> None:
+    forward, _ = second_pass(backend, monkeypatch)
+    assert len(forward) <= 25, forward
+    assert len({file for file, _ in forward}) <= 5, forward
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_architecture_page_names_the_calls_of_a_linear_in_their_order(
+    backend, monkeypatch
+) -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    steps = page.partition("\n## One linear\n")[2].partition("\n## ")[0]
+    names = re.findall(r"`([\w.]+)`", steps[steps.index("1. ") : steps.index("`TELinear`")])
+    elsewhere = {"emulate", "torch", "fused_casts.cast_product"}  # the last one on a GPU
+    if backend == "torch":
+        elsewhere |= {"Rounding.round", "fused.round"}
+    expected = [name for name in names if name not in elsewhere]
+    assert len(expected) > 10
+    forward, backward = second_pass(backend, monkeypatch)
+    for file, name in (*forward, *backward):
+        method = "matmul" if name == "scaled_gemm" else name.rpartition(".")[2]
+        if expected and expected[0] in (name, method, f"{file.removesuffix('.py')}.{name}"):
+            expected.pop(0)
+    assert expected == []

@@ -1,0 +1,361 @@
+"""What is seen of a pass, against what the layers are given; and that looking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
+from fp8stack.layers.observe import fp8_linears, observing, scale_of
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.convert import convert
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import load_recipe, resolve
+from tests.support.backend_models import (
+    CPU,
+    LINEARS,
+    TINY,
+    WAYS,
+    checkpointed,
+    gpt,
+    loss_of,
+)
+from tests.support.te import te_stand_in
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Seen = list[tuple[str, str, Tensor]]
+
+
+def keep(seen: Seen) -> Callable[..., None]:
+    def see(path: str, layer: nn.Module, operand: str, tensor: Tensor) -> None:
+        assert not tensor.requires_grad
+        assert tensor.ndim == 2
+        assert not torch.is_grad_enabled()
+        seen.append((path, operand, tensor.clone()))
+
+    return see
+
+
+# What is seen
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_operands_come_in_the_order_of_execution(outputs: bool) -> None:
+    model, seen = gpt("current"), Seen()
+    with observing(model, keep(seen), outputs=outputs):
+        loss_of(model, 0).backward()
+    forward = ("input", "weight", "output") if outputs else ("input", "weight")
+    backward = ("grad_output", "grad_input") if outputs else ("grad_output",)
+    expected = [(name, operand) for name in LINEARS for operand in forward]
+    expected += [(name, operand) for name in reversed(LINEARS) for operand in backward]
+    assert [(path, operand) for path, operand, _ in seen] == expected
+
+
+class Pair(nn.Module):
+    """Two linears that read the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(input=x)
+
+
+def test_tensors_are_those_of_each_linear_alone() -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    seen: Seen = []
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    da, db = torch.randn(2, 5, 16), torch.randn(2, 5, 48)
+    layers = {"a": model.a, "b": model.b}
+    with observing(model, keep(seen), outputs=True, layers=layers):
+        torch.autograd.backward(model(x), (da, db))
+    found = {(path, operand): tensor for path, operand, tensor in seen}
+    rows = x.detach().view(10, 32)
+    for path, dy in (("a", da), ("b", db)):
+        layer, dy = layers[path], dy.view(10, -1)
+        assert torch.equal(found[path, "input"], rows)
+        assert torch.equal(found[path, "weight"], layer.weight)
+        assert torch.equal(found[path, "output"], layer(rows))
+        assert torch.equal(found[path, "grad_output"], dy)
+        torch.testing.assert_close(found[path, "grad_input"], dy @ layer.weight)
+    assert len(found) == len(seen) == 10
+
+
+def test_operands_have_the_dtype_that_is_cast() -> None:
+    config = GPTConfig.model_validate(TINY)
+    plan = replace(plan_for(config, "current", CPU, "emulate"), compute_dtype="bf16")
+    model, seen = GPT(config, build_backend(plan)), Seen()
+    with observing(model, keep(seen), outputs=True):
+        loss_of(model, 0).backward()
+    dtypes = {(operand, tensor.dtype) for _, operand, tensor in seen}
+    others = ("input", "grad_output", "output", "grad_input")
+    assert dtypes == {("weight", torch.float32), *((name, torch.bfloat16) for name in others)}
+
+
+def test_a_transposed_weight_is_seen_as_out_by_in() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(Conv1D(48, 32))
+    convert(model, resolve("current", CPU))
+    seen: Seen = []
+    with observing(model, keep(seen)):
+        model(torch.randn(4, 32))
+    assert torch.equal(seen[1][2], model.get_parameter("0.weight").t())
+
+
+def test_a_linear_that_is_not_in_fp8_is_not_seen() -> None:
+    model, seen = gpt("current"), Seen()
+    model.blocks[1].mlp.up.in_fp8 = False
+    assert list(fp8_linears(model)) == [name for name in LINEARS if name != "blocks.1.mlp.up"]
+    with observing(model, keep(seen)):
+        loss_of(model, 0).backward()
+    assert "blocks.1.mlp.up" not in {path for path, _, _ in seen}
+    assert len(seen) == 3 * (len(LINEARS) - 1)
+
+
+def test_nothing_is_seen_after_the_context() -> None:
+    model, seen = gpt("current"), Seen()
+    with observing(model, keep(seen)):
+        loss = loss_of(model, 0)
+    count = len(seen)
+    loss.backward()
+    loss_of(model, 0).backward()
+    assert len(seen) == count == 2 * len(LINEARS)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in fp8_linears(model).values())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_block_that_is_recomputed_is_seen_once(use_reentrant: bool) -> None:
+    model, plain = checkpointed(gpt("delayed"), use_reentrant), gpt("delayed")
+    found: list[Seen] = []
+    for each in (model, plain):
+        seen: Seen = []
+        with observing(each, keep(seen), outputs=True):
+            loss_of(each, 0).backward()
+        found.append(seen)
+    assert [entry[:2] for entry in found[0]] == [entry[:2] for entry in found[1]]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_scale_is_that_of_the_cast(recipe: str, backend: str) -> None:
+    model = gpt(recipe, backend)
+    rules = load_recipe(recipe).quantizers
+    assert rules is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):  # delayed scaling has seen amaxes by then
+        loss_of(model, step).backward()
+        optimizer.step()
+    scales: dict[str, float] = {}
+    amaxes: dict[str, float] = {}
+
+    def see(path: str, layer: nn.Module, operand: Any, x: Tensor) -> None:
+        scale = scale_of(path, layer, operand, x, rules.each[operand])
+        assert scale is not None
+        scales[f"{path}.{operand}"] = float(scale)
+        amaxes[f"{path}.{operand}"] = float(x.abs().max())
+
+    before = {n: float(t) for n, t in fp8_state(model).items() if n.endswith(".scale")}
+    with observing(model, see):
+        loss_of(model, 5).backward()
+    assert len(scales) == 3 * len(LINEARS)
+    for name, scale in scales.items():
+        limit = 57344.0 if name.endswith("grad_output") else 448.0
+        if recipe == "delayed":
+            assert scale == before[f"{name}.scale"] != 1.0
+        else:
+            assert scale == pytest.approx(limit / amaxes[name], rel=1e-6)
+
+
+# Nothing changes
+
+
+def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
+    """Losses, gradients, FP8 state and counters of three steps of two micro-batches, of which one
+    is observed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            if see is not None and step == 1 and part == 0:
+                with observing(model, see, outputs=True):
+                    loss = loss_of(model, step + 10 * part)
+                    loss.backward()
+            else:
+                loss = loss_of(model, step + 10 * part)
+                loss.backward()
+            found.append(loss.detach())
+        optimizer.step()
+        found += [p.grad.clone() for p in model.parameters()]
+        found += list(fp8_state(model).values())
+        found.append(torch.tensor(model.backend.fp8_gemms()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "again"),
+    [*((*way, None) for way in (*WAYS, ("nvfp4", "te"))),
+     *(("delayed", "emulate", again) for again in (False, True)),
+     ("mxfp8", "emulate", False), ("current", "emulate", True)],
+)  # fmt: skip
+def test_a_run_is_the_same_to_the_bit(
+    te: object, recipe: str, backend: str, again: bool | None
+) -> None:
+    """`again`: blocks run again in the backward pass, by reentrant checkpointing or not."""
+    seen: Seen = []
+    models = [gpt(recipe, backend) for _ in range(2)]
+    if again is not None:
+        models = [checkpointed(model, again) for model in models]
+    torch.manual_seed(0)  # of what Transformer Engine draws
+    observed = trained(models[0], keep(seen))
+    torch.manual_seed(0)
+    plain = trained(models[1], None)
+    assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
+    shown = {(path, operand) for path, operand, _ in seen}
+    assert shown >= {(n, o) for n in LINEARS for o in ("input", "weight", "grad_output")}
+    if backend != "te":
+        assert len(seen) == len(shown) == 5 * len(LINEARS)
+
+
+# Transformer Engine's fused modules
+
+
+def near(x: Tensor, reference: Tensor, tolerance: float) -> bool:
+    return bool((x.float() - reference.float()).norm() <= tolerance * reference.float().norm())
+
+
+@pytest.mark.parametrize("activation", TRANSFORMER_ENGINES)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fused_modules_show_the_operands_of_an_unfused_model(
+    te: object, recipe: str, activation: str
+) -> None:
+    shape = {"activation": activation, "bias": activation == "gelu_tanh"}
+    fused, plain = (gpt(recipe, "te", shape) for _ in range(2))
+    plain.blocks[0].backend._fuses = lambda x, norm: False
+    found: list[dict[tuple[str, str], Tensor]] = []
+    for model in (fused, plain):
+        for step in range(2):  # delayed scaling learns the sizes of the operands
+            loss_of(model, step).backward()
+        model.zero_grad()
+        seen: Seen = []
+        with observing(model, keep(seen)):
+            loss_of(model, 7).backward()
+        order = [(path, operand) for path, operand, _ in seen]
+        assert len(set(order)) == len(order) == 3 * len(LINEARS)
+        found.append({(path, operand): tensor for path, operand, tensor in seen})
+    for key, tensor in found[0].items():
+        assert tensor.shape == found[1][key].shape
+        assert near(tensor, found[1][key], 0.2), key  # FP8's noise between the linears
+    assert near(found[0][LINEARS[0], "input"], found[1][LINEARS[0], "input"], 0.01)
+
+
+def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: object) -> None:
+    model = gpt("delayed", "te")
+    seen: Seen = []
+    with observing(model, keep(seen)):
+        loss_of(model, 0).backward()
+    state = fp8_state(model)
+    recomputed = {("mlp.down", "input"), ("mlp.up", "grad_output")}
+    compared = 0
+    for path, operand, tensor in seen:
+        if (path.split(".", 2)[2], operand) not in recomputed:
+            largest = state[f"{path}.{operand}.amax_history"].max()
+            assert float(tensor.abs().max()) == pytest.approx(float(largest), rel=1e-6)
+            compared += 1
+    assert compared == 20
+
+
+@pytest.mark.parametrize("norm_by", ["TE", "cuDNN", "cuDNN, but for whole tiles alone"])
+def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
+    te: object, norm_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown is what Transformer Engine casts, to the bit: by its rule, of its source."""
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", str(int("cuDNN" in norm_by)))
+    cast: list[Tensor] = []
+    real = te_stand_in.Module.quantize
+
+    def noted(module: Any, x: Tensor, gemm: int, kind: str) -> Any:
+        if kind == "input" and type(module) is not te_stand_in.Linear and gemm == 1:
+            cast.append(x.float())
+        return real(module, x, gemm, kind)
+
+    monkeypatch.setattr(te_stand_in.Module, "quantize", noted)
+    model, seen = gpt("mxfp8", "te", {"width": 128, "context": 32}), Seen()
+    sequences = 3 if "alone" in norm_by else 4  # of 32 tokens
+    tokens = torch.randint(64, (sequences, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), observing(model, keep(seen)):
+        model(tokens)
+    normed = ("attention.qkv", "mlp.up")
+    shown = [x.float() for path, operand, x in seen if operand == "input" and path[9:] in normed]
+    assert len(shown) == len(cast) == 4
+    assert all(torch.equal(a, b) for a, b in zip(shown, cast, strict=True))
+    rounded = all(torch.equal(x, x.bfloat16().float()) for x in cast)
+    assert rounded == (norm_by != "cuDNN")
+
+
+def test_a_backend_is_observed_by_the_inner_context_and_then_the_outer(te: object) -> None:
+    model = gpt("current", "te")
+    outer: Seen = []
+    inner: Seen = []
+    with observing(model, keep(outer)):
+        with observing(model, keep(inner)):
+            loss_of(model, 0)
+        before = len(outer)
+        loss_of(model, 0)
+        assert len(outer) > before
+    assert {path for path, _, _ in inner} == set(LINEARS)
+    assert model.blocks[0].backend.observer is None
+
+
+# Compiled code
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_a_pass_of_a_compiled_model_is_observed_eagerly(recipe: str) -> None:
+    model, eager = gpt(recipe), gpt(recipe)
+    model.compile_blocks(backend="eager")
+    loss_of(model, 0).backward()
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seen: Seen = []
+    with torch.compiler.set_stance("force_eager"), observing(model, keep(seen)):
+        loss_of(model, 1).backward()
+    loss_of(model, 2).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    wanted: Seen = []
+    loss_of(eager, 0).backward()
+    with observing(eager, keep(wanted)):
+        loss_of(eager, 1).backward()
+    assert [entry[:2] for entry in seen] == [entry[:2] for entry in wanted]
+    assert all(near(a[2], b[2], 1e-3) for a, b in zip(seen, wanted, strict=True))
+
+
+def test_recomputing_between_fused_linears_gives_the_gradient_of_the_activation() -> None:
+    from fp8stack.layers.observe import Observer
+
+    torch.manual_seed(0)
+    up, down = nn.Linear(16, 32), nn.Linear(32, 16)
+    x, dy = torch.randn(8, 16), torch.randn(8, 16)
+    hidden = up(x)
+    hidden.retain_grad()
+    y = down(F.gelu(hidden, approximate="tanh"))
+    y.backward(dy)
+    seen: Seen = []
+    observer = Observer(keep(seen), {"up": up, "down": down}, False)
+    shown = y.detach().requires_grad_()
+    observer.fused_mlp(up, down, "gelu_tanh", x, shown, torch.float32)
+    shown.backward(dy)
+    found = {(path, operand): tensor for path, operand, tensor in seen}
+    torch.testing.assert_close(found["up", "grad_output"], hidden.grad)
+    torch.testing.assert_close(found["down", "input"], F.gelu(hidden, approximate="tanh"))
+    assert torch.equal(found["down", "grad_output"], dy)

@@ -1,0 +1,324 @@
+"""Operands of any table of quantizers, in the layers that the emulator builds."""
+
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fp8stack.analysis.conform.gemms import multiplied
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import OPERANDS, Operand, Quantizer
+from fp8stack.layers import emulate, fp8_state, load_fp8_state
+from fp8stack.precision import load_recipe, resolve
+from tests.support.backend_models import CPU, H100, LOW, linear
+from tests.support.gemm_oracle import assert_all_close
+from tests.support.not_finite import hidden
+from tests.support.odd_shapes import odd_shapes
+
+
+def run(recipe, x, dy, **options):
+    """A layer's output and gradients: y, dx, dw."""
+    layer, _ = linear(recipe, x.shape[1], dy.shape[1], bias=False, **options)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("recipe", LOW)
+def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it_and_nowhere_else(
+    recipe, save_fp8
+):
+    x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
+    x[5, 7] = torch.nan
+    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    assert y[5].isnan().all()
+    assert dw[:, 7].isnan().all()
+    # Packed in a format without NaN, a whole operand is NaN.
+    assert save_fp8 or y.isnan().sum() == dw.isnan().sum() == 64
+    assert not dx.isnan().any()
+    x[5, 7], dy[3, 4] = 0, torch.nan
+    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    assert not y.isnan().any()
+    assert dx[3].isnan().all()
+    assert dw[4].isnan().all()
+    assert save_fp8 or dx.isnan().sum() == dw.isnan().sum() == 32
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(7)])
+@pytest.mark.parametrize("scales", [(torch.nan,), (torch.inf, 1.0), (3e38, 3e38), (1e30, 1e-30)])
+def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
+    """MKL's GEMM for CPUs without AVX-512 takes a NaN in its alpha for 1."""
+    a, b = normal(5, 8, seed=1), normal(8, 7, seed=2)
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", [torch.tensor(s) for s in scales], bias, False)
+    alpha = torch.tensor(scales, dtype=torch.float64).prod().float()
+    expected = (a @ b) * alpha + (0 if bias is None else bias)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+UNDERFLOW = [(0.0,), (0.0, 0.0), (1e-40,), (1e-30, 1e-30), (1e-45, 1.0), (1e-45, 1e-45)]
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.ones(7)])
+@pytest.mark.parametrize("scales", [*UNDERFLOW, (0.0, torch.inf), (0.0, torch.nan)])
+def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
+    """BLAS does not read its operands where alpha is 0."""
+    a, b = torch.ones(5, 8), torch.ones(8, 7)
+    a[1, 2], b[3, 4] = torch.nan, torch.inf
+    given = [torch.tensor(scale) for scale in scales]
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", given, bias, in_bf16)
+    expected = a @ b
+    for scale in sorted(given, reverse=True):
+        expected = expected * scale
+    if scales[1:] in ((torch.inf,), (torch.nan,)):
+        expected = torch.full_like(expected, torch.nan)
+    torch.testing.assert_close(y, expected + (0 if bias is None else bias), equal_nan=True)
+
+
+# Two, compiled in the way that takes the least time for each; the others are slow.
+COMPILED = [
+    ("nvfp4", "aot_eager", False),
+    ("current", "inductor", False),
+    *(
+        pytest.param(recipe, "inductor", save_fp8, marks=pytest.mark.slow)
+        for recipe in LOW
+        for save_fp8 in (False, True)
+        if (recipe, save_fp8) != ("current", False)
+    ),
+]
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("recipe", LOW)
+def test_nothing_hides_a_nan_in_any_pair_of_operands(recipe, save_fp8):
+    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+    assert hidden(layer, 40) == []
+
+
+@pytest.mark.parametrize(("recipe", "mode", "save_fp8"), COMPILED)
+def test_nothing_hides_a_nan_in_compiled_code(recipe, mode, save_fp8):
+    torch._dynamo.reset()
+    layer, _ = linear(recipe, 32, 48, bias=False, save_fp8=save_fp8)
+    assert hidden(layer, 40, torch.compile(layer, backend=mode, fullgraph=True)) == []
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_the_gradients_of_a_loss_that_is_nan_are_nan(recipe):
+    layer, _ = linear(recipe, 64, 64, bias=False)
+    (layer(normal(32, 64, seed=1)).mean() * torch.nan).backward()
+    assert layer.weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", LOW)
+def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(recipe, dtype, save_fp8):
+    assert odd_shapes(lambda: linear(recipe, 32, 48, save_fp8=save_fp8)[0], dtype) == []
+
+
+@pytest.mark.parametrize("rows", [48, 41])
+@pytest.mark.parametrize("recipe", LOW)
+def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
+    x, dy = normal(rows, 36, seed=1), normal(rows, 20, seed=2)
+    kept, packed = (run(recipe, x, dy, save_fp8=save) for save in (False, True))
+    for one, other in zip(kept, packed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_rounded_anew_in_every_backward_pass_and_the_same_after_loading():
+    x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
+    layer, _ = linear("nvfp4", 32, 64, bias=False)
+
+    def gradient():
+        layer.weight.grad = None
+        layer(x).backward(dy)
+        return layer.weight.grad
+
+    first, state = gradient(), fp8_state(layer)
+    second = gradient()
+    assert not torch.equal(first, second)
+    assert state.keys() == {"layer.draws"}
+    load_fp8_state(layer, state)
+    assert torch.equal(gradient(), second)
+    with pytest.raises(UserError, match=r"'layer\.draws' is only in this model"):
+        load_fp8_state(layer, {"other.draws": torch.zeros((), dtype=torch.int64)})
+
+
+def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_are_alike():
+    alike, _ = linear("delayed", 32, 64)
+    assert {name.rpartition(".")[0] for name in fp8_state(alike)} == {
+        f"layer.{name}" for name in OPERANDS
+    }
+    wgrad = {"format": "e4m3", "history_length": 2}
+    apart, _ = linear("delayed", 32, 64, grad_output={"wgrad": wgrad})
+    state = fp8_state(apart)
+    assert state["layer.grad_output.wgrad.amax_history"].shape == (2,)
+    assert state["layer.grad_output.amax_history"].shape == (1024,)
+    dy = normal(48, 64, seed=2)
+    apart(normal(48, 32, seed=1)).backward(dy)
+    scales = [fp8_state(apart)[f"layer.grad_output{of}.scale"] for of in ("", ".wgrad")]
+    assert torch.equal(scales[0] / scales[1], torch.tensor(57344.0 / 448.0))
+
+
+# On the forward values
+
+FORWARD: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"backward": "dequantized"}) for name in LOW if name != "delayed"),
+    *(
+        (name, {"backward": "dequantized", "power_of_two": False})
+        for name in ("rowwise", "block", "current")
+    ),
+    ("mxfp8", {"backward": "dequantized", "quantizer": {"block": [32, 32]}}),
+    ("rowwise", {"input": {"wgrad": "forward"}, "power_of_two": False}),
+    ("rowwise", {"weight": {"dgrad": "forward"}, "power_of_two": False}),
+    ("delayed", {"input": {"wgrad": "forward"}, "weight": {"dgrad": "forward"}}),
+]
+
+
+def uneven(*shape, seed):
+    """Of which rows and columns have different magnitudes."""
+    x = normal(*shape, seed=seed)
+    rows, columns = (torch.arange(size) for size in shape)
+    return x * 2.0 ** (rows % 5)[:, None] * 2.0 ** (columns % 7)
+
+
+def forward_oracle(layer, x, dy):
+    """y, dx and dw in float64, where backward GEMMs may take the values of the forward pass."""
+    quantizers = layer.operands.quantizers
+
+    def values(x, name: Operand, reduced: int):
+        chosen = quantizers.along(name) if reduced else quantizers.across(name)
+        if chosen == "forward":
+            return values(x, name, 1)
+        if not isinstance(chosen, Quantizer):
+            return x.double()
+        return multiplied(x, chosen, name, reduced, None, 1.0 if chosen.delayed else None)
+
+    w = layer.matrix.detach().contiguous()
+    y = values(x, "input", 1) @ values(w, "weight", 1).t()
+    dx = values(dy, "grad_output", 1) @ values(w, "weight", 0)
+    return y, dx, values(dy, "grad_output", 0).t() @ values(x, "input", 0)
+
+
+def forward_case(recipe, changes, save_fp8, transposed, shape=(40, 64, 48), mode=None):
+    """What a layer gives, and what it should."""
+    rows, inputs, outputs = shape
+    layer, _ = linear(recipe, inputs, outputs, bias=False, save_fp8=save_fp8, **changes)
+    weight = uneven(outputs, inputs, seed=1)
+    layer.transposed = transposed
+    layer.weight = torch.nn.Parameter(weight.t().contiguous() if transposed else weight)
+    x, dy = uneven(rows, inputs, seed=2), uneven(rows, outputs, seed=3)
+    expected = forward_oracle(layer, x, dy)
+    x.requires_grad_()
+    y = layer(x) if mode is None else torch.compile(layer, backend=mode, fullgraph=True)(x)
+    y.backward(dy)
+    dw = layer.weight.grad.t() if transposed else layer.weight.grad
+    return (y.detach(), x.grad, dw), expected
+
+
+@pytest.mark.parametrize("shape", [(40, 64, 48), (64, 64, 64), (1, 64, 32)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(("recipe", "changes"), FORWARD, ids=str)
+def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_had(
+    recipe, changes, save_fp8, transposed, shape
+):
+    """Scales of rows differ along what these GEMMs reduce over."""
+    results, expected = forward_case(recipe, changes, save_fp8, transposed, shape)
+    assert_all_close(results, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("rowwise", "aot_eager"),
+        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in LOW if r != "delayed"),
+    ],
+)
+def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
+    torch._dynamo.reset()
+    changes = {"backward": "dequantized"}
+    results, expected = forward_case(recipe, changes, save_fp8, False, mode=mode)
+    assert_all_close(results, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "exact"),
+    [
+        ("rowwise", {}, True),  # its scales are powers of two
+        ("rowwise", {"power_of_two": False}, False),
+        ("current", {}, True),
+        ("block", {}, True),
+        ("block", {"power_of_two": False}, False),
+        ("nvfp4", {}, True),
+    ],
+)
+def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, changes, exact):
+    quantizers = load_recipe(recipe, {"backward": "dequantized"} | changes).quantizers
+    assert quantizers is not None
+    assert quantizers.exact_in_bf16 is exact
+
+
+@pytest.mark.parametrize("hardware", [CPU, H100])
+@pytest.mark.parametrize("recipe", [name for name in LOW if name != "delayed"])
+def test_a_plan_for_the_forward_values_is_emulated_whatever_was_asked_for(recipe, hardware):
+    plan = resolve(load_recipe(recipe, {"backward": "dequantized"}), hardware, "torch")
+    assert plan.backend == "emulate"
+
+
+FLOAT32_SCALES = {"power_of_two": False}
+FORWARD_WEIGHT = {"weight": {"dgrad": "forward"}}
+HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+
+
+@pytest.mark.parametrize("ambient", ["highest", "high", "medium"])
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambient, in_bf16):
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, "highest"))
+    matmul = cast(Any, torch.backends.mkldnn).matmul
+    torch.set_float32_matmul_precision(ambient)
+    before = matmul.fp32_precision
+    emulate._gemm(normal(16, 16, seed=1), normal(16, 16, seed=2), "b", [], None, in_bf16)
+    assert matmul.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == ambient
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "changes", "in_bf16"),
+    [
+        *((name, {}, 3) for name in LOW if not name.endswith(("_hp", "_high"))),
+        ("rowwise_wgrad_hp", {}, 2),
+        ("block", FLOAT32_SCALES, 0),
+        ("mxfp8", HIGH_WGRAD, 2),
+        ("rowwise", FORWARD_WEIGHT, 3),
+        ("rowwise", FORWARD_WEIGHT | FLOAT32_SCALES, 2),
+        ("current", FORWARD_WEIGHT, 3),
+    ],
+)
+def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
+    monkeypatch, recipe, changes, in_bf16, save_fp8
+):
+    seen, matmul, product = [], cast(Any, torch.backends.mkldnn).matmul, emulate._product
+
+    def noted(a, b, *others):
+        held = all(torch.equal(one, one.to(torch.bfloat16).to(one.dtype)) for one in (a, b))
+        seen.append((matmul.fp32_precision, held))
+        return product(a, b, *others)
+
+    monkeypatch.setattr(emulate, "_product", noted)
+    layer, _ = linear(recipe, 64, 128, bias=False, save_fp8=save_fp8, **changes)
+    before = matmul.fp32_precision
+    layer(normal(32, 64, seed=1).requires_grad_()).backward(normal(32, 128, seed=2))
+    assert matmul.fp32_precision == before
+    assert len(seen) == 3
+    assert all(held for precision, held in seen if precision == "bf16")
+    assert sum(precision == "bf16" for precision, _ in seen) == in_bf16

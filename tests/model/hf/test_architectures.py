@@ -1,0 +1,46 @@
+"""Every activation of a model has a layout of transformers, which is read back and compared."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from fp8stack import GPTConfig
+from fp8stack.common.errors import UserError
+from fp8stack.model.config import ActivationName
+from fp8stack.model.hf.architectures import config_json, layout_of
+from fp8stack.model.hf.reading import model_from_config
+from tests.support.hf_models import BASE, LAYOUT, ROPE, SHAPES
+
+
+def exportable(activation: str) -> list[GPTConfig]:
+    """Models with this activation, one for each layout that has it."""
+    configs: list[GPTConfig] = []
+    shapes: tuple[dict[str, Any], ...] = (BASE, ROPE, ROPE | {"qk_norm": True})
+    for shape in shapes:
+        config = GPTConfig(**shape | {"activation": activation})
+        try:
+            layout_of(config)
+        except UserError:
+            continue
+        configs.append(config)
+    return configs
+
+
+@pytest.mark.parametrize("activation", get_args(ActivationName))
+def test_every_activation_has_a_layout_and_is_read_back(activation):
+    configs = exportable(activation)
+    assert configs != []
+    for config in configs:
+        table = config_json(config, "float32", None)
+        assert model_from_config(table, "config.json").config.activation == activation
+
+
+def test_every_activation_of_every_layout_is_compared_with_transformers():
+    compared = {
+        (LAYOUT[name], shape.get("activation", "gelu_tanh")) for name, shape in SHAPES.items()
+    }
+    for activation in get_args(ActivationName):
+        for config in exportable(activation):
+            assert (layout_of(config).model_type, activation) in compared

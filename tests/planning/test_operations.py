@@ -1,0 +1,407 @@
+"""Each operation of a real training pass computes in the dtypes that `fp8stack plan` lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8stack.layers import build_backend
+from fp8stack.layers.backend import DTYPES
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.planning.operations import Operation, casts_of, operations_of, trace_of
+from fp8stack.planning.steps import TracedStep, merged_steps
+from fp8stack.planning.tracer import Tracer
+from fp8stack.precision import Hardware, Plan, load_recipe
+from tests.support.dtype_recorder import Recorder
+from tests.support.small_loop import SmallLoop
+from tests.support.study_recipes import BACKWARD_HIGH
+from tests.support.te.te_stand_in import installed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+B, T = 3, 32
+SIZES: dict[str, Any] = {"vocabulary": 61, "context": T, "layers": 2, "width": 64, "heads": 4}
+GPT2 = GPTConfig(**SIZES)
+LLAMA = GPTConfig(
+    **SIZES, kv_heads=2, mlp_width=128, norm="rmsnorm", activation="swiglu", positions="rope",
+    qk_norm=True, bias=False, tied=False,
+)  # fmt: skip
+STYLES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "dropout": LLAMA.model_copy(update={"dropout": 0.1, "qk_norm": False}),
+}
+# Recipe, backend, and the compute dtype of an FP8 recipe, which on a GPU is bf16.
+RUNS = [
+    ("fp32", "auto", None),
+    ("bf16", "auto", None),
+    ("fp16", "auto", None),
+    *[(name, "emulate", "fp32") for name in ("delayed", "current", "block", "mxfp8")],
+    ("delayed", "emulate", "bf16"),
+    ("mxfp8", "emulate", "bf16"),
+    ("delayed", "torch", "fp32"),
+    ("current", "torch", "bf16"),
+    *[(name, "emulate", "fp32") for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "rowwise_wgrad_hp")],
+    (BACKWARD_HIGH, "emulate", "bf16"),
+    ("nvfp4_forward_high", "emulate", "fp32"),
+]
+
+
+def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: Any) -> Plan:
+    plan = plan_for(config, load_recipe(recipe, keys), Hardware("cpu", cpu_bf16=True), backend)
+    if dtype is None:
+        return plan
+    layers = [la if la.fp8 else replace(la, precision=dtype) for la in plan.layers]
+    return replace(plan, compute_dtype=dtype, layers=tuple(layers))
+
+
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
+    """The passes of a real model of the plan, forward and backward; and the steps of one more."""
+    model = GPT(config, build_backend(plan))
+    model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
+    tokens = torch.randint(config.vocabulary, (B, T + 1))
+    recorder = Recorder(model, rows=B * T)
+    with recorder.recording():
+        for _ in range(passes):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+    tracer = Tracer(model, plan, composed=True)
+    with tracer.recording():
+        model(tokens[:, :-1], tokens[:, 1:])
+    return recorder, merged_steps(operator.step for operator in tracer.operators)
+
+
+def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
+    """The GEMMs of linears as the recorder writes them: it can tell formats by their significands
+    alone."""
+    gemms: Counter[Any] = Counter()
+    for operation in operations:
+        if operation.name in ("fprop", "dgrad", "wgrad"):
+            operands = (
+                x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in operation.operands
+            )
+            gemms[operation.name, tuple(operands), operation.output] += passes
+    return gemms
+
+
+def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
+    """Compare the GEMMs, casts and quantized operands of real passes of one optimizer step, and
+    what its modules do, with the plan's; the operations."""
+    recorder, steps = record(config, plan, passes)
+    assert steps == list(trace_of(config, plan).all_steps())
+    operations = operations_of(config, plan)
+    assert recorder.gemms == gemms_of(operations, passes)
+    casts, quantized = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for cast in casts_of(config, plan):
+        times = 1 if cast.per == "step" else passes
+        if cast.to_fp8:
+            operand = cast.what.replace("output gradient", "grad_output")
+            operand, _, gemm = operand.partition(" for ")
+            operand += " across" if gemm else ""
+            quantized[cast.path, operand, cast.runs] += times
+        else:
+            casts[cast.source, cast.target, cast.runs] += times
+    assert recorder.casts == casts
+    assert recorder.quantized == quantized
+    return operations
+
+
+# Every run in the style with the most kinds of operations; the others in a few.
+FEW = [
+    ("fp32", "auto", None), ("fp16", "auto", None), ("delayed", "emulate", "bf16"),
+    ("current", "torch", "bf16"), ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
+]  # fmt: skip
+CASES = [
+    pytest.param(*run, style, marks=[] if style == "llama" or run in FEW else pytest.mark.slow)
+    for run in RUNS
+    for style in STYLES
+]
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype", "style"), CASES)
+def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend, dtype):
+    config = STYLES[style]
+    check(config, plan_of(config, recipe, backend, dtype), passes=2 if style == "llama" else 1)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("style", STYLES)
+def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, "auto", None, attention="fp32")
+    operations = {(operation.path, operation.name): operation for operation in check(config, plan)}
+    attention = operations["blocks.1.attention", "attention"]
+    assert (attention.operands, attention.output) == (("fp32",) * 3, "fp32")
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), FEW[2]])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style, recipe, backend, dtype):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, backend, dtype, residual="bf16")
+    operations = {(operation.path, operation.name): operation for operation in check(config, plan)}
+    residual = operations["blocks.1", "residual"]
+    assert (residual.operands, residual.adds_in, residual.output) == (("bf16",), "fp32", "bf16")
+    assert all("residual stream" in cast.what for cast in casts_of(config, plan) if not cast.path)
+
+
+def test_an_excluded_layer_and_the_rest_run_as_planned():
+    plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
+    operations = {(operation.path, operation.name): operation for operation in check(LLAMA, plan)}
+    assert operations["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
+    assert operations["lm_head", "dgrad"].operands == ("e5m2 in fp32", "e4m3 in fp32")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "fprop", "output": "fp32"},
+        {"name": "dgrad", "operands": ("e4m3 in fp32", "e4m3 in fp32")},
+        {"name": "wgrad", "output": "bf16"},
+    ],
+)
+def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
+    plan = plan_of(GPT2, "delayed", "emulate", "bf16")
+    gemms = record(GPT2, plan)[0].gemms
+    operations = operations_of(GPT2, plan)
+    assert gemms == gemms_of(operations)
+    places = [
+        index for index, operation in enumerate(operations) if operation.name == wrong["name"]
+    ]
+    operations[places[0]] = replace(operations[places[0]], **wrong)
+    assert gemms != gemms_of(operations)
+
+
+# Sums, and what happens once per optimizer step
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
+def test_a_gemm_adds_in_float32(recipe, backend, dtype):
+    """A sum of ones would stop at 256 in bf16, at 2048 in fp16, at 16 in FP8."""
+    config = GPTConfig(vocabulary=64, context=8, layers=1, width=4096, heads=1, bias=False)
+    built = build_backend(plan_of(config, recipe, backend, dtype))
+    linear: Any = built.linear("blocks.0.attention.output", 4096, 128, False)
+    model = nn.Sequential(linear)
+    built.attach(model)
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+        y = model(torch.ones(32, 4096))
+    # Scales of 448 / 1 are no powers of two: the last bits may differ.
+    torch.testing.assert_close(y.float(), torch.full((32, 128), 4096.0), rtol=1e-6, atol=0)
+
+
+class StepDtypes(TorchDispatchMode):
+    """The floating-point dtypes of what an optimizer step does, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        gathers = node is not None and "AccumulateGrad" in node.name()
+        name = "accumulate" if gathers else str(func).split(".")[1]
+        dtypes = {x.dtype for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)}
+        floats = {dtype for dtype in dtypes if dtype.is_floating_point}
+        self.dtypes.setdefault(name, set()).update(floats)
+        return out
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed"])
+def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path, recipe):
+    small = SmallLoop(tmp_path, recipe, accumulate=2, clip=1e-3, telemetry_every=0)
+    step = small.next_step()
+    recorded = StepDtypes()
+    with recorded:
+        step()
+    run = small.run
+    plan = run.plan
+    assert plan.compute_dtype == {"delayed": "fp32"}.get(recipe, recipe)
+    rows = {
+        operation.name: operation
+        for operation in operations_of(run.model.config, plan)
+        if operation.path == "step"
+    }
+    assert ("amax history" in rows) == (recipe == "delayed")
+    assert ("loss scaling" in rows) == (recipe == "fp16")
+    for name, operator in (
+        ("gradient accumulation", "accumulate"),
+        ("clipping", "_foreach_norm"),
+        ("clipping", "_foreach_mul_"),
+        ("optimizer", "_fused_adamw_"),
+    ):
+        assert rows[name].operands == ("fp32",)
+        assert recorded.dtypes[operator] == {torch.float32}
+    for state in run.optimizer.state.values():
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+# Attention in float32
+
+
+def attention_oracle(q, k, v):
+    """Causal attention in float64, row by row."""
+    q, k, v = q.double(), k.double(), v.double()
+    y = torch.empty_like(q)
+    for t in range(q.shape[2]):
+        logits = (k[:, :, : t + 1] @ q[:, :, t, :, None])[..., 0] / q.shape[-1] ** 0.5
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+        weights = weights / weights.sum(-1, keepdim=True)
+        y[:, :, t] = (weights[..., None] * v[:, :, : t + 1]).sum(2)
+    return y
+
+
+def huge_heads() -> list[torch.Tensor]:
+    """Queries, keys and values in fp16; all logits are near 113137, which fp16 cannot hold."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3))
+    q[..., 0], k[..., 0] = 400.0, 800.0
+    return [q.half(), k.half(), v.half()]
+
+
+@pytest.fixture
+def _half_sums() -> Iterator[None]:
+    """Kernels of torch that hold what they compute in fp16, as torch may be told to."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+@pytest.mark.usefixtures("_half_sums")
+def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_without():
+    q, k, v = huge_heads()
+    assert float((q.double() @ k.double().transpose(2, 3) / 8**0.5).abs().min()) > 65504
+    outputs = {}
+    for precision in ("compute", "fp32"):
+        backend = build_backend(plan_of(GPT2, "fp16", "auto", None, attention=precision))
+        outputs[precision] = backend.attention(q, k, v, dropout=0.0)
+        assert outputs[precision].dtype == torch.float16
+    assert not outputs["compute"].isfinite().any()
+    # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
+    # that: weights to 3 %.
+    error = outputs["fp32"].double() - attention_oracle(q, k, v)
+    assert float(error.abs().max()) < 0.03 * float(v.abs().max())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "compute"])
+def test_transformer_engines_backend_runs_attention_as_planned(precision, monkeypatch):
+    config = LLAMA.model_copy(update={"layers": 1})
+    gpu = Hardware("cuda", (9, 0), has_te=True)
+    plan = plan_for(config, load_recipe("current", {"attention": precision}), gpu, "te")
+    dtype = {"fp32": "fp32", "compute": "bf16"}[precision]
+    assert (plan.backend, plan.attention) == ("te", dtype)
+    attention_dtypes = []
+    real = F.scaled_dot_product_attention
+
+    def attention(*args, **options):
+        attention_dtypes.append({x.dtype for x in args})
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with installed():  # on a CPU, in place of Transformer Engine
+        record(config, replace(plan, device="cpu"))
+    assert {dtype for dtypes in attention_dtypes for dtype in dtypes} == {DTYPES[plan.attention]}
+
+
+def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypatch):
+    autocasts = []
+    real = F.scaled_dot_product_attention
+
+    def attention(q, k, v, **more):
+        autocasts.append(torch.is_autocast_enabled("cpu"))
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for precision in ("fp32", "compute"):
+        model = GPT(GPT2, build_backend(plan_of(GPT2, "bf16", "auto", None, attention=precision)))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 8, dtype=torch.long))
+    assert autocasts == [False, False, True, True]
+
+
+@pytest.mark.slow
+def test_float32_attention_gives_the_same_compiled_and_eager():
+    config = LLAMA.model_copy(update={"layers": 1})
+    plan = plan_of(config, "bf16", "auto", None, attention="fp32")
+    tokens = torch.randint(61, (2, 17))
+    eager, compiled = (GPT(config, build_backend(plan)) for _ in range(2))
+    compiled.compile_blocks("aot_eager")
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (eager, compiled)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    gradients = [model.blocks[0].attention.qkv.weight.grad for model in (eager, compiled)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_attention_in_mxfp8_is_in_the_plan_and_in_the_casts():
+    gpu = Hardware("cuda", (10, 0), has_te=True)
+    config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
+    plans = [
+        plan_for(config, load_recipe("mxfp8", {"attention": precision}), gpu)
+        for precision in ("compute", "mxfp8")
+    ]
+    plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
+    assert [operation.operands for operation in (*plain, *low)] == [("bf16",) * 3, ("e4m3",) * 3]
+    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=low[0].why)]
+    assert low[0].why == "the recipe says attention = mxfp8"
+    assert plans[1].summary()[-1] == "attention: mxfp8, the recipe says so"
+    assert plans[1].to_json()["attention"] == "mxfp8"
+    before, after = (casts_of(config, plan) for plan in plans)
+    added = [operation for operation in after if operation not in before]
+    assert [operation for operation in after if operation not in added] == before
+    # Queries, keys, values and the gradient of the output, each along elements and along tokens.
+    assert {(operation.path, operation.source, operation.target) for operation in added} == {
+        ("blocks.0.attention", "bf16", "e4m3")
+    }
+    assert [operation.runs for operation in added] == ["forward"] * 6 + ["backward"] * 2
+
+
+# Tensors that attention casts to FP8 and their dtypes: forward, and backward to E5M2.
+KERNEL = [("softmax", "fp32")], [("softmax, gradient", "fp32")]
+CASTS = {
+    "current": KERNEL,
+    "delayed": (
+        [*KERNEL[0], ("output", "fp32")],
+        [*KERNEL[1], *((f"{name}, gradient", "fp32") for name in ("queries", "keys", "values"))],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASTS)
+def test_attention_in_fp8_with_a_scale_per_tensor_is_in_the_plan_and_in_the_casts(kind):
+    gpu = Hardware("cuda", (10, 0), has_te=True)
+    config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
+    plans = [
+        plan_for(config, load_recipe("current", {"attention": precision}), gpu)
+        for precision in ("compute", kind)
+    ]
+    plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
+    reason = f"the recipe says attention = {kind}"
+    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=reason)]
+    assert plans[1].summary()[-1] == f"attention: {kind}, the recipe says so"
+    history = [any(x.name == "amax history" for x in operations_of(config, p)) for p in plans]
+    assert history == [False, True]
+    before, after = (casts_of(config, plan) for plan in plans)
+    added = [cast for cast in after if cast not in before]
+    assert [cast for cast in after if cast not in added] == before
+    inputs = [(name, "bf16") for name in ("queries", "keys", "values")]
+    forward, backward = CASTS[kind]
+    assert [(cast.what, cast.source, cast.target, cast.runs) for cast in added] == [
+        *((*cast, "e4m3", "forward") for cast in [*inputs, *forward]),
+        *((*cast, "e5m2", "backward") for cast in [("output, gradient", "bf16"), *backward]),
+    ]
+    assert {cast.path for cast in added} == {"blocks.0.attention"}

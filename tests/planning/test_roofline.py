@@ -1,0 +1,622 @@
+"""The prediction of a training step: every term against a calculation by hand, and the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack.analysis.benchmark.step_timing import FP8
+from fp8stack.common.presets import names
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
+from fp8stack.planning import roofline
+from fp8stack.planning.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
+from fp8stack.planning.trace import Trace, trace
+from fp8stack.planning.tracer import Operator, Slice
+from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, resolve
+from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
+from fp8stack.precision.profit import Rates, achievable, cast_bytes
+from tests.conftest import refusal
+
+INF = math.inf
+HOPPER, H200 = assumed("9.0"), gpu_named("H200")
+BYTES = Rates(
+    half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=1.0
+)  # seconds are bytes
+FLOPS = Rates(
+    half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, memory=INF
+)  # seconds are operations
+FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=INF)
+NVFP4 = ("nvfp4",)
+PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
+
+
+def of_presets(*recipes: str) -> list[Any]:
+    """Each model in the first of these recipes, and one in each; the others take longer."""
+    return [
+        pytest.param(
+            *(model, recipe),
+            marks=[] if recipe == recipes[0] or model == "llama-1b" else pytest.mark.slow,
+        )
+        for model in PRESETS
+        for recipe in recipes
+    ]
+
+
+def plan(config: GPTConfig, recipe: str, head: bool = False) -> Plan:
+    chosen = load_recipe(recipe)
+    if chosen.is_fp8:
+        chosen = chosen.model_copy(update={"head": head})
+    made = resolve(chosen, assumed("10.0") if recipe == "nvfp4" else HOPPER)
+    return made.for_layers(config.linear_shapes(padded_vocabulary(config, 32)))
+
+
+def at(rates: Rates, model: str = "gpt2-124m", recipe: str = "bf16", **options) -> Prediction:
+    config = load_config(model)
+    head = options.pop("head", False)
+    sizes = {"batch": 4, "context": 128} | options
+    return predict(config, plan(config, recipe, head), H200, rates=rates, **sizes)
+
+
+def seconds(prediction: Prediction) -> dict[str, float]:
+    return {name: ms / 1000 for name, ms in prediction.parts_ms.items()}
+
+
+# Terms by hand
+
+
+@pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "bf16", "nvfp4"))
+def test_operations_are_those_of_the_configuration(model, recipe):
+    config = load_config(model)
+    config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
+    got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=128, rates=FLOPS))
+    # A seventh of attention's operations is done twice, and useful once.
+    useful = got["GEMMs"] + got["head and loss"] + 6 / 7 * got["attention"]
+    assert useful == pytest.approx(4 * 128 * config.flops_per_token(128), rel=1e-12)
+    assert got["casts"] == got["optimizer"] == got["norms, elementwise"] == 0
+
+
+def test_work_takes_as_long_as_its_operations_or_its_bytes():
+    rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, memory=1e3)
+    assert KernelWork(category="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(
+        8192 / 1e6
+    )
+    fp8, attention = (
+        KernelWork(category="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention")
+    )
+    assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
+    assert attention.seconds(rates) == pytest.approx(8192 / 4e6)
+    assert KernelWork(category="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "inputs", "gradients", "weights"),
+    [
+        ("delayed", 4, 4, 6),
+        ("current", 6, 6, 10),
+        ("block", 4 + 8 / 128, 4 + 8 / 128, 6),
+        ("mxfp8", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),
+        ("mxfp4", 3 + 2 / 32, 3 + 2 / 32, 5 + 2 / 32),  # half a byte each
+        ("mxfp6_e2m3", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),  # a byte each
+        # One pass for two copies of their own, and one before for the amax of all.
+        ("nvfp4", 5 + 2 / 16, 5 + 2 / 16, 9),
+        ("rowwise_wgrad_hp", 3, 3, 5 + 9),
+        ("nvfp4_forward_high", 4.5 + 1 / 16, 5 + 2 / 16, 8.5 + 6),
+    ],
+)
+def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(
+    recipe, inputs, gradients, weights
+):
+    quantizers = load_recipe(recipe).quantizers
+    assert quantizers is not None
+    got = [cast_bytes(quantizers, name) for name in ("input", "grad_output", "weight")]
+    assert got == pytest.approx([inputs, gradients, weights])
+
+
+# M tokens of two sequences, D width, H the MLP's, V vocabulary
+LAYERS, T, D, H, V = 3, 5, 10, 7, 64
+M, WEIGHTS = 2 * T, LAYERS * (D * 3 * D + D * D + 2 * D * H)
+SMALL = GPTConfig(
+    vocabulary=V, context=16, layers=LAYERS, width=D, heads=1, mlp_width=H, bias=False
+)
+
+
+def small(**changes) -> dict[str, float]:
+    config = SMALL.model_copy(update=changes)
+    plain = resolve("bf16", HOPPER).for_layers(config.linear_shapes())
+    return seconds(predict(config, plain, H200, batch=2, context=T, rates=BYTES))
+
+
+# The residual stream x and its gradient are float32, all else is bf16; y is what a linear gave.
+# A norm with the residual sum before it reads x and y and writes x and its output; back, it reads
+# that one's gradient, x and the gradient of x, and writes this and the branch's in bf16.
+NORM = (4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2)
+# The first has an embedding's row before it and adds its gradient to the row's. The last's x is
+# never written, but summed again in the backward pass, and has no other gradient.
+FIRST = (4 + 4 + 2) + (2 + 4 + 4) + (4 + 4)
+LAST = (4 + 2 + 2) + (2 + 4 + 2 + 4 + 2)
+ENDS = FIRST + LAST - NORM
+TABLE = 2 * 4 * T * D  # of positions: rows are read, and their gradient written
+OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gradients written
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "fixed"),
+    [
+        # Of qkv's gradient alone, which attention gave: others are summed where they are made.
+        # And the norms' biases, read in both passes, and their gradients.
+        ({"bias": True}, 2 * 3 * D, 3 * 4 * D * (2 * LAYERS + 1)),
+        # Cosines and sines in both passes.
+        ({"positions": "rope"}, 8 * 2 * D, 3 * 2 * 2 * 4 * T * D - TABLE),
+        ({"qk_norm": True}, 10 * 2 * D, 3 * 2 * 3 * 4 * D),
+        ({"activation": "swiglu"}, 6 * H, 0),
+        (
+            {"positions": "rope", "heads": 5, "kv_heads": 1},
+            8 * (D + 2),
+            3 * 2 * 2 * 4 * T * 2 - TABLE,
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
+    # An activation reads and writes H; back, it reads its gradient and input and writes another.
+    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + OF_NORMS
+    assert small()["norms, elementwise"] == pytest.approx(expected)
+    expected += M * LAYERS * more + fixed
+    assert small(**changes)["norms, elementwise"] == pytest.approx(expected)
+
+
+def test_bytes_of_attention_loss_weights_and_optimizer_by_hand():
+    got = small()
+    # q, k, v and the output, forth; these, its gradient and those of q, k, v, back; a log-sum-exp
+    # in float32 for each query and head
+    assert got["attention"] == pytest.approx(M * 3 * (12 * (D + D) + 8))
+    grouped = small(heads=5, kv_heads=1)
+    assert grouped["attention"] == pytest.approx(M * 3 * (12 * (D + 2) + 8 * 5))
+    assert got["optimizer"] == pytest.approx(36 * SMALL.parameters())
+    gemms = 2 * ((640 + 10 * M) + 64 * M) + 2 * ((640 + 64 * M) + 10 * M)
+    gemms += 2 * ((10 + 64) * M + 640)
+    # Logits in bf16 are read in both passes and their gradient is written; a few numbers of loss.
+    assert got["head and loss"] == pytest.approx(6 * V * M + gemms, abs=32)
+    # Each float32 weight is rounded to bf16, and its gradient back.
+    assert got["casts"] == pytest.approx((4 + 2 + 2 + 4) * (WEIGHTS + V * D))
+
+
+WIDE = GPTConfig(
+    vocabulary=256, context=64, layers=4, width=128, heads=2, mlp_width=384, bias=False, tied=False
+)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_bytes_of_quantized_layers_by_hand(recipe):
+    config, tokens = WIDE, 4 * 64
+    got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=64, rates=BYTES))
+    d, h, layers = 128, 384, 4
+    # Two copies of a byte each of the inputs of qkv, output, up and down, and of the gradients of
+    # what these give; what attention gave, and gave back, no other kernel reads.
+    operands = (d + d + d + h) + (3 * d + d + h + d)
+    casts: float = 2 * operands + 2 * d + 2 * 3 * d
+    weights = 6
+    # None of these is written in bf16 besides: not by 2 layers - 1 norms and the first forward,
+    # nor back, by the last and the others but the first, nor by activations.
+    elementwise = layers * (2 * NORM * d + 10 * h) + ENDS * d
+    elementwise -= 2 * (2 * layers * 2 * d + layers * 2 * h)
+    if recipe == "current":  # but for casts of current scaling, which wait for the amax
+        casts += 2 * operands + 2 * (operands - d - 3 * d)
+        weights += 4
+    if recipe == "block":
+        casts += operands * 8 / 128  # scales
+    # An amax history for each operand of the four linears, read and written.
+    once = 2 * 4 * 1024 * 12 * layers if recipe == "delayed" else 0
+    positions = 2 * 4 * 64 * d
+    norms = 3 * 4 * d * (2 * layers + 1)
+    expected: float = tokens * elementwise + positions + norms
+    assert got["norms, elementwise"] == pytest.approx(expected, rel=1e-6)
+    kept = layers * (d * 3 * d + d * d + 2 * d * h)
+    if recipe == "block":  # output's weight is one block, whose amax is that of the whole
+        once = 4 * d * d * layers
+    expected = tokens * layers * casts + weights * kept + 12 * 256 * d + once
+    assert got["casts"] == pytest.approx(expected, rel=2e-3)  # and some scales and amaxes
+    # Operands of a byte, y and dx in bf16, dw in float32; scales are some bytes more.
+    gemms = sum(
+        (tokens * k + k * n + 2 * tokens * n)
+        + (tokens * n + k * n + 2 * tokens * k)
+        + (tokens * (k + n) + 4 * k * n)
+        for k, n in ((d, 3 * d), (d, d), (d, h), (h, d))
+    )
+    assert got["GEMMs"] == pytest.approx(layers * gemms, rel=0.03 if recipe == "block" else 1e-3)
+
+
+def test_blocks_of_several_kinds_are_counted_one_by_one():
+    chosen = load_recipe("delayed", {"exclude": ("blocks.0.*", "blocks.3.mlp.up")})
+    made = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
+    got = predict(WIDE, made, H200, batch=2, context=64, rates=BYTES).parts_ms
+    whole = trace(WIDE, made, 2, 64, blocks=(0, 1, 2, 3), backward=True)
+    every = list(ideal_work(whole))
+    for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
+        found = sum(one.moved for one in every if one.category == part)
+        assert 1000 * found == pytest.approx(got[part], rel=1e-4)
+
+
+# The rule
+
+
+def traced(*operators: dict) -> Trace:
+    """Operators of values of 100 bytes each; `reads` is their numbers."""
+    made, count = [], 0
+    for one in operators:
+        reads = tuple(Slice(number, 0, 100) for number in one["reads"])
+        made.append(
+            Operator(**({"name": "", "path": "", "backward": False} | one | {"reads": reads}))
+        )
+        count = max(count, *one["reads"], *one["writes"])
+    none: dict[str, Any] = {"kinds": (), "lasting": set(), "fp8_weights": 0}
+    none |= {"activations": Counter(), "weight_copies": Counter()}
+    return Trace(operators=made, values=[100] * (count + 1), **none)
+
+
+def moved(*operators: dict) -> int:
+    return sum(work.moved for work in ideal_work(traced(*operators)))
+
+
+def test_what_one_kernel_can_do_is_one_kernel():
+    first, second = {"reads": [0], "writes": [1]}, {"reads": [1, 0], "writes": [2]}
+    gemm = {"reads": [2, 3], "writes": [4], "rate": "half"}
+    # 0 is read once, 1 is nowhere, 2 is written for the GEMM, which reads it and 3 and writes 4
+    after = {"reads": [4], "writes": [5]}
+    assert moved(first, second, gemm, after) == 100 * (1 + 1 + 3 + 1)
+    # What is needed after the GEMM is written before it and read again.
+    assert moved(first, second, gemm, after | {"reads": [4, 1]}) == 100 * (1 + 2 + 3 + 2)
+    # The backward pass makes it again, of what is in memory.
+    back = {"reads": [4, 1], "writes": [5], "backward": True}
+    assert moved(first, second, gemm, back) == 100 * (1 + 1 + 3 + 2)
+
+
+def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
+    first = {"reads": [0], "writes": [1]}
+    amax = {"reads": [1], "writes": [2]}
+    cast = {"reads": [1, 2], "writes": [3]}
+    gemm = {"reads": [3], "writes": [4], "rate": "fp8"}
+    together = moved(first, amax, cast, gemm, {"reads": [4], "writes": [5]})
+    assert together == 100 * (1 + 1 + 2 + 1)
+    apart = moved(first, amax | {"reduces": True}, cast, gemm, {"reads": [4], "writes": [5]})
+    assert apart == 100 * (1 + 2 + 3 + 2 + 1)
+
+
+# The whole
+
+
+@pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "current", "block", "nvfp4"))
+def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
+    rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, fp8_attention=INF, memory=INF)
+    plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)
+    assert plain.step_ms / fp8.step_ms == pytest.approx((26 if recipe == "nvfp4" else 13) / 7)
+
+
+def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
+    plain, fp8 = at(FLOPS), at(dataclasses.replace(FLOPS, fp8=2.0), recipe="delayed")
+    assert fp8.parts_ms["head and loss"] == plain.parts_ms["head and loss"]
+    assert fp8.parts_ms["GEMMs"] == plain.parts_ms["GEMMs"] / 2
+    assert (fp8.fp8_layers, fp8.layers) == (48, 49)
+
+
+def test_attention_in_fp8_has_the_rate_of_fp8():
+    config = load_config("llama-1b").model_copy(update={"layers": 1, "heads": 16})
+    rates = dataclasses.replace(FLOPS, fp8_attention=2.0)
+    recipes = (load_recipe("delayed", {"attention": x}) for x in ("compute", "delayed"))
+    plans = [plan_for(config, recipe, HOPPER) for recipe in recipes]
+    plain, fp8 = (
+        seconds(predict(config, each, H200, batch=1, context=128, rates=rates)) for each in plans
+    )
+    assert fp8 == plain | {"attention": plain["attention"] / 2}
+    assert plain["attention"] > 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_nothing(recipe):
+    rates = achievable(H200)
+    before = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
+    slower = dataclasses.replace(rates, memory=rates.memory / 2)
+    after = at(slower, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
+    for part in ("casts", "norms, elementwise", "optimizer"):
+        assert after[part] == pytest.approx(2 * before[part])
+    for part in ("GEMMs", "attention"):
+        assert after[part] == before[part]
+    free = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024, free_casts=True)
+    assert free.parts_ms == {**before, "casts": 0}
+    assert sum(before.values()) - free.step_ms == pytest.approx(before["casts"])
+
+
+def test_parts_add_up_and_rates_follow_from_the_step():
+    got = at(achievable(H200), recipe="delayed", batch=8, context=1024)
+    assert tuple(got.parts_ms) == PARTS
+    assert got.step_ms == pytest.approx(sum(got.parts_ms.values()))
+    assert got.tokens_per_s == pytest.approx(8 * 1024 / got.step_ms * 1000)
+    flops = load_config("gpt2-124m").flops_per_token(1024)
+    assert got.mfu == pytest.approx(flops * got.tokens_per_s / 1979e12)
+    assert (got.peak_of, got.peak_tflops) == ("fp8", 1979)
+    assert (at(FLOPS).peak_of, at(FLOPS).peak_tflops) == ("half", 989)
+    config, b200 = load_config("gpt2-124m"), gpu_named("B200")
+    got = predict(config, plan(config, "nvfp4"), b200, batch=8, context=1024)
+    assert (got.peak_of, got.peak_tflops) == ("fp4", 9000)
+
+
+def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
+    rates = achievable(H200)
+    found = (rates.half, rates.fp8, rates.attention, rates.memory)
+    assert found == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
+    assert rates.fp8_attention / 1979 == pytest.approx(rates.attention / 989)
+    a100 = achievable(gpu_named("A100"))
+    assert a100.fp8 == a100.half
+    b200 = achievable(gpu_named("B200"))
+    assert (b200.fp4, rates.fp4) == (2 * b200.fp8, rates.fp8)
+
+
+# GPUs
+
+
+NAMES = {
+    "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL",
+    "NVIDIA H200": "H200", "NVIDIA B200": "B200", "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA L40S": "L40S", "NVIDIA GeForce RTX 4090": "RTX 4090", "NVIDIA L4": "L4",
+    "Tesla V100-SXM2-16GB": "V100",
+    "Tesla T4": "T4", "NVIDIA L40": "L40", "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "NVIDIA RTX A6000": "RTX A6000", "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "NVIDIA GeForce RTX 5080": "RTX 5080", "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4080 SUPER": None, "NVIDIA GeForce RTX 5090 Laptop GPU": None,
+    "NVIDIA GeForce RTX 4090 D": None, "NVIDIA A10G": None, "NVIDIA GB200": None,
+    "NVIDIA H1000": None, "": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", NAMES)
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives(device):
+    found = find_gpu(device)
+    assert (found.name if found else None) == NAMES[device]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
+    assert find_gpu(gpu.name) is gpu
+    assert 50 < gpu.half_tflops < 5000
+    assert 0.1 < gpu.memory_tb_per_s < 20
+    assert (gpu.fp8_tflops is None) == (gpu.capability < (8, 9))
+    assert (gpu.fp4_tflops is None) == (gpu.capability < (10, 0))
+    if gpu.fp4_tflops:  # GeForce has it in full, unlike the others with float32 accumulation
+        times = 8 if gpu.capability[0] > 10 else 4
+        assert gpu.fp4_tflops / gpu.half_tflops == pytest.approx(times, rel=0.01)
+    if gpu.fp8_tflops:
+        assert gpu.fp8_tflops / gpu.half_tflops == pytest.approx(2, rel=0.02)
+    assert gpu.source.startswith("NVIDIA")
+    assert (gpu.tf32_tflops is None) == (gpu.capability < (8, 0))
+    if gpu.tf32_tflops:
+        assert gpu.half_tflops / gpu.tf32_tflops == pytest.approx(2, rel=0.03)
+        assert gpu.fp32_tflops <= gpu.tf32_tflops
+    assert 5 < gpu.fp32_tflops < 130
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "name"),
+    [
+        ("9.0", None, "H200"),
+        ("9.0", "H100", "H100"),
+        (None, "h100 pcie", "H100 PCIe"),
+        ("10.0", None, "B200"),
+        ("8.0", None, "A100"),
+        ("8.6", None, "A40"),
+        ("8.9", None, "L40S"),
+        ("12.0", None, "RTX 5090"),
+    ],
+)
+def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
+    chosen, machine = roofline.choose_gpu(capability, gpu)
+    assert chosen.name == name
+    assert machine.capability == chosen.capability
+
+
+def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_named(monkeypatch):
+    here = Hardware("cuda", (8, 9), name="NVIDIA L4")
+    monkeypatch.setattr(hardware, "probe", lambda device: here)
+    assert roofline.choose_gpu(None, None) == (gpu_named("L4"), here)
+    monkeypatch.setattr(hardware, "probe", lambda device: Hardware("cpu", name="Xeon"))
+    assert "--gpu H200" in refusal(roofline.choose_gpu, None, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "said"),
+    [
+        (None, "H20O", "Did you mean 'H200'"),
+        ("8.0", "H200", "has compute capability 9.0, not 8.0"),
+        ("6.0", None, "No data on a GPU of compute capability 6.0"),
+        ("none", None, "No data on a GPU of compute capability none"),
+        ("9", None, "no compute capability"),
+    ],
+)
+def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, said):
+    assert said in refusal(roofline.choose_gpu, capability, gpu)
+
+
+# The table
+
+
+def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
+    gpu, hardware = roofline.choose_gpu(capability, None)
+    given = {"batch": 8, "context": 1024} | options
+    return roofline.predict_all(model, load_config(model), gpu, hardware, **given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "predicted"),
+    [
+        ("8.0", ["bf16"]),
+        ("8.9", ["bf16", "current", "delayed"]),
+        ("9.0", ["bf16", "block", "current", "delayed", "rowwise"]),
+        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, "rowwise"]),
+        pytest.param(
+            "12.0", ["bf16", "current", "delayed", *NVFP4, "rowwise"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
+    capability, predicted
+):
+    made = table(capability)
+    assert [row.precision for row in made.predictions] == predicted
+    quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
+    assert set(made.left_out) == quantized - set(predicted)
+    for name, why in made.left_out.items():
+        assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in why
+
+
+def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
+    rows, bound = (
+        {row.precision: row for row in made.predictions}["delayed"]
+        for made in (table(), table(ceiling=True))
+    )
+    assert (rows.fp8_layers, bound.fp8_layers) == (rows.layers - 1, bound.layers)
+    assert bound.parts_ms["casts"] == 0
+    assert bound.step_ms < rows.step_ms
+
+
+def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out():
+    lines = roofline.as_lines(table())
+    assert lines[0] == "Predicted, not measured: gpt2-1.5b on one H200, 8 x 1024 tokens per step"
+    assert "NVIDIA H200 data sheet" in lines[1]
+    assert "bf16 GEMMs 700 of 989 (71 %) TFLOP/s, FP8 GEMMs 1300 of 1979 (66 %)" in lines[1]
+    assert "attention 400 of 989 (40 %), in FP8 800 of 1979 (40 %), memory" in lines[1]
+    assert "memory 4.1 of 4.8 (85 %) TB/s" in lines[1]
+    assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
+    assert "measured" not in lines[3]
+    assert len({line.count("|") for line in lines[3:10]}) == 1
+    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
+    assert lines[11].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
+    assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
+    base, *rows = (cells(line) for line in lines[5:10])
+    for row in rows:
+        assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
+        assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    path = tmp_path / "step.json"
+    rows = [
+        {"model": "gpt2-1.5b", "arm": "bf16", "median_ms": 150.0, "more": 1},
+        {"model": "gpt2-1.5b", "arm": "delayed", "median_ms": 120.0},
+        {"model": "gpt2-124m", "arm": "current", "median_ms": 1.0},
+    ]
+    path.write_text(json.dumps({"results": rows, "machine": {}}))
+    return path
+
+
+def test_a_gpu_without_bf16_is_predicted_in_fp16():
+    lines = roofline.as_lines(table("7.5", "gpt2-124m"))
+    assert "bf16" not in "\n".join(lines[:5])
+    assert "fp16 GEMMs " in lines[1]
+    assert cells(lines[3])[-1] == "vs fp16"
+    assert cells(lines[5])[0] == "fp16"
+
+
+def test_measured_steps_stand_beside_the_predicted_ones(results):
+    made = table(results=results)
+    lines = roofline.as_lines(made)
+    assert cells(lines[3])[-2:] == ["measured ms", "measured vs bf16"]
+    rows = {cells(line)[0]: cells(line)[-2:] for line in lines[5:9]}
+    none = ["-", "-"]
+    measured = {"bf16": ["150.0", "1.00"], "delayed": ["120.0", "1.25"]}
+    assert rows == measured | {"current": none, "block": none}
+    assert lines[-1] == f"measured: {results}, at the batch and context given there"
+    data = {row["precision"]: row for row in roofline.as_json(made)["predictions"]}
+    assert (data["delayed"]["measured_ms"], data["block"]["measured_ms"]) == (120.0, None)
+    other = table(model="llama-1b", results=results)
+    assert "measured ms" not in roofline.as_lines(other)[3]
+    assert other.measured_in == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"results": [1]}', '{"results": [{"model": "a", "arm": "b"}]}',
+     '{"results": [{"model": "a", "arm": "b", "median_ms": "fast"}]}',
+     '{"results": [{"model": "a", "arm": "b", "median_ms": null}]}'],
+)  # fmt: skip
+def test_a_file_without_results_is_refused_with_what_it_should_hold(tmp_path, content):
+    path = tmp_path / "step.json"
+    path.write_text(content)
+    said = refusal(roofline.measured_steps, path, "a")
+    assert "median_ms" in said
+    assert str(path) in said
+
+
+def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, results):
+    package = tmp_path / "checkout" / "fp8stack"
+    folders = {"H200": "h200", "H100 PCIe": "h100-pcie"}
+    for folder in (*folders.values(), "cpu"):
+        path = tmp_path / "checkout" / "bench" / "results" / folder / "step.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(results.read_text())
+    monkeypatch.setattr(roofline, "files", lambda name: package)
+    for gpu in GPUS:
+        found = roofline.find_results(gpu)
+        assert (found.parent.name if found else None) == folders.get(gpu.name)
+
+
+# The command
+
+ARGUMENTS = ("bench", "roofline", "--model", "gpt2-1.5b", "--capability", "9.0")
+
+
+def test_the_command_prints_the_table_and_as_json_the_same_figures(command, capsys, results):
+    given = [*ARGUMENTS, "--batch", "4", "--context", "512", "--results", str(results)]
+    assert command(*given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("on one H200, 4 x 512 tokens per step")
+    assert command(*given, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["predicted"] is True
+    assert (data["gpu"]["name"], data["batch"], data["context"]) == ("H200", 4, 512)
+    assert data["assumed"]["memory"] == pytest.approx(4.1e12)
+    for row, line in zip(data["predictions"], lines[5:10], strict=True):
+        assert cells(line)[0] == row["precision"]
+        assert float(cells(line)[8]) == pytest.approx(row["step_ms"], abs=0.051)
+        assert float(cells(line)[11]) == pytest.approx(row["speedup"], abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--gpu", "H900"], "No GPU 'H900'"),
+        (["--gpu", "H200", "--model", "gpt3"], "No model 'gpt3'"),
+        (["--gpu", "H200", "--batch", "0"], "--batch"),
+        (["--gpu", "H200", "--results", "none.json"], "No such file"),
+        (["--gpu", "H200", "--context", "2048"], "2048 is more than the 1024 of model gpt2-124m"),
+    ],
+)
+def test_bad_input_to_the_command_is_one_line(refused, given, said):
+    assert said in refused("bench", "roofline", *given)
+
+
+def test_the_document_says_what_the_command_prints(command, capsys, monkeypatch):
+    monkeypatch.setattr(roofline, "find_results", lambda gpu: None)
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = " ".join(text.partition("## Roofline")[2].split())
+    printed = []
+    for more in ([], ["--ceiling"]):
+        assert command(*ARGUMENTS, *more) == 0
+        printed.append([x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"])
+    assert " ".join(("fp8stack", *ARGUMENTS)) in text
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in printed[0]]
+    (delayed,) = (dict(zip(cells[0], row, strict=True)) for row in cells if row[0] == "delayed")
+    shares = f"{delayed['GEMMs']} of its time in GEMMs, {delayed['attention']} in attention and "
+    assert f"{shares}{delayed['casts']} in casts, and is {delayed['vs bf16']} times" in text
+    gains = {row.split("|")[-2].strip() for row in printed[1] if row.startswith("| delayed ")}
+    assert gains == set(re.findall(r"at most a factor of ([\d.]+)\.", text))

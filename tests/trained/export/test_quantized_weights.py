@@ -1,0 +1,357 @@
+"""FP8 weights as compressed-tensors and transformers themselves read them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from fp8stack import GPT, GPTConfig, UserError, numerics, plan_for
+from fp8stack.analysis.conform import oracles
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers import build_backend, fp8_state, load_fp8_state
+from fp8stack.model.hf import layout_of, modules_of
+from fp8stack.precision import Hardware, load_recipe
+from fp8stack.trained.export.format_files import ModelSource
+from fp8stack.trained.export.quantized_weights import quantized_files
+from fp8stack.trained.export.writing import replace_folder
+from fp8stack.training.checkpoint.state import restore_weights
+from tests.support.hf_models import (
+    ROPE,
+    SHAPES,
+    loaded,
+    logits,
+    random_model,
+    require_same_logits,
+    source_of,
+    tokens,
+    weights_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = Hardware("cpu")
+WIDE = ROPE | {"width": 256, "heads": 2, "mlp_width": 384}
+QWEN3 = GPTConfig(**(WIDE | {"activation": "swiglu", "qk_norm": True}))
+RELU2 = GPTConfig(**(WIDE | {"activation": "relu2", "qk_norm": True}))
+ARCEE = GPTConfig(**(WIDE | {"activation": "relu2", "bias": True}))
+LLAMA = GPTConfig(**(WIDE | {"activation": "swiglu", "kv_heads": 1}))
+MODELS = {"qwen3": QWEN3, "qwen3 relu2": RELU2, "arcee": ARCEE, "llama": LLAMA}
+RECIPES = ["delayed", "current", "block", "mxfp8", "bf16"]
+
+
+def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, ModelSource]:
+    """A model that was trained in a recipe, one pass of it, and what is exported of it."""
+    plan = plan_for(config, load_recipe(recipe, changes), CPU)
+    model = GPT(config, build_backend(plan))
+    restore_weights(model, weights_of(random_model(config)))
+    x = tokens(config.vocabulary)
+    model(x, x).backward()
+    state = fp8_state(model)
+    again = GPT(config, build_backend(plan)).eval()  # as it is loaded from a checkpoint
+    restore_weights(again, weights_of(model))
+    load_fp8_state(again, state)
+    return again, source_of(again, plan=plan.to_json(), fp8=state)
+
+
+def exported(folder: Path, source: ModelSource) -> Path:
+    replace_folder(folder, quantized_files(source, None))
+    return folder
+
+
+def dequantized(
+    model: GPT, source: ModelSource, recipe: str, power_of_two: bool = False
+) -> dict[str, torch.Tensor]:
+    """The dequantized weights of the model's recipe, cast by layer; by row in recipes that are not
+    listed here."""
+    quantizer = {
+        "delayed": Quantizer(),
+        "current": Quantizer(scale="power_of_two" if power_of_two else "float32"),
+        "block": Quantizer(block=(128, 128), scale="power_of_two"),
+    }.get(recipe, Quantizer(block="row"))
+    weights = weights_of(model)
+    for layer in model.config.linear_shapes():
+        name = f"{layer}.weight"
+        if layer != "lm_head":
+            scale = float(source.fp8[f"{name}.scale"]) if recipe == "delayed" else None
+            quantized = oracles.quantize(weights[name].numpy(), quantizer, 1, scale=scale)
+            weights[name] = torch.from_numpy(quantized.values * quantized.factor)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*((name, "delayed") for name in MODELS), *(("qwen3", recipe) for recipe in RECIPES[1:])],
+)
+def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
+    config = MODELS[name]
+    model, source = trained(config, recipe)
+    folder = exported(tmp_path / "x", source)
+    hf_model = loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    plain = GPT(config).eval()
+    restore_weights(plain, dequantized(model, source, recipe))
+    state = hf_model.state_dict()
+    k_proj = state["model.layers.1.self_attn.k_proj.weight"]
+    rows = config.width, config.width + config.query_groups * config.head_width
+    assert torch.equal(k_proj, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
+    up = plain.get_parameter("blocks.0.mlp.up.weight")
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
+    require_same_logits(plain, hf_model, atol=2e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_with_quantized_activations_are_within_the_error_of_fp8(recipe, tmp_path):
+    model, source = trained(RELU2, recipe)
+    hf_model = loaded(exported(tmp_path / "x", source))
+    in_fp8 = trained(RELU2, "current")[0] if recipe == "bf16" else model
+    plain = GPT(RELU2).eval()
+    restore_weights(plain, weights_of(model))
+    x = tokens(RELU2.vocabulary)
+    exact, fp8_logits, hf_logits = logits(plain, x), logits(in_fp8, x), logits(hf_model, x)
+    fp8_error = (fp8_logits - exact).square().mean().sqrt()
+    assert 0.3 * fp8_error < (hf_logits - exact).square().mean().sqrt() < 1.5 * fp8_error
+    if recipe == "delayed":  # its activations have the run's own scales
+        assert (hf_logits - fp8_logits).square().mean().sqrt() < 0.3 * fp8_error
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_configuration_is_one_of_compressed_tensors(recipe, tmp_path):
+    _, source = trained(QWEN3, recipe)
+    folder = exported(tmp_path / "x", source)
+    table = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(table)
+    assert (config.quant_method, config.format) == ("compressed-tensors", "float-quantized")
+    assert config.ignore == ["lm_head"]
+    scheme = config.config_groups["group_0"]
+    weights = scheme.weights
+    assert (weights.num_bits, weights.type, weights.dynamic) == (8, "float", False)
+    expected = {
+        "delayed": ("tensor", "tensor", False),
+        "current": ("tensor", "token", True),
+        "block": ("block", "group", True),
+        "mxfp8": ("channel", "token", True),
+        "bf16": ("channel", "token", True),
+    }[recipe]
+    inputs = scheme.input_activations
+    assert (scheme.weights.strategy, inputs.strategy, inputs.dynamic) == expected
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    module = "model.layers.0.mlp.gate_proj"
+    shape = {"tensor": (1,), "channel": (384, 1), "block": (3, 2)}[expected[0]]
+    assert tensors[f"{module}.weight"].dtype == torch.float8_e4m3fn
+    assert tensors[f"{module}.weight_scale"].shape == shape
+    assert tensors[f"{module}.weight_scale"].dtype == torch.float32
+    assert (f"{module}.input_scale" in tensors) == (recipe == "delayed")
+    if recipe == "delayed":  # activations have the scales of the run
+        scale = source.fp8["blocks.1.attention.qkv.input.scale"]
+        assert scale != 1
+        for letter in "qkv":
+            input_scale = tensors[f"model.layers.1.self_attn.{letter}_proj.input_scale"]
+            assert torch.equal(input_scale, (1 / scale).reshape(1))
+    assert tensors["lm_head.weight"].dtype == torch.float32
+
+
+def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path):
+    model, source = trained(QWEN3, "current", exclude=["blocks.0.attention.qkv"], head=True)
+    folder = exported(tmp_path / "x", source)
+    table = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert table["ignore"] == [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
+    hf_model = loaded(folder)
+    logits(hf_model, tokens(QWEN3.vocabulary))  # what decompresses them
+    state = hf_model.state_dict()
+    q_weight = model.get_parameter("blocks.0.attention.qkv.weight")[:256]
+    assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], q_weight)
+    assert not torch.equal(state["lm_head.weight"], model.get_parameter("lm_head.weight")[:50])
+
+
+def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path):
+    config = LLAMA.model_copy(update={"tied": True})
+    _, source = trained(config, "current", head=True)
+    files = quantized_files(source, None)
+    assert any("lm_head is the embedding" in note for note in files.notes)
+    assert files.tensors["model.embed_tokens.weight"].dtype == torch.float32
+    replace_folder(tmp_path / "x", files)
+    loaded(tmp_path / "x")
+
+
+def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused():
+    _, source = trained(GPTConfig(**SHAPES["qwen3"]), "block")
+    files = quantized_files(source, None)
+    assert "by channel" in files.title
+    assert any("16 is not divisible by 128" in note for note in files.notes)
+    with pytest.raises(UserError, match=r"and the model has 16\. Take --strategy channel"):
+        quantized_files(source, None, "block")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [("delayed", "channel"), ("block", "tensor"), ("mxfp8", "block"), ("bf16", "block")],
+)
+def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strategy, tmp_path):
+    model, source = trained(LLAMA, recipe)
+    files = quantized_files(source, None, strategy)
+    scheme = json.loads(files.texts["config.json"])["quantization_config"]["config_groups"]
+    assert scheme["group_0"]["weights"]["strategy"] == strategy
+    assert scheme["group_0"]["input_activations"]["dynamic"]
+    assert not any(name.endswith("input_scale") for name in files.tensors)
+    replace_folder(tmp_path / "x", files)
+    hf_model = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
+    plain = GPT(LLAMA).eval()
+    power = {"power_of_two": True} if strategy == "tensor" else {}  # as the recipe has it
+    same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
+    restore_weights(plain, dequantized(model, source, same, **power))
+    down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
+    require_same_logits(plain, hf_model, atol=2e-5)
+
+
+PACKED = {
+    "nvfp4": ("nvfp4-pack-quantized", "nvfp4: activations are not quantized"),
+    "mxfp4": ("mxfp4-pack-quantized", ""),
+    "mxfp6_e2m3": ("mxfp6-pack-quantized", "mxfp6_e2m3: activations are not quantized"),
+}
+
+
+@pytest.mark.parametrize("recipe", PACKED)
+def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe, tmp_path):
+    plan = plan_for(LLAMA, recipe, CPU)
+    model = random_model(LLAMA)
+    source = source_of(model, plan=plan.to_json())
+    files = quantized_files(source, None)
+    format, note = PACKED[recipe]
+    assert any(line.startswith(note) for line in files.notes)
+    assert any("in bfloat16, so config.json says so" in line for line in files.notes)
+    assert files.tensors["lm_head.weight"].dtype == torch.float32
+    table = json.loads(files.texts["config.json"])["quantization_config"]
+    config = QuantizationConfig.model_validate(table)
+    assert (config.format, config.ignore) == (format, ["lm_head"])
+    scheme = config.config_groups["group_0"]
+    assert (scheme.input_activations is None) == bool(note)
+    compressor = BaseCompressor.get_value_from_registry(format)
+    weights = weights_of(model)
+    for name, modules in modules_of(LLAMA, layout_of(LLAMA)).items():
+        if name == "lm_head":
+            continue
+        quantizer = plan.layer(name).quantizers.weight
+        assert quantizer is not None
+        weight = source.weights[f"{name}.weight"]
+        exact_weight = weights[f"{name}.weight"] = numerics.dequantize(
+            numerics.quantize(weight, quantizer)
+        )
+        for module in modules:
+            begin = f"{module.path}."
+            state = {
+                key.removeprefix(begin): tensor
+                for key, tensor in files.tensors.items()
+                if key.startswith(begin)
+            }
+            assert set(state) == set(compressor.compression_param_names(scheme))
+            decompressed = compressor.decompress(state, scheme)["weight"]
+            # They give bfloat16, in which all of it is exact but the scale of an NVFP4 tensor.
+            tolerance = 2.0**-8 if recipe == "nvfp4" else 0.0
+            torch.testing.assert_close(
+                decompressed.float(), module.select(exact_weight), rtol=tolerance, atol=0
+            )
+    replace_folder(tmp_path / "x", files)
+    decompress = CompressedTensorsConfig(dequantize=True)
+    hf_model = loaded(tmp_path / "x", quantization_config=decompress, dtype=torch.float32)
+    plain, x = GPT(LLAMA).eval(), tokens(LLAMA.vocabulary)
+    exact = logits(model, x)
+    restore_weights(plain, weights)
+    error = (logits(plain, x) - exact).square().mean().sqrt()
+    assert (logits(hf_model, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * error
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("llama", False), ("llama", True), ("arcee", False), ("qwen3", True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [*PACKED, "delayed", "current", "block", "mxfp8"])
+def test_transformers_runs_every_export_as_it_loads_it_by_default(
+    recipe, name, dtype, tied, tmp_path
+):
+    config = MODELS[name].model_copy(update={"tied": tied})
+    if recipe == "delayed":
+        _, source = trained(config, recipe)
+        source = replace(source, dtype=dtype)
+    else:
+        plan = plan_for(config, recipe, CPU).to_json()
+        source = source_of(random_model(config), plan=plan, dtype=dtype)
+    folder = exported(tmp_path / "x", source)
+    hf_model = loaded(folder)
+    expected = torch.bfloat16 if recipe in PACKED else dtype
+    assert hf_model.dtype == expected
+    x = tokens(config.vocabulary)
+    hf_logits = logits(hf_model, x)
+    assert hf_logits.dtype == expected
+    assert hf_logits.isfinite().all()
+    decompress = CompressedTensorsConfig(dequantize=True)
+    exact = loaded(folder, quantization_config=decompress, dtype=torch.float32).state_dict()
+    weight = "model.layers.1.mlp.down_proj.weight"  # decompressed by the first pass
+    # bfloat16 represents only scales exactly that are powers of 2.
+    rounded = expected == torch.bfloat16 and recipe not in ("mxfp4", "mxfp6_e2m3")
+    tolerance = 2.0**-6 if rounded else 0.0
+    expected_weight = hf_model.state_dict()[weight].float()
+    torch.testing.assert_close(expected_weight, exact[weight].float(), rtol=tolerance, atol=0)
+    # Weights that are not quantized are in the file, bitwise, in the requested dtype.
+    head = hf_model.get_input_embeddings().weight
+    expected_weight = source.weights["embedding.weight"].to(dtype)
+    assert torch.equal(head, expected_weight.to(expected))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    assert torch.equal(stored["model.embed_tokens.weight"], expected_weight)
+
+
+def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
+    rules = [
+        {"match": "blocks.*.mlp.*", "recipe": "mxfp4"},
+        {"match": "blocks.0.attention.output", "recipe": "nvfp4_forward_high"},
+    ]
+    plan = plan_for(LLAMA, load_recipe("block", {"layers": rules}), CPU)
+    model = random_model(LLAMA)
+    source = source_of(model, plan=plan.to_json(), dtype=torch.bfloat16)
+    files = quantized_files(source, None)
+    assert not any("so config.json says so" in note for note in files.notes)
+    assert "FP8 weights by block, dynamic activations; FP4 weights by group" in files.title
+    table = json.loads(files.texts["config.json"])["quantization_config"]
+    config = QuantizationConfig.model_validate(table)
+    assert config.format == "mixed-precision"
+    first, second = config.config_groups.values()
+    assert (first.format, second.format) == ("float-quantized", "mxfp4-pack-quantized")
+    assert "model.layers.0.self_attn.q_proj" in first.targets
+    assert "model.layers.1.mlp.up_proj" in second.targets
+    # Its forward pass is not quantized.
+    assert "model.layers.0.self_attn.o_proj" in config.ignore
+    assert files.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert files.tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.uint8
+    replace_folder(tmp_path / "x", files)
+    hf_model = loaded(tmp_path / "x")
+    logits(hf_model, tokens(LLAMA.vocabulary))  # what decompresses them
+    weight = model.get_parameter("blocks.1.mlp.down.weight")
+    quantizer = load_recipe("mxfp4").quantizers.weight
+    assert quantizer is not None
+    dequantized_weight = numerics.dequantize(numerics.quantize(weight, quantizer))
+    assert torch.equal(
+        hf_model.state_dict()["model.layers.1.mlp.down_proj.weight"].float(), dequantized_weight
+    )
+
+
+def test_what_has_no_fp8_layout_is_refused():
+    _, source = trained(GPTConfig(**SHAPES["gpt2"]), "current")
+    with pytest.raises(UserError, match="Conv1D"):
+        quantized_files(source, None)
+    for recipe, changes, words in (
+        ("current", {"forward_format": "e5m2"}, "weights of e5m2, block = tensor"),
+        ("mxfp6_e3m2", {}, r"weights of e3m2, block = \[1, 32\], scale = e8m0"),
+        ("nvfp4", {"weight": {"block": [1, 32]}}, r"e2m1, block = \[1, 32\], scale = e4m3"),
+    ):
+        plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU).to_json()
+        source = source_of(random_model(QWEN3), plan=plan)
+        with pytest.raises(UserError, match=rf"{words}.* Use --format hf, or --strategy channel"):
+            quantized_files(source, None)
+        assert "FP8 weights by channel" in quantized_files(source, None, "channel").title

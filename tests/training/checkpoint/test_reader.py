@@ -1,0 +1,77 @@
+"""Checkpoints come back as they were written, or what is wrong with them is named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack.common.errors import UserError
+from fp8stack.training.checkpoint import reader, writer
+from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.validation import newest_sound
+from tests.conftest import refusal
+from tests.faults.inputs.input_corruptions import rewrite
+
+INFO: dict[str, Any] = {
+    "identity": {"a": [1, "ü"]}, "config": {}, "plan": {}, "scaler": None,
+    "versions": {"torch": "x"}, "guard": None, "plans": [], "phases": None, "tokenizer": None,
+}  # fmt: skip
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    values = torch.arange(1000, dtype=torch.float32) + step
+    return Checkpoint(step=step, info=INFO, tensors={"model": {"x": values}})
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
+    path = writer.write(tmp_path, _checkpoint(7))
+    loaded = reader.load(path)
+    assert (loaded.step, loaded.info) == (7, INFO)
+    assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
+
+
+def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path):
+    old = {key: value for key, value in INFO.items() if key != "guard"}
+    path = writer.write(tmp_path, Checkpoint(step=3, info=old))
+    assert reader.load(path).info["guard"] is None
+
+
+def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
+    for step in (999_998, 1_000_000, 999_999):
+        writer.retain(tmp_path, 2, 0, {writer.write(tmp_path, _checkpoint(step))})
+    assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
+    assert newest_sound(tmp_path, bool)[0].step == 1_000_000
+
+
+# Damage to files, full disks and what a dead save leaves: tests/faults, rows R2, R4 and R5.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"model.safetensors": {"sha256": ""}}},
+        {"files": {"model.safetensors": "x"}},
+        {"files": []},
+        {"step": None},
+        {"step": "x"},
+        {"info": []},
+        {"info": None},
+        {"more": 1},
+    ],
+)
+def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(changes, tmp_path):
+    path = writer.write(tmp_path, _checkpoint(3))
+
+    def change(body: dict) -> None:
+        body |= changes
+        for key in [key for key, value in body.items() if value is None]:
+            del body[key]
+
+    rewrite(path, change)
+    assert "checkpoint.json" in refusal(reader.load, path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "null"])
+def test_json_that_is_no_manifest_is_refused(text, tmp_path):
+    path = writer.write(tmp_path, _checkpoint(3))
+    (path / "checkpoint.json").write_text(text)
+    with pytest.raises(UserError, match=r"checkpoint\.json"):
+        reader.load(path)

@@ -1,0 +1,279 @@
+"""Checkpoints that are written in the background, and which ones are kept."""
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.common import io
+from fp8stack.common.errors import NumericFailure, StorageError
+from fp8stack.training.checkpoint import reader, writer
+from fp8stack.training.checkpoint.saver import HostCopy, Saver
+from tests.conftest import TINY, losses
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INFO: dict[str, Any] = {
+    "identity": {}, "config": {}, "plan": {}, "scaler": None, "versions": {}, "guard": {"bad": []},
+}  # fmt: skip
+Groups = dict[str, dict[str, Tensor]]
+
+
+def _tensors(value: float) -> Groups:
+    model = {"b": torch.full((3, 5), value), "a": torch.arange(6.0).view(2, 3).t() + value}
+    return {"model": model, "rng": {"cpu": torch.full((9,), int(value), dtype=torch.uint8)}}
+
+
+def _saver(folder: Path, **options: Any) -> Saver:
+    return Saver(folder, **({"keep": 2, "in_background": True} | options))
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Gate:
+    """Holds up writes of checkpoints until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.writes = 0
+        write = writer.write
+
+        def late(*arguments: Any) -> Path:
+            self.writes += 1
+            self.reached.set()
+            assert self.opened.wait(30)
+            return write(*arguments)
+
+        monkeypatch.setattr(writer, "write", late)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path):
+    for name, in_background in (("now", False), ("later", True)):
+        saver = _saver(tmp_path / name, in_background=in_background)
+        path = saver.save(7, INFO, lambda: _tensors(7))
+        saver.wait()
+        assert path == tmp_path / name / "step-000007"
+    assert _names(tmp_path / "now/step-000007") == [
+        "checkpoint.json", "model.safetensors", "rng.safetensors",
+    ]  # fmt: skip
+    for file in (tmp_path / "now/step-000007").iterdir():
+        assert file.read_bytes() == (tmp_path / "later/step-000007" / file.name).read_bytes()
+
+
+def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, gate):
+    saver, tensors, info = _saver(tmp_path), _tensors(1), INFO | {"guard": {"bad": []}}
+    saver.save(1, info, lambda: tensors)
+    assert gate.reached.wait(30)
+    assert not list(tmp_path.glob("step-*"))  # `save` did not wait for it
+    tensors["model"]["b"].zero_()
+    info["guard"]["bad"].append("later")
+    gate.opened.set()
+    saver.wait()
+    saved = reader.load(tmp_path / "step-000001")
+    assert torch.equal(saved.tensors["model"]["b"], _tensors(1)["model"]["b"])
+    assert saved.info["guard"] == {"bad": []}
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, gate):
+    saver = _saver(tmp_path)
+    saver.save(1, INFO, lambda: _tensors(1))
+    assert gate.reached.wait(30)
+    captured: list[int] = []
+
+    def capture() -> Groups:
+        captured.append(len(list(tmp_path.glob("step-*"))))
+        return _tensors(2)
+
+    second = threading.Thread(target=saver.save, args=(2, INFO, capture))
+    second.start()
+    second.join(0.2)
+    assert (captured, gate.writes) == ([], 1)
+    gate.opened.set()
+    second.join()
+    saver.wait()
+    assert captured == [1]  # the first was there before the second began
+    assert _names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_host_memory_is_used_again_and_made_anew_only_where_shapes_changed():
+    host = HostCopy()
+    host.take(_tensors(1))
+    first = host.values()
+    host.take(_tensors(2) | {"rng": {"cpu": torch.zeros(4, dtype=torch.uint8)}})
+    second = host.values()
+    for name, value in _tensors(2)["model"].items():
+        assert second["model"][name].data_ptr() == first["model"][name].data_ptr()
+        assert torch.equal(second["model"][name], value)
+    assert second["rng"]["cpu"].shape == (4,)
+
+
+def _no_room(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("surfaces", ["save", "wait", "with"])
+def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
+    surfaces, tmp_path, monkeypatch
+):
+    saver = _saver(tmp_path)
+    saver.save(1, INFO, lambda: _tensors(1))
+    saver.wait()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", _no_room)
+        saver.save(2, INFO, lambda: _tensors(2))
+        assert saver._thread is not None
+        saver._thread.join()
+    ways: dict[str, Callable[[], object]] = {
+        "save": lambda: saver.save(3, INFO, lambda: _tensors(3)),
+        "wait": saver.wait,
+        "with": lambda: saver.__exit__(None, None, None),
+    }
+    with pytest.raises(StorageError, match=r"disk is full. Make room there."):
+        ways[surfaces]()
+    saver.wait()  # once
+    assert _names(tmp_path) == ["step-000001"]
+    saver.save(4, INFO, lambda: _tensors(4))
+    saver.wait()
+    assert _names(tmp_path) == ["step-000001", "step-000004"]
+
+
+def test_another_error_is_not_hidden_by_a_full_disk_but_both_are_told(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(os, "fsync", _no_room)
+    saver, failure = _saver(tmp_path), NumericFailure("steps went wrong")
+    saver.save(1, INFO, lambda: _tensors(1))
+    saver.__exit__(NumericFailure, failure, None)
+    assert "the disk is full" in capsys.readouterr().out
+
+
+def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path, gate):
+    with suppress(KeyboardInterrupt), _saver(tmp_path) as saver:
+        saver.save(1, INFO, lambda: _tensors(1))
+        raise KeyboardInterrupt
+    assert not list(tmp_path.glob("step-*"))
+    assert saver._thread is not None
+    assert saver._thread.daemon  # nor does Python when it ends
+    gate.opened.set()
+    saver.wait()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(in_background, tmp_path):
+    visible: list[list[str]] = []
+    saver = _saver(
+        tmp_path, in_background=in_background, before=lambda: visible.append(_names(tmp_path))
+    )
+    saver.save(1, INFO, lambda: _tensors(1))
+    saver.wait()
+    assert visible == [[]]
+
+
+def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
+    writer.write(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)))
+    for file in (tmp_path / "step-000001").iterdir():
+        assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
+
+
+# Retention
+
+
+def _save_all(saver: Saver, *steps: int) -> None:
+    for step in steps:
+        saver.save(step, INFO, partial(_tensors, step))
+    saver.wait()
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in reader.candidates(folder)]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_newest_and_every_so_many_are_kept(in_background, tmp_path):
+    saver = _saver(tmp_path, keep=3, keep_every=4, in_background=in_background)
+    _save_all(saver, *range(2, 21, 2))
+    assert _steps(tmp_path) == [20, 18, 16, 12, 8, 4]
+    assert _names(tmp_path) == [f"step-{step:06d}" for step in (4, 8, 12, 16, 18, 20)]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(file, grow, tmp_path):
+    _save_all(_saver(tmp_path), 1, 2)
+    damaged = tmp_path / "step-000002" / file
+    content = damaged.read_bytes()
+    damaged.write_bytes(content + b"x" if grow else content[:-2] + b"??")
+    later = _saver(tmp_path)  # as in a new process, which does not know
+    _save_all(later, 3)
+    assert _steps(tmp_path) == [3, 2, 1]
+    _save_all(later, 4)
+    assert _steps(tmp_path) == [4, 3]
+
+
+def test_what_this_process_wrote_or_loaded_is_not_read_again(tmp_path, monkeypatch):
+    _save_all(_saver(tmp_path), 1, 2)
+    read: list[str] = []
+
+    def is_whole(path: Path, really: Callable[[Path], bool] = reader.is_whole) -> bool:
+        read.append(path.name)
+        return really(path)
+
+    monkeypatch.setattr(writer, "is_whole", is_whole)
+    _save_all(_saver(tmp_path, keep=3, good=[tmp_path / "step-000002"]), 3, 4, 5)
+    assert read == ["step-000001"]
+    assert _steps(tmp_path) == [5, 4, 3]
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    saver = _saver(tmp_path, in_background=False)
+    _save_all(saver, 1, 2)
+    with monkeypatch.context() as cut:
+
+        def remove_the_second(path: Path, remove: Any = shutil.rmtree, **options: Any) -> None:
+            if "000001" not in path.name:
+                remove(path, **options)
+
+        cut.setattr(shutil, "rmtree", remove_the_second)
+        _save_all(saver, 3)
+    assert _steps(tmp_path) == [3, 2]
+    writer.sweep(tmp_path)
+    assert _names(tmp_path) == ["step-000002", "step-000003"]
+
+
+# Whole runs; that one which saves in the background is the same: tests/training/test_pretrain.py
+
+
+def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(command, tmp_path, monkeypatch):
+    def slow(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
+        if path.parent.name == ".tmp-step-000004":  # the one of `--save-every`
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.1)
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_flushed", slow)
+        flags = ["pretrain", "--recipe", "delayed", *TINY]
+        assert command(*flags, "--out", "r", "--checkpoint-async") == 75
+    stopped = losses(tmp_path / "r")[-1][0]
+    assert stopped < 12
+    assert _steps(tmp_path / "r/checkpoints")[0] == stopped
+    assert not list((tmp_path / "r/checkpoints").glob(".tmp-*"))

@@ -1,0 +1,297 @@
+"""Sharded checkpoints: reading them with another number of ranks, and comparing such runs."""
+
+import json
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fp8stack
+from fp8stack.common.errors import UserError
+from fp8stack.layers.fsdp import local_shard
+from fp8stack.training.checkpoint import reader as checkpoints
+from fp8stack.training.checkpoint.sharded import (
+    SharedGroup,
+    copy_into,
+    file_of,
+    first_row,
+    write_rows,
+)
+from fp8stack.training.distributed.process_group import join
+from tests.conftest import Command
+from tests.faults.processes import in_ranks, last_step, run_ranks, tensors
+from tests.faults.rank_rows import EACH, ODD, Way, apart, go_way
+from tests.faults.twins import SMALL, TEXT
+from tests.support.small_loop import changed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_rule_refuses_losses_that_are_too_far_off(tmp_path):
+    def written(run: str, *losses: float) -> None:
+        (tmp_path / run).mkdir(exist_ok=True)
+        rows = [json.dumps({"step": step, "loss": of}) for step, of in enumerate(losses, 1)]
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+
+    starts = ((1, "ddp"), (2, "ddp"))
+    written("alone", *[5.0] * (EACH + 2))
+    for recipe, losses, wrong in [
+        ("fp32", [5.0] * EACH + [5.00004, 5.00004], ""),
+        ("fp32", [5.0] * EACH + [5.0, 5.00006], f"step {EACH + 2}"),
+        ("delayed", [5.0] * EACH + [5.00004, 5.02], ""),
+        ("delayed", [5.0] * EACH + [5.00006, 5.0], f"step {EACH + 1}"),
+        ("delayed", [5.0] * EACH + [5.0, 5.03], f"step {EACH + 2}"),
+        ("current", [5.0] * EACH + [5.02, 5.02], ""),
+        ("fp32", [5.0] * (EACH + 1), "steps"),
+        ("fp32", [5.0] * (EACH + 1) + [float("nan")], f"step {EACH + 2}"),
+    ]:
+        written("run", *losses)
+        assert apart(tmp_path, Way(recipe=recipe, starts=starts)).startswith(wrong)
+        assert bool(apart(tmp_path, Way(recipe=recipe, starts=starts))) == bool(wrong)
+
+
+def test_a_way_that_cannot_be_gone_is_told(tmp_path):
+    way = Way(recipe="fp32", starts=((2, "ddp"), (1, "ddp")), flags=("--batch", "3"))
+    assert "one rank alone: exit codes [2]" in go_way(tmp_path / "way", way)
+
+
+# The content of a checkpoint of FSDP2's ranks
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run `r` of 6 steps by 3 ranks with FSDP2, saved after steps 3 and 6, whose
+    vocabulary is padded and whose widths no 3 ranks share equally; and `one`, like it by one."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "text.txt").write_text(TEXT)
+    for name, count in (("one", 1), ("r", 3)):
+        words = ["pretrain", *_flags(), "--steps", "6", "--out", name]
+        ended = run_ranks([*words, "--parallel", "fsdp"], folder, count)
+        assert [rank.code for rank in ended] == [0] * count, ended
+    return folder
+
+
+def _flags() -> list[str]:
+    small = [*SMALL, *ODD, "--batch", "6", "--save-every", "3", "--set", "sample_tokens=0"]
+    return ["--data", "text.txt", "--recipe", "delayed", *small]
+
+
+@pytest.fixture
+def run(shared: Path, tmp_path: Path, command: Command) -> Path:
+    """A copy of that run, where commands run."""
+    shutil.copytree(shared / "r", tmp_path / "r")
+    shutil.copy(shared / "text.txt", tmp_path)
+    return tmp_path / "r"
+
+
+def _newest(run: Path) -> Path:
+    return checkpoints.candidates(run / "checkpoints")[0]
+
+
+def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
+    saved = _newest(shared / "r")
+    for group in ("model", "optimizer"):
+        files = sorted(path.name for path in (saved / group).iterdir())
+        assert files == [file_of(rank) for rank in range(3)]
+    weight = [load_file(saved / "model" / file_of(r))["lm_head.weight"] for r in range(3)]
+    assert [len(rows) for rows in weight] == [91, 91, 257 - 182]  # 272 rows, less the padding
+    assert "lm_head.weight.step" in load_file(saved / "optimizer" / file_of(0))
+    assert "lm_head.weight.step" not in load_file(saved / "optimizer" / file_of(1))
+    by_one_rank = _newest(shared / "one")
+    sharded, unsharded = tensors(saved), tensors(by_one_rank)
+    assert {k: (v.shape, v.dtype) for k, v in sharded.items() if not k.startswith("rng")} == {
+        k: (v.shape, v.dtype) for k, v in unsharded.items() if not k.startswith("rng")
+    }
+
+
+def test_torchs_own_reader_reads_what_ranks_wrote(shared):
+    saved = _newest(shared / "r")
+    saved_tensors = tensors(saved)
+    for group in ("model", "optimizer"):
+        written = {
+            name.removeprefix(f"{group}:"): of
+            for name, of in saved_tensors.items()
+            if name.startswith(f"{group}:")
+        }
+        into = {name: torch.full_like(of, -1) for name, of in written.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_load(into, storage_reader=HuggingFaceStorageReader(str(saved / group)))
+        assert changed(into, written) == []
+
+
+def test_a_model_is_loaded_from_what_ranks_wrote(shared):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fp8stack.load(shared / "r", "fp32")
+    saved_tensors = tensors(_newest(shared / "r"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), saved_tensors[f"model:{name}"]), name
+    delayed = fp8stack.load(shared / "r", "delayed")
+    assert delayed(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+def test_a_new_run_begins_with_weights_that_ranks_wrote(run, command):
+    words = ["pretrain", "--init-from", "r", *_flags(), "--recipe", "fp32", "--steps", "1"]
+    assert command(*words, "--lr", "1e-30", "--save-every", "1", "--out", "new") == 0
+    source_tensors, new_tensors = tensors(_newest(run)), tensors(_newest(run.with_name("new")))
+    for name in (name for name in source_tensors if name.startswith("model:")):
+        torch.testing.assert_close(new_tensors[name], source_tensors[name], rtol=1e-6, atol=1e-9)
+
+
+# Damage
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def _swap(file: Path) -> None:
+    main_file = file.with_name(file_of(0))
+    mine, main_bytes = file.read_bytes(), main_file.read_bytes()
+    file.write_bytes(main_bytes)
+    main_file.write_bytes(mine)
+
+
+def _add(file: Path) -> None:
+    shutil.copy(file, file.with_name(file_of(7)))
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink, _swap, _add])
+@pytest.mark.parametrize("group", ["model", "optimizer"])
+def test_a_damaged_shard_is_named(damage, group, shared, tmp_path):
+    saved = Path(shutil.copytree(_newest(shared / "r"), tmp_path / "step-000006"))
+    damage(saved / group / file_of(1))
+    named = {_add: file_of(7), _swap: file_of(0)}.get(damage, file_of(1))
+    with pytest.raises(UserError, match=named):
+        checkpoints.load(saved)
+
+
+def test_with_a_damaged_shard_the_checkpoint_before_is_taken_and_with_all_damaged_none(
+    run, command, refused, capsys
+):
+    _flip(_newest(run) / "optimizer" / file_of(1))
+    assert command("pretrain", "--resume", "r", "--steps", "6") == 0
+    printed = capsys.readouterr().out
+    for piece in ("resumed from", "step-000003", file_of(1)):
+        assert piece in printed
+    assert last_step(run) == 6
+    for saved in checkpoints.candidates(run / "checkpoints"):
+        checkpoints.load(saved)
+        for file in saved.rglob("*.safetensors"):
+            _flip(file)
+    refused("pretrain", "--resume", "r", code=3)
+
+
+# The files by themselves
+
+
+WHOLE = torch.arange(10.0).view(5, 2)
+
+
+def _written(folder: Path, *chunks: tuple[int, Tensor]) -> SharedGroup:
+    """Files, each with some rows of a tensor `a` and which the first of them is."""
+    for rank, (first, rows) in enumerate(chunks):
+        write_rows(folder / file_of(rank), {"a": rows}, {"a": first})
+    return SharedGroup(folder, {file_of(rank) for rank in range(len(chunks))})
+
+
+def _shares(folder: Path, rank: int) -> list[str]:
+    """Write tensors from two ranks by torch's writer and by ours. Returns the differences."""
+    join("cpu", 60)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    full = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(1, 4)}
+    sharded = {name: distribute_tensor(of, mesh, [Shard(0)]) for name, of in full.items()}
+    torch_folder, our_folder = folder / "theirs", folder / "ours"
+    for path in (torch_folder, our_folder):
+        path.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    writer = HuggingFaceStorageWriter(str(torch_folder), save_distributed=True)
+    save(dict(sharded), storage_writer=writer)
+    firsts = {name: first_row(tensor) for name, tensor in sharded.items()}
+    write_rows(
+        our_folder / file_of(rank),
+        {n: local_shard(tensor) for n, tensor in sharded.items()},
+        firsts,
+    )
+    torch.distributed.barrier()
+    wrong = []
+    for path in (torch_folder, our_folder):
+        group = SharedGroup(path, {file.name for file in path.glob("*.safetensors")})
+        for name, of in full.items():
+            into = distribute_tensor(torch.zeros_like(of), mesh, [Shard(0)])
+            copy_into(into, group.like(name, into))
+            if not torch.equal(group[name], of) or not torch.equal(into.full_tensor(), of):
+                wrong.append(f"{path.name}: {name}")
+    if sorted(file.name for file in torch_folder.glob("*")) != sorted(
+        file.name for file in our_folder.glob("*")
+    ):
+        wrong.append(f"named {[file.name for file in torch_folder.glob('*')]}")
+    odd = folder / f"odd-{rank}"
+    odd.mkdir()
+    broken = _written(odd, (0, WHOLE[:3]), (2, WHOLE[2:3]), (4, WHOLE[4:]))
+    try:
+        broken.like("a", distribute_tensor(WHOLE, mesh, [Shard(0)]))
+        wrong.append("rows that make no whole are read")
+    except UserError:
+        pass
+    return wrong
+
+
+def test_torchs_writer_and_ours_write_what_our_reader_reads(tmp_path):
+    assert in_ranks(partial(_shares, tmp_path), 2) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 3), (2, 5)],
+        [(0, 3), (4, 5)],
+        [(0, 3), (2, 3), (4, 5)],  # as many as the whole has
+        [(1, 5)],
+    ],
+)
+def test_rows_that_make_no_whole_are_refused(rows, tmp_path):
+    group = _written(tmp_path, *((first, WHOLE[first:end]) for first, end in rows))
+    with pytest.raises(UserError, match="holds only parts of 'a', or some twice"):
+        group["a"]
+
+
+def test_rows_of_another_width_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"only parts of 'a'|no shards"):
+        _written(tmp_path, (0, WHOLE[:3]), (3, WHOLE[3:, :1]))["a"]
+
+
+@pytest.mark.parametrize("rows", [[(0, 3), (3, 5)], [(0, 5)], [(0, 1), (1, 1), (1, 5)]])
+def test_rows_that_follow_each_other_are_read(rows, tmp_path):
+    group = _written(tmp_path, *((first, WHOLE[first:end]) for first, end in rows))
+    assert list(group) == ["a"]
+    assert torch.equal(group["a"], WHOLE)
+
+
+def test_what_is_no_shard_is_refused_by_name(tmp_path):
+    (tmp_path / file_of(0)).write_bytes(b"\x08\0\0\0\0\0\0\0no JSON.")
+    with pytest.raises(UserError, match="holds no shards of tensors"):
+        SharedGroup(tmp_path, {file_of(0)})
+    with pytest.raises(UserError, match=r"does not belong to the checkpoint"):
+        SharedGroup(tmp_path, set())

@@ -1,0 +1,147 @@
+"""An error on one rank becomes the same error on all ranks; so do differences between ranks."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fp8stack.common.errors import UserError
+from fp8stack.layers.compiler import require_compilable
+from fp8stack.model.config import load_config
+from fp8stack.precision import Hardware
+from fp8stack.training.distributed.parallelize import require_possible
+from fp8stack.training.distributed.process_group import ALONE
+from fp8stack.training.run_config import RunConfig
+from fp8stack.training.run_plans import plan_recipe
+from tests.conftest import metrics
+from tests.faults.processes import checkpoints, last_step, run_ranks
+from tests.faults.twins import SMALL, TEXT
+
+WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
+WORDS += ["--steps", "4", "--save-every", "2", "--set", "rank_timeout=30"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two ranks in `r`."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "text.txt").write_text(TEXT)
+    ended = run_ranks([*WORDS, "--parallel", "fsdp", "--out", "r"], folder, 2)
+    assert [rank.code for rank in ended] == [0, 0], ended
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "r"], "holds a run already"),
+        (["--resume", "r", "--seed", "5"], "seed"),
+        (["--out", "n", "--recipe", "fp7"], "No recipe 'fp7'"),
+        (["--out", "n", "--batch", "5"], "cannot be shared equally by 2 ranks"),
+        (["--out", "n", "--data", "none.txt"], "none.txt"),
+    ],
+)
+def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, message, folder):
+    ended = run_ranks([*WORDS, *flags], folder, 2)
+    assert [rank.code for rank in ended] == [2, 2], ended
+    (line,) = "".join(rank.stderr for rank in ended).splitlines()
+    assert message in line
+    assert not (folder / "n").exists()
+
+
+def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder):
+    for path in checkpoints(folder / "r"):
+        file = next(path.glob("model/shard-00002*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    ended = run_ranks([*WORDS, "--resume", "r", "--steps", "6"], folder, 2)
+    assert [rank.code for rank in ended] == [3, 3]
+    assert "shard-00002" in ended[0].stderr
+
+
+def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder):
+    words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", "--checkpoint-async"]
+    ended = run_ranks(words, folder, 2, "full:3000@save:1/rank=1")
+    assert [rank.code for rank in ended] == [4, 4], ended
+    assert "disk is full" in ended[0].stderr
+    assert last_step(folder / "r") == 4
+    assert not list((folder / "r" / "checkpoints").glob(".tmp*"))
+
+
+@pytest.fixture(scope="module")
+def shared(begun: Path) -> dict[int, Path]:
+    """Runs in current scaling of one rank, and of two and three that share out rows with FSDP2,
+    which three cannot do equally."""
+    words = [*WORDS, "--set", "model_overrides.width=128", "--set", "model_overrides.heads=2"]
+    words += ["--recipe", "current", "--backend", "torch", "--batch", "6"]
+    runs = {ranks: begun / f"of-{ranks}" for ranks in (1, 2, 3)}
+    for ranks, run in runs.items():
+        flags = ["--parallel", "fsdp"] if ranks > 1 else ["--accumulate", "3"]
+        ended = run_ranks([*words, *flags, "--out", run.name], begun, ranks)
+        assert [rank.code for rank in ended] == [0] * ranks, ended
+    return runs
+
+
+def test_three_ranks_share_rows_that_they_cannot_share_equally(shared):
+    three_ranks, one_rank = ([row["loss"] for row in metrics(shared[ranks])] for ranks in (3, 1))
+    assert three_ranks[0] == pytest.approx(one_rank[0], rel=1e-5)
+    assert three_ranks == pytest.approx(one_rank, rel=5e-3)
+
+
+def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(shared):
+    by_one_rank, two = (
+        {json.loads(row).get("operand") for row in (shared[ranks] / "telemetry.jsonl").open()}
+        for ranks in (1, 2)
+    )
+    assert by_one_rank - two == {"weight"}
+    assert "input" in two
+
+
+def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_began(
+    folder, command, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    named = "r/checkpoints/step-000002"
+    assert command(*WORDS, "--resume", named, "--steps", "4") == 0
+    assert last_step(folder / "r") == 4
+    assert [path.name for path in checkpoints(folder / "r")] == ["step-000002", "step-000004"]
+
+
+def test_an_error_within_two_agreements_is_told_once():
+    with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
+        raise UserError("once")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])
+def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe):
+    backends = ("auto", "torch", "emulate", "reference")
+    machines = (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True))
+    for hardware, backend, parallel in product(machines, backends, ("ddp", "fsdp")):
+        keys = {"parallel": parallel, "compile": True, "recipe": recipe, "backend": backend}
+        config = RunConfig.model_validate(keys)
+        plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
+        require_possible(plan, config, 2)
+        require_compilable(plan)
+
+
+def test_transformer_engine_by_name_is_not_shared_out_by_rows():
+    config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
+    hardware = Hardware("cuda", (9, 0), has_te=True)
+    plan = plan_recipe("delayed", config, load_config("gpt-nano"), hardware, 1024)
+    assert plan.backend == "te"
+    require_possible(plan, config, 1)
+    require_possible(plan, RunConfig(parallel="ddp"), 2)
+    message = (
+        "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
+    )
+    with pytest.raises(UserError, match=message):
+        require_possible(plan, config, 2)

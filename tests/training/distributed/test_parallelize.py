@@ -1,0 +1,186 @@
+"""Gradients that ranks exchange in bfloat16: half the bytes, the same training, off by default."""
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.patches import Rectangle
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench import runner
+from bench.quality import compression
+from fp8stack.analysis.benchmark.step_timing import FP8
+from fp8stack.common.errors import UserError
+from fp8stack.precision import Hardware, resolve
+from fp8stack.training.distributed import parallelize
+from fp8stack.training.distributed.process_group import join
+from fp8stack.training.run_config import RunConfig
+from fp8stack.training.setup.build import without_effect
+from tests.conftest import metrics
+from tests.faults.processes import difference, in_ranks, last_step, run_ranks
+from tests.faults.twins import TEXT
+
+BF16 = ("--set", "grad_compression=bf16")
+STEPS = 6
+SMALL = [
+    "--data", "text.txt", "--context", "16", "--batch", "8", "--steps", str(STEPS),
+    "--eval-every", "6", "--save-every", "6", "--set", "warmup_steps=2",
+    "--set", "eval_windows=5", "--set", "sample_tokens=0", "--set", "model_overrides.layers=1",
+    "--set", "model_overrides.width=32", "--set", "model_overrides.heads=2",
+    "--set", "rank_timeout=60", "--set", "log_every=1",
+]  # fmt: skip
+
+
+# The hook
+
+
+def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
+    """The gradient that DDP reduces from one gradient per rank, the bytes that it sends, and the
+    gradient's dtype."""
+    join("cpu", 60)
+    layer = nn.Linear(24, 8, bias=False)
+    model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, parallelize._sum_in_bf16 if compressed else parallelize._sum)
+    sent: list[int] = []
+    reduce = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, **options)
+
+    with patch.object(dist, "all_reduce", counted):
+        model(_input(rank)).sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    return {"gradient": gradient.numpy(), "bytes": sum(sent), "dtype": str(gradient.dtype)}
+
+
+def _input(rank: int) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.fixture(scope="module")
+def summed() -> list[dict[str, Any]]:
+    return in_ranks(partial(_gradients, compressed=True), 2)
+
+
+def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
+    """The oracle is numpy with ml_dtypes' bfloat16, which rounds to nearest even."""
+    gradients = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
+    rounded = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in gradients]
+    expected = (rounded[0] + rounded[1]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert not np.array_equal(expected, gradients[0] + gradients[1])
+    for rank in (0, 1):
+        assert np.array_equal(summed[rank]["gradient"], expected)
+        assert summed[rank]["dtype"] == "torch.float32"
+
+
+def test_half_the_bytes_are_sent(summed):
+    uncompressed = in_ranks(partial(_gradients, compressed=False), 2)
+    assert [of["bytes"] for of in uncompressed] == [4 * 24 * 8] * 2
+    assert [of["bytes"] for of in summed] == [2 * 24 * 8] * 2
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compressed")
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("fp32", "bf16", "fp16", *FP8[1:])),
+    ],
+)
+def test_a_compressed_run_sends_half_and_learns_the_same(recipe, folder):
+    flags = [*SMALL, "--recipe", recipe]
+    plain = compression.trained(folder, f"{recipe}-plain", 2, flags)
+    small = compression.trained(folder, f"{recipe}-bf16", 2, [*flags, *BF16])
+    of_all = compression.parameters(plain)
+    assert compression.sent(plain) == [STEPS * 4 * of_all] * 2
+    assert compression.sent(small) == [STEPS * 2 * of_all] * 2
+    losses = [[row["loss"] for row in metrics(run)] for run in (plain, small)]
+    assert len(losses[1]) == STEPS
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1] != losses[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [("delayed", 2), *(pytest.param(r, 3, marks=pytest.mark.slow) for r in ("fp32", "delayed"))],
+)
+def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folder):
+    words = ["pretrain", "--device", "cpu", *SMALL, "--recipe", recipe, *BF16]
+    words += ["--save-every", "2", "--batch", "6", "--resume", "auto"]
+    runs = [folder / f"{recipe}-{ranks}-{name}" for name in ("clean", "killed")]
+    for run, faults in zip(runs, ("", "kill@step:4"), strict=True):
+        ended = run_ranks([*words, "--out", run.name], folder, ranks, faults)
+        assert [rank.code for rank in ended] == [-signal.SIGKILL if faults else 0] * ranks
+    assert last_step(runs[1]) == 2
+    ended = run_ranks([*words, "--out", runs[1].name], folder, ranks)
+    assert [rank.code for rank in ended] == [0] * ranks
+    assert difference(runs[1], runs[0]) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp32", *FP8])
+def test_after_300_steps_the_loss_is_within_a_thousandth(recipe):
+    data = runner.measured(compression, "compression", ["--recipes", recipe])
+    plain, small = data["results"]
+    assert abs(small["val_loss"] / plain["val_loss"] - 1) <= compression.AT_MOST
+    assert small["bytes_share"] == 0.5
+
+
+# When it is asked for
+
+
+def test_with_fsdp_it_is_refused_by_name():
+    plan = resolve("fp32", Hardware("cpu"))
+    config = RunConfig(grad_compression="bf16", parallel="fsdp")
+    with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
+        parallelize.require_possible(plan, config, 2)
+    parallelize.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
+    parallelize.require_possible(plan, RunConfig(parallel="fsdp"), 2)
+    parallelize.require_possible(plan, config, 1)
+
+
+def test_one_rank_is_told_that_it_changes_nothing():
+    config = RunConfig(grad_compression="bf16")
+    (note,) = without_effect(config, False, 1, compiled=False)
+    assert note == "grad_compression changes nothing here: there is one rank"
+    assert without_effect(config, False, 2, compiled=False) == ()
+    assert without_effect(RunConfig(), False, 1, compiled=False) == ()
+
+
+def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch):
+    commands: list[list[str]] = []
+
+    def fake(folder: Path, name: str, ranks: int, flags: list[str]) -> Path:
+        commands.append(flags)
+        return folder / name
+
+    monkeypatch.setattr(compression, "trained", fake)
+    monkeypatch.setattr(compression, "sent", lambda run: [300 if "bf16" in run.name else 600] * 2)
+    monkeypatch.setattr(compression, "last_loss", lambda run: 2.02 if "bf16" in run.name else 2.0)
+    data = runner.measured(compression, "compression", ["--steps", "3", "--recipes", "fp32"])
+    assert [BF16[1] in flags for flags in commands] == [False, True]
+    text = compression.table(data)
+    assert "| fp32 | float32 | 200 | 1.00 | 2.0000 | +0.000 % |" in text
+    assert "| fp32 | bfloat16 | 100 | 0.50 | 2.0200 | +1.000 % |" in text
+    bar = compression.figure(data).axes[0].patches[0]
+    assert isinstance(bar, Rectangle)
+    assert bar.get_height() == 1.0

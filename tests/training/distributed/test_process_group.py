@@ -1,0 +1,395 @@
+"""Training in several ranks comes to the numbers of one, and how ranks agree with each other."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.common.errors import RankLost, UserError
+from fp8stack.model.config import plan_for
+from fp8stack.precision import Hardware, load_recipe
+from fp8stack.training import run_plans
+from fp8stack.training.checkpoint import reader
+from fp8stack.training.checkpoint.state import random_states
+from fp8stack.training.distributed.parallelize import part_of, require_divisible
+from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, Ranks, join
+from fp8stack.training.run_config import RunConfig
+from tests.conftest import metrics
+from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
+from tests.faults.twins import TEXT
+from tests.support.quantizers import has_amax_of_tensors, has_draws
+from tests.support.small_loop import changed
+
+WORDS = [
+    "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
+    "--steps", "6", "--eval-every", "6", "--save-every", "6", "--set", "warmup_steps=2",
+    "--set", "eval_windows=5", "--set", "sample_tokens=4", "--set", "model_overrides.layers=2",
+    "--set", "model_overrides.width=128", "--set", "model_overrides.heads=2",
+    "--set", "rank_timeout=60", "--set", "log_every=1",
+]  # fmt: skip
+RECKONED = {  # which backend computes which recipes here
+    "reference": ("fp32", "bf16", "fp16"),
+    "emulate": ("delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4"),
+    "torch": ("delayed", "current"),
+}
+
+
+# Messages between ranks
+
+
+def _agree(rank: int) -> dict[str, Any]:
+    """Exchanges of two ranks, and what became of each on this one."""
+    ranks = join("cpu", 60)
+    answers: dict[str, Any] = {"any": [ranks.any(False), ranks.any(rank == 1)]}
+    answers["texts"] = ranks.texts("" if rank == 0 else "zwei \N{GREEK SMALL LETTER PI}")
+    answers["main"] = ranks.from_main(lambda: {"asked": rank, "list": [1, None]})
+    answers["gather"] = [int(value) for value in ranks.gather(torch.tensor(rank + 5))]
+    answers["apart"] = ranks.apart().any(rank == 0)
+    answers["random"] = {key: of[:16].tolist() for key, of in _random(ranks, rank).items()}
+
+    def fails(victim: int, message: str) -> None:
+        if rank == victim:
+            error = UserError(message)
+            error.exit_code = 4
+            raise error
+
+    def fails_before_waiting() -> None:
+        fails(1, "at once")
+        ranks.wait()
+
+    answers["from main"] = _raised(lambda: ranks.from_main(lambda: fails(0, "no such file")))
+    answers["together"] = _raised(lambda: _within(ranks, lambda: fails(1, "no room")))
+    answers["within"] = _raised(lambda: _within(ranks, fails_before_waiting))
+    answers["unequal"] = _raised(lambda: ranks.require_equal("plan", f"plan {rank}"))
+    answers["equal"] = _raised(lambda: ranks.require_equal("plan", "plan"))
+    if rank == 1:
+        return answers
+    answers["lost"] = _raised(ranks.wait)  # the other one has left
+    return answers
+
+
+def _random(ranks: Ranks, rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    return dict(random_states(ranks))
+
+
+def _within(ranks: Ranks, work: Callable[[], object]) -> None:
+    with ranks.together():
+        work()
+
+
+def _raised(work: Callable[[], object]) -> tuple[str, str, int] | None:
+    try:
+        work()
+    except UserError as error:
+        return type(error).__name__, str(error), error.exit_code
+    return None
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    return in_ranks(_agree, 2)
+
+
+def test_what_ranks_exchange_is_the_same_on_all(answers):
+    for key in ("any", "texts", "main", "gather", "apart", "random"):
+        assert answers[0][key] == answers[1][key], key
+    assert answers[0]["any"] == [False, True]
+    assert answers[0]["texts"] == ["", "zwei \N{GREEK SMALL LETTER PI}"]
+    assert answers[1]["main"] == {"asked": 0, "list": [1, None]}
+    assert answers[1]["gather"] == [5, 6]
+    assert answers[1]["apart"] is True
+
+
+def test_every_rank_knows_the_random_state_of_all(answers):
+    states = answers[1]["random"]
+    assert {"cpu", "cpu.1"} <= states.keys()
+    torch.manual_seed(1)
+    assert states["cpu.1"] == torch.get_rng_state()[:16].tolist()
+    assert states["cpu"] != states["cpu.1"]
+
+
+def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(answers):
+    assert answers[0]["from main"] == ("UserError", "no such file", 4)
+    assert answers[1]["from main"] == ("ElsewhereError", "rank 0: no such file", 4)
+    for key, message in (("together", "no room"), ("within", "at once")):
+        assert answers[1][key] == ("UserError", message, 4)
+        assert answers[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
+
+
+def test_ranks_that_differ_are_refused_on_all(answers):
+    for of_rank in answers:
+        kind, message, code = of_rank["unequal"]
+        assert (kind, code) == ("UserError", 2)
+        assert message.startswith("Rank 1 has another plan than rank 0")
+        assert of_rank["equal"] is None
+
+
+def test_a_rank_that_left_is_missed_in_one_line(answers):
+    kind, message, code = answers[0]["lost"]
+    assert (kind, code) == (RankLost.__name__, 4)
+    assert message.startswith("rank 0 of 2 lost another rank")
+    assert "\n" not in message
+
+
+def _start_again(port: int, restart: int, rank: int) -> list[bool]:
+    """Join by a launcher's store, as the ranks of torchrun do, the main rank well before."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+    time.sleep(rank * restart)
+    return [join("cpu", 10).any(rank == flagged) for flagged in (0, 1)]
+
+
+def test_ranks_that_are_started_again_do_not_meet_those_before():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for restart in (0, 1):
+        assert in_ranks(partial(_start_again, store.port, restart), 2) == [[True, True]] * 2
+
+
+def test_one_process_exchanges_nothing():
+    assert not torch.distributed.is_initialized()
+    assert join("cpu", 60) is ALONE
+    assert ALONE.is_main
+    assert ALONE.any(True) is True
+    assert ALONE.apart() is ALONE
+    assert ALONE.from_main(lambda: (1, 2)) == (1, 2)
+    with pytest.raises(UserError) as error, ALONE.together():
+        raise UserError("x")
+    assert not isinstance(error.value, ElsewhereError)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+    ],
+)
+def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words, monkeypatch):
+    for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=re.escape(words)):
+        join("cpu", 60)
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(ranks, accumulate):
+    tokens = torch.arange(8 * 3).view(8, 3)
+    shares = [part_of(tokens, rank, ranks, accumulate) for rank in range(ranks)]
+    for number, micro_batch in enumerate(tokens.chunk(accumulate)):
+        micro = [share.chunk(accumulate)[number] for share in shares]
+        assert torch.equal(torch.cat(micro), micro_batch)
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused():
+    config = RunConfig(batch=8, accumulate=2)
+    require_divisible(config, 4)
+    with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
+        require_divisible(config, 3)
+
+
+# The numbers
+
+
+class Trained:
+    """Runs of one rank and of several in a folder, each of one trained once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.alone: dict[tuple[str, ...], Path] = {}
+        (folder / "text.txt").write_text(TEXT)
+
+    def one(self, flags: tuple[str, ...], change: Change) -> Path:
+        """A run of one rank."""
+        if flags not in self.alone:
+            self.alone[flags] = self.several(flags, 1, change)
+        return self.alone[flags]
+
+    def several(self, flags: tuple[str, ...], count: int, change: Change) -> Path:
+        run = self.folder / f"run-{len(list(self.folder.iterdir()))}"
+        words = [*WORDS, *flags, "--out", run.name]
+        ended = run_ranks(words, self.folder, count, change=change, timeout_s=400)
+        assert [ended_rank.code for ended_rank in ended] == [0] * count, ended
+        assert [ended_rank.stderr for ended_rank in ended] == [""] * count
+        assert [bool(ended_rank.stdout) for ended_rank in ended] == [True] + [False] * (count - 1)
+        return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def compare(
+    trained: Trained,
+    recipe: str,
+    backend: str,
+    parallel: str,
+    flags: tuple[str, ...] = (),
+    change: Change = unchanged,
+    ranks: int = 2,
+) -> None:
+    """Train with several ranks and with one, and compare by the rules of the reliability matrix.
+
+    In current scaling, a rank takes the amax of a tensor from its own rows of a micro-batch; one
+    rank has the same rows if it accumulates that many times more. In delayed scaling all ranks
+    share one history, and blocks lie within a rank's rows; then one rank uses the same
+    micro-batches. Random bits depend on the micro-batch and the position in it, so one rank with
+    more micro-batches draws others: the weights must move little.
+    """
+    # A block of a gradient has 128 tokens, as many as a rank's rows of a micro-batch.
+    context = ("--context", "64") if recipe == "block" else ()
+    accumulate = 2 * ranks if has_amax_of_tensors(recipe) else 2
+    little = ("--lr", "3e-4") if accumulate > 2 and has_draws(recipe) else ()
+    shared = ("--recipe", recipe, "--backend", backend, *context, *little, *flags)
+    single = trained.one((*shared, "--accumulate", str(accumulate)), change)
+    states_folder = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
+    states_folder.mkdir()
+    recompute = ("--activation-checkpointing", "block") if parallel == "fsdp" else ()
+    several = trained.several(
+        (*shared, "--accumulate", "2", "--parallel", parallel, *recompute),
+        ranks,
+        partial(_both, change, partial(telling_states, str(states_folder))),
+    )
+    rank_states = states(states_folder, ranks)
+    assert bool(rank_states[0]) == (load_recipe(recipe).delayed or has_draws(recipe))
+    assert all(changed(rank_states[0], states_of_rank) == [] for states_of_rank in rank_states[1:])
+    require_near(metrics(several), metrics(single), recipe)
+    assert (several / "sample.txt").exists()
+
+
+def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], recipe: str) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == [*range(1, 7)]
+    fp8 = load_recipe(recipe).is_fp8
+    for row, expected_row in zip(rows, expected, strict=True):
+        near = 1e-5 if recipe == "fp32" or row["step"] == 1 else 5e-3
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=near, abs=0), row["step"]
+        far = 2e-4 if recipe == "fp32" else 0.05
+        assert row["grad_norm"] == pytest.approx(expected_row["grad_norm"], rel=far), row["step"]
+        assert row["lr"] == expected_row["lr"]
+        if row["fp8_gemms"] is not None:  # compiled code does not count
+            assert (row["fp8_gemms"] > 0) == (expected_row["fp8_gemms"] > 0) == fp8
+    assert rows[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=near)
+
+
+@contextmanager
+def _both(first: Change, second: Change, rank: int) -> Iterator[None]:
+    with first(rank), second(rank):
+        yield
+
+
+GRID = [
+    (recipe, backend, parallel)
+    for backend, recipes in RECKONED.items()
+    for recipe in recipes
+    for parallel in ("ddp", "fsdp")
+]
+QUICK = {  # test_rows.py (R12, R13) has fp32, and more of emulate
+    ("fp16", "reference", "ddp"), ("delayed", "torch", "ddp"), ("current", "torch", "fsdp"),
+    ("mxfp8", "emulate", "fsdp"),
+}  # fmt: skip
+assert set(GRID) > QUICK
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "parallel"),
+    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
+)
+def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
+    compare(trained, recipe, backend, parallel)
+
+
+def test_two_ranks_draw_the_random_bits_of_one(trained):
+    mine = trained.folder / "mine.toml"
+    mine.write_text('like = "mxfp4"\nrounding = "stochastic"\n')
+    compare(trained, str(mine), "emulate", "ddp")
+
+
+def test_two_ranks_go_through_the_phases_of_one(trained):
+    flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
+    runs = [trained.several(flags, count, unchanged) for count in (1, 2)]
+    single, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
+    assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
+    for row, single_row in zip(two, single, strict=True):
+        assert row["loss"] == pytest.approx(single_row["loss"], rel=5e-3, abs=0), row["step"]
+        assert (row["fp8_gemms"] > 0) == (single_row["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
+    histories = [reader.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
+    assert histories[0].keys() == histories[1].keys()
+    for name, tensor in histories[0].items():
+        if not name.endswith(".amax_history"):
+            continue
+        places = {"weight": 1}.get(name.split(".")[-2], 2)  # of a step, in delayed scaling
+        calibrated = slice(1024 - 3 * places - 2, 1024 - 3 * places)  # in steps 1 and 2
+        assert [int((history[name] > 0).sum()) for history in histories] == [3 * places + 2] * 2
+        expected = histories[1][name][calibrated]  # the maxima over both ranks
+        torch.testing.assert_close(tensor[calibrated], expected, rtol=0.02, atol=1e-6)
+
+
+COMPILED = [  # minutes each
+    ("fp32", "reference", "ddp"), ("bf16", "reference", "ddp"), ("bf16", "reference", "fsdp"),
+    ("fp16", "reference", "ddp"), ("delayed", "emulate", "ddp"), ("delayed", "emulate", "fsdp"),
+    ("delayed", "torch", "ddp"), ("delayed", "torch", "fsdp"), ("current", "torch", "ddp"),
+    ("current", "torch", "fsdp"), ("block", "emulate", "ddp"), ("mxfp8", "emulate", "fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "backend", "parallel"), COMPILED)
+def test_two_ranks_train_as_one_compiled(trained, recipe, backend, parallel):
+    compare(trained, recipe, backend, parallel, ("--compile", "--set", "rank_timeout=600"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_four_ranks_train_as_one(trained, recipe, parallel):
+    compare(trained, recipe, "auto", parallel, ranks=4)
+
+
+@contextmanager
+def _on_te(recipe: str, rank: int) -> Iterator[None]:
+    """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
+    from tests.support.te.te_stand_in import installed
+
+    gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
+
+    def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **options: Any):
+        return replace(plan_for(config, recipe, gpu, backend, strict, **options), device="cpu")
+
+    # Without `tokens`: for speed, layers as small as these would stay out of FP8.
+    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
+    with installed(), patch.object(run_plans, "plan_for", small):
+        yield
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "block", "mxfp8"))],
+)
+def test_two_ranks_train_as_one_by_transformer_engine(trained, recipe):
+    compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
+
+
+def test_the_parallel_flag_changes_nothing_in_one_process(command, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
+    flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
+    assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0
+    assert command(*flags, "--out", "b") == 0
+    assert [row["loss"] for row in metrics(tmp_path / "a")] == [
+        row["loss"] for row in metrics(tmp_path / "b")
+    ]
+    assert "torch.distributed.fsdp" in sys.modules  # and yet it was not used

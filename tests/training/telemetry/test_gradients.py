@@ -1,0 +1,318 @@
+"""Gradients by part of the model: what telemetry writes, and what the report says of faults."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import GPT, build_backend, load_config
+from fp8stack.analysis.report import page
+from fp8stack.analysis.report import text as terminal
+from fp8stack.analysis.report.analysis import analyze, verdict
+from fp8stack.analysis.report.gradient_faults import faults
+from fp8stack.analysis.report.read import Gradient, read_run
+from fp8stack.training.telemetry import gradients
+from tests.faults.processes import run_ranks
+from tests.faults.twins import TEXT
+from tests.support.backend_models import grad
+from tests.support.small_loop import SmallLoop, host_reads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FOUR = {"layers": 4, "width": 32, "heads": 2}
+SILENT: dict[str, Any] = {"eval_every": 100, "save_every": 100, "steps": 10}
+
+
+def loop(folder: Path, recipe: str = "fp32", every: int = 2, **flags: Any) -> SmallLoop:
+    return SmallLoop(folder / "r", recipe, telemetry_every=every, **(SILENT | flags))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "r" / "telemetry.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "gradient" in row]
+
+
+def findings(folder: Path) -> list[str]:
+    return [
+        finding.text
+        for finding in analyze(read_run(folder / "r")).findings
+        if finding.level != "note"
+    ]
+
+
+# Rows
+
+
+@pytest.mark.parametrize(("recipe", "accumulate"), [("fp32", 1), ("fp32", 2), ("fp16", 2)])
+def test_the_rows_are_the_norms_of_the_steps_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, accumulate: int
+) -> None:
+    """The gradients of all micro-batches, without fp16's scale, before clipping."""
+    small = loop(tmp_path, recipe, accumulate=accumulate, clip=1e-3)
+    model = small.run.model
+    small.advance(1)
+    tokens = small.tokens_of(2)
+    twin = GPT(model.config, build_backend(small.run.plan))
+    twin.load_state_dict(model.state_dict())
+    small.advance(1)
+    for name in tokens.chunk(accumulate):
+        (twin(name[:, :-1], name[:, 1:]) / accumulate).backward()
+    by_part = {row["gradient"]: row for row in rows(tmp_path) if row["step"] == 2}
+    assert [*by_part] == [
+        "embedding", "blocks.0",
+        *(f"blocks.0.{name}" for name in (
+            "attention_norm", "attention.qkv", "attention.output", "attention.query_norm",
+            "attention.key_norm", "mlp_norm", "mlp.up", "mlp.down")),
+        "final_norm", "lm_head",
+    ]  # fmt: skip
+    close = 2e-3 if recipe == "fp16" else 1e-5  # the scale rounds fp16's small gradients elsewhere
+    for name, row in by_part.items():
+        inside = twin.get_submodule(name)
+        gradients = [p.grad for p in inside.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        weight = math.sqrt(
+            sum(float(p.detach().double().square().sum()) for p in inside.parameters())
+        )
+        assert row["norm"] == pytest.approx(norm, rel=close)
+        assert row["ratio"] == pytest.approx(norm / weight, rel=close)
+        zeros = sum(int((g == 0).sum()) for g in gradients)
+        elements = sum(g.numel() for g in gradients)
+        assert row["zeros"] == pytest.approx(zeros / elements, abs=1e-3 if close > 1e-4 else 1e-6)
+    total = [by_part[name]["norm"] for name in ("embedding", "blocks.0", "final_norm", "lm_head")]
+    metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    assert metrics[1]["grad_norm"] == pytest.approx(math.hypot(*total), rel=1e-4)
+
+
+def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
+    config = load_config("gpt2-124m", {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64})
+    model = GPT(config)
+    assert any(name.endswith("mlp.up.bias") for name, _ in model.named_parameters())
+    tokens = torch.randint(64, (2, 9))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    flow = gradients.look(model)
+    assert flow is not None
+    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
+    up = grad(model.get_parameter("blocks.0.mlp.up.weight"))
+    assert by_part["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.norm()))
+    block = model.get_submodule("blocks.0")
+    block_norm = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
+    assert by_part["blocks.0"]["norm"] == pytest.approx(block_norm)
+
+
+def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model[1].weight.grad = torch.tensor([[math.nan, 0.0], [0.0, 1.0]])
+    flow = gradients.look(model)
+    assert flow is not None
+    assert gradients.figures(flow, flow.sums.tolist()) == [
+        {"part": "1", "norm": None, "ratio": None, "zeros": 0.5},
+        {"part": "2", "norm": 0.0, "ratio": 0.0, "zeros": 1.0},
+    ]
+    assert gradients.look(model.requires_grad_(False)) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("fp32", "auto"), ("delayed", "emulate"), ("fp16", "auto"), ("mxfp8", "emulate"),
+     ("delayed", "torch")],
+)  # fmt: skip
+def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
+    tmp_path: Path, recipe: str, backend: str
+) -> None:
+    ends = []
+    for every in (0, 1):
+        more: dict[str, Any] = {"what_if": ["current", "bf16"]} if every else {}
+        small = loop(tmp_path / str(every), recipe, every, accumulate=2, backend=backend, **more)
+        small.advance(4)
+        ends.append(small.state())
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    assert not (tmp_path / "0" / "r" / "telemetry.jsonl").exists()
+
+
+def test_no_step_reads_a_number_on_the_host_for_it(tmp_path: Path) -> None:
+    small = loop(tmp_path, "fp32", 3)
+    small.advance(1)
+    assert not host_reads(small.next_step())  # step 2, not sampled
+    assert not host_reads(small.next_step())  # step 3, sampled: read by the journal, later
+
+
+def test_trackers_get_the_same_figures(tmp_path: Path) -> None:
+    small = loop(tmp_path)
+    small.next_step()()
+    sample = small.run.telemetry.finish(1, None)
+    for row in (row for row in sample.rows if "gradient" in row):
+        for key in ("norm", "ratio", "zeros"):
+            assert sample.numbers[f"gradient/{key}/{row['gradient']}"] == row[key]
+    assert "gradient/norm/blocks.0" in sample.numbers
+
+
+# Findings
+
+
+def _detach(model: GPT) -> None:
+    """A fault that is made easily: the output of an MLP is taken off the graph."""
+    model.blocks[1].mlp.register_forward_hook(lambda module, args, y: y.detach())
+    model.blocks[2].attention.register_forward_hook(lambda module, args, y: y.detach())
+    model.blocks[2].mlp.register_forward_hook(lambda module, args, y: y.detach())
+
+
+def _scaled(times: float) -> Callable[[GPT], None]:
+    def change(model: GPT) -> None:
+        weight = model.get_parameter("blocks.1.mlp.up.weight")
+        weight.register_hook(lambda gradient: times * gradient)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("recipe", "spoil", "named", "level"),
+    [
+        ("fp32", _detach, "Dead: no gradient reaches blocks.1.mlp_norm, blocks.1.mlp.up, "
+         "blocks.1.mlp.down and blocks.2; it was exactly zero at 6 samples", "alarm"),
+        ("delayed", _detach, "it was exactly zero at 5 samples in a row, steps 2 to 10", "alarm"),
+        ("fp32", _scaled(1e-6), "Vanishing: the gradient of blocks.1.mlp.up has", "warning"),
+        ("fp32", _scaled(1e6), "Exploding: the gradient of blocks.1.mlp.up has", "warning"),
+    ],
+)  # fmt: skip
+def test_an_injected_fault_is_named(
+    tmp_path: Path, recipe: str, spoil: Callable[[GPT], None], named: str, level: str
+) -> None:
+    small = loop(tmp_path, recipe, model_overrides=FOUR, guard={"enabled": False})
+    spoil(small.run.model)
+    small.advance(10)
+    analysis = analyze(read_run(tmp_path / "r"))
+    words = ("Dead", "Vanishing", "Exploding")
+    named_faults = [finding for finding in analysis.findings if finding.text.startswith(words)]
+    assert len(named_faults) == 1
+    assert named in named_faults[0].text
+    assert named_faults[0].level == level
+    assert "Needs attention" in verdict(analysis)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "mxfp8"])
+def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
+    small = loop(tmp_path, recipe, model_overrides=FOUR)
+    small.advance(10)
+    texts = findings(tmp_path)
+    assert not [text for text in texts if text.startswith(("Dead", "Vanishing", "Exploding"))]
+    if recipe in ("fp32", "fp16"):
+        assert verdict(analyze(read_run(tmp_path / "r"))).startswith("Nothing")
+
+
+def series(norms: dict[str, list[float]]) -> list[Gradient]:
+    return [
+        Gradient(
+            module=module,
+            steps=np.arange(1, len(values) + 1) * 10,
+            figures={"norm": np.array(values), "ratio": np.array(values),
+                     "zeros": np.zeros(len(values))},
+        )
+        for module, values in norms.items()
+    ]  # fmt: skip
+
+
+def named(norms: dict[str, list[float]], delayed: bool = False) -> set[tuple[str, str]]:
+    return {(fault.kind, fault.module) for fault in faults(series(norms), delayed)}
+
+
+def test_where_gradients_explode_on_their_way_the_end_of_the_model_is_sound() -> None:
+    """The fault is in a block in the middle: all before it explode, most of the model."""
+    norms = {f"blocks.{i}.mlp.up": [1e5 if i < 4 else 1.0] * 5 for i in range(6)}
+    assert named(norms | {"final_norm": [0.1] * 5}) == {
+        ("exploding", f"blocks.{i}.mlp.up") for i in range(4)
+    }
+    norms = {f"blocks.{i}.mlp.up": [1e-5 if i < 4 else 1.0] * 5 for i in range(6)}
+    assert named(norms | {"final_norm": [0.1] * 5}) == {
+        ("vanishing", f"blocks.{i}.mlp.up") for i in range(4)
+    }
+
+
+def test_two_samples_are_no_fault_and_a_hundredfold_is_none() -> None:
+    usual = {f"blocks.{i}.mlp.up": [1.0] * 6 for i in range(5)}
+    assert not named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]})
+    assert not named(usual | {"blocks.1.mlp.up": [0.01] * 6, "blocks.2.mlp.up": [100.0] * 6})
+    assert named(usual | {"blocks.1.mlp.up": [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]}) == {
+        ("dead", "blocks.1.mlp.up")
+    }
+
+
+def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
+    small = loop(tmp_path, "fp32", 1, model_overrides=FOUR)
+    weight = small.run.model.get_parameter("blocks.1.mlp.up.weight")
+    handle = weight.register_hook(torch.zeros_like)
+    small.advance(4)
+    handle.remove()
+    small.advance(4)
+    (finding,) = (o for o in analyze(read_run(tmp_path / "r")).findings if "Dead" in o.text)
+    assert finding.level == "warning"
+    assert "steps 1 to 4. Later it had one." in finding.text
+
+
+def test_page_and_terminal_show_gradients(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    small = loop(tmp_path, model_overrides=FOUR)
+    _detach(small.run.model)
+    small.advance(10)
+    analysis = analyze(read_run(tmp_path / "r"))
+    html, pictures = page.render([analysis], "report_files")
+    assert "run1-gradient" in [picture.name for picture in pictures]
+    assert "Heat map of the gradient&#39;s norm for 35 parts" in html
+    console = Console(width=200, record=True, quiet=False, file=(tmp_path / "out").open("w"))
+    terminal.show([analysis], ["r"], console)
+    assert "Dead: no gradient reaches blocks.1.mlp_norm" in console.export_text()
+
+
+def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
+    small = loop(tmp_path, "fp32", 1)
+    small.advance(3)
+    path = tmp_path / "r" / "telemetry.jsonl"
+    lines = path.read_text().splitlines()
+    again = [line for line in lines if json.loads(line).get("step") == 2]
+    path.write_text("\n".join([*lines, *again]) + "\n")
+    for gradient in read_run(tmp_path / "r").gradients:
+        assert gradient.steps.tolist() == [1, 2]
+
+
+# Ranks
+
+
+def _rank_rows(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
+    words = [
+        "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
+        "--steps", "2", "--recipe", "fp32", "--set", "warmup_steps=2", "--set", "eval_windows=5",
+        "--set", "sample_tokens=0", "--set", "model_overrides.layers=1",
+        "--set", "model_overrides.width=32", "--set", "model_overrides.heads=2",
+        "--set", "telemetry_every=1", "--out", "r", *flags,
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / "text.txt").write_text(TEXT)
+    ended = run_ranks(words, folder, ranks, timeout_s=200)
+    assert [rank.code for rank in ended] == [0] * ranks, ended
+    return rows(folder)
+
+
+@pytest.mark.slow
+def test_ranks_see_the_gradients_of_the_whole_model(tmp_path: Path) -> None:
+    """Also where each holds a part of it, and with activation checkpointing."""
+    alone = _rank_rows(tmp_path / "alone", 1)
+    assert len(alone) == 2 * 12
+    for parallel, mode in (("ddp", "selective"), ("fsdp", "none"), ("fsdp", "selective")):
+        flags = ("--parallel", parallel, "--activation-checkpointing", mode)
+        rank_rows = _rank_rows(tmp_path / f"{parallel}-{mode}", 2, *flags)
+        assert [row["gradient"] for row in rank_rows] == [row["gradient"] for row in alone]
+        for row, alone_row in zip(rank_rows, alone, strict=True):
+            assert row["step"] == alone_row["step"]
+            assert row["norm"] == pytest.approx(alone_row["norm"], rel=2e-3)
+            assert row["ratio"] == pytest.approx(alone_row["ratio"], rel=2e-3)
+            assert row["zeros"] == pytest.approx(alone_row["zeros"], abs=2e-3)

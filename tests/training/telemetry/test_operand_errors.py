@@ -1,0 +1,446 @@
+"""Samples of a run: their rows against what the layers cast, and that sampling changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench import runner
+from bench.cost import telemetry as benchmark
+from fp8stack import numerics
+from fp8stack.layers import build_backend, fp8_state
+from fp8stack.layers.observe import observing
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.training.metrics import trackers
+from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
+from tests.conftest import TINY, Command, refusal
+
+RECIPES = ["delayed", "current", "block", "mxfp8"]
+WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
+CONFIG = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
+PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+LINEARS = [f"blocks.0.{name}" for name in PARTS]
+OPERANDS = ("input", "weight", "grad_output")
+KEYS = [
+    "step", "layer", "operand", "recipe", "what_if", "format", "amax", "scale", "headroom_bits",
+    "saturated", "underflow", "nonfinite", "sqnr_db",
+]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plan_of(recipe: str, backend: str = "auto") -> Plan:
+    return plan_for(CONFIG, recipe, Hardware("cpu"), backend)
+
+
+def gpt(plan: Plan) -> GPT:
+    return GPT(CONFIG, build_backend(plan))
+
+
+def backward(model: GPT, seed: int) -> Tensor:
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(seed))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.detach()
+
+
+def sampled(telemetry: Telemetry, model: GPT, step: int) -> Sample:
+    with telemetry.sampling(model):
+        backward(model, step)
+    return telemetry.finish(step, model.backend.fp8_gemms())
+
+
+def by_operand(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["layer"], row["operand"]): row for row in rows}
+
+
+# When
+
+
+def test_the_first_the_last_and_every_nth_step_are_sampled() -> None:
+    telemetry = Telemetry(plan_of("delayed"), 5)
+    assert [step for step in range(3, 18) if telemetry.due(step, 3, 17)] == [3, 5, 10, 15, 17]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "every", "what_if", "looks"),
+    [
+        ("delayed", 0, ("current",), False),
+        ("fp32", 5, (), False),
+        ("fp32", 5, ("current",), True),
+        ("mxfp8", 5, (), True),
+    ],
+)
+def test_nothing_is_sampled_where_there_is_nothing_to_see(
+    recipe: str, every: int, what_if: tuple[str, ...], looks: bool
+) -> None:
+    telemetry = Telemetry(plan_of(recipe), every, what_if)
+    due = any(telemetry.due(step, 1, 20) for step in range(1, 21))
+    assert due is bool(every)
+    assert (due and telemetry.sees_operands) is looks
+
+
+# Figures
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+def test_the_rows_are_those_of_what_was_cast(backend: str) -> None:
+    plan = plan_of("delayed", backend)
+    model, twin = gpt(plan), gpt(plan)
+    for gpt_model in (model, twin):
+        optimizer = torch.optim.SGD(gpt_model.parameters(), lr=0.1)
+        for step in range(2):
+            backward(gpt_model, step)
+            optimizer.step()  # weights that did not change keep their scale
+        with torch.no_grad():
+            gpt_model.get_parameter("blocks.0.mlp.up.weight").mul_(3)  # more than the scale is for
+    scales = {name: float(tensor) for name, tensor in fp8_state(model).items() if "scale" in name}
+    cast: dict[tuple[str, str], Tensor] = {}
+
+    def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
+        cast[path, operand] = x.clone()
+
+    with observing(twin, see):
+        backward(twin, 2)
+    sample = sampled(Telemetry(plan, 1), model, 2)
+    assert [(row["layer"], row["operand"]) for row in sample.rows[1:]] == list(cast)
+    for (layer, operand), row in by_operand(sample.rows[1:]).items():
+        x = cast[layer, operand].double()
+        scale = scales[f"{layer}.{operand}.scale"]
+        format = "e5m2" if operand == "grad_output" else "e4m3"
+        data = numerics.cast_to_fp8(cast[layer, operand], scale, format).double()
+        noise = (x - data / scale).square().sum()
+        assert list(row) == KEYS
+        assert row["step"] == 2
+        assert row["recipe"] == "delayed"
+        assert row["what_if"] is False
+        assert row["format"] == format
+        assert row["amax"] == pytest.approx(float(x.abs().max()))
+        assert row["scale"] == pytest.approx(scale)
+        limit = 57344 if format == "e5m2" else 448
+        bits = math.log2(limit / float(x.abs().max()) / scale)
+        assert row["headroom_bits"] == pytest.approx(bits, abs=1e-5)
+        assert row["underflow"] == pytest.approx(float(((x != 0) & (data == 0)).double().mean()))
+        assert row["sqnr_db"] == pytest.approx(float(10 * (x.square().sum() / noise).log10()), 1e-4)
+        assert row["nonfinite"] == 0
+        most = 61440 if format == "e5m2" else 464
+        clipped = float(((x * scale).abs() > most).double().mean())
+        assert row["saturated"] == pytest.approx(clipped, rel=1e-5)
+    assert by_operand(sample.rows[1:])["blocks.0.mlp.up", "weight"]["saturated"] > 0.1
+    assert any(row["underflow"] > 0 for row in sample.rows[1:])
+    assert any(row["headroom_bits"] < 0 for row in sample.rows[1:])
+
+
+def test_the_model_row_tells_what_ran() -> None:
+    model = gpt(plan_of("current"))
+    first, *_ = sampled(Telemetry(plan_of("current"), 1), model, 7).rows
+    assert first == {
+        "step": 7,
+        "fp8_gemms": 12,
+        "fp8_layers": 4,
+        "layers": 5,
+        "not_fp8": {"lm_head": "fp32, the recipe says head = false"},
+        "scale_changes": None,
+    }
+
+
+def test_a_layer_that_left_fp8_has_no_rows_and_the_plan_of_then_says_why() -> None:
+    plan = plan_of("delayed")
+    model, telemetry = gpt(plan), Telemetry(plan, 1)
+    model.blocks[0].mlp.up.in_fp8 = False
+    left_out = {"blocks.0.mlp.up": "its gradient overflowed"}
+    now = plan_for(CONFIG, "delayed", Hardware("cpu"), left_out=left_out)
+    with telemetry.sampling(model):
+        backward(model, 0)
+    first, *rows = telemetry.finish(1, None, now).rows
+    assert first["not_fp8"]["blocks.0.mlp.up"] == "fp32, its gradient overflowed"
+    assert first["fp8_layers"] == 3
+    assert first["fp8_gemms"] is None
+    assert {row["layer"] for row in rows} == set(LINEARS) - {"blocks.0.mlp.up"}
+
+
+def test_scale_changes_count_the_scales_that_moved_since_the_sample_before() -> None:
+    plan = plan_of("delayed")
+    model, telemetry = gpt(plan), Telemetry(plan, 1)
+
+    def scales() -> list[float]:
+        return [float(t) for name, t in fp8_state(model).items() if name.endswith(".scale")]
+
+    counts: list[int | None] = []
+    expected: list[int | None] = []
+    before: list[float] | None = None
+    for step in range(6):
+        now = scales()
+        if step in (0, 2, 3, 5):
+            changed = None if before is None else sum(a != b for a, b in zip(now, before))  # noqa: B905
+            expected.append(changed)
+            counts.append(sampled(telemetry, model, step).rows[0]["scale_changes"])
+            before = now
+        else:
+            backward(model, step)
+    assert counts == expected
+    assert counts[0] is None
+    assert counts[1] == 3 * len(LINEARS)
+    assert counts[2] is not None
+    assert 0 < counts[2] < 3 * len(LINEARS)  # a smaller amax moves no scale
+
+
+def test_blocked_recipes_have_no_single_scale() -> None:
+    for recipe in ("block", "mxfp8"):
+        model = gpt(plan_of(recipe))
+        with torch.no_grad():
+            up = model.get_parameter("blocks.0.mlp.up.weight")
+            up[0] *= 2**-14  # too small for the scale of its block
+        rows = sampled(Telemetry(plan_of(recipe), 1), model, 1).rows[1:]
+        assert len(rows) == 3 * len(LINEARS)
+        assert all(row["scale"] is None and row["headroom_bits"] >= 0 for row in rows)
+        assert all(20 < row["sqnr_db"] < 45 for row in rows)
+        weight = up.detach()
+        quantizers = load_recipe(recipe).quantizers
+        assert quantizers is not None
+        assert quantizers.weight is not None
+        decoded = numerics.dequantize(numerics.quantize(weight, quantizers.weight))
+        noise = (weight - decoded).double().square().sum()
+        ratio = float(10 * (weight.double().square().sum() / noise).log10())
+        weight_row = by_operand(rows)["blocks.0.mlp.up", "weight"]
+        assert weight_row["sqnr_db"] == pytest.approx(ratio, rel=1e-5)
+        assert weight_row["underflow"] == pytest.approx(
+            float((decoded == 0).double().mean()), rel=1e-5
+        )
+        assert (weight_row["underflow"] > 0) == (recipe == "block")
+
+
+def test_figures_that_are_not_finite_are_null() -> None:
+    plan = plan_of("delayed")
+    model, telemetry = gpt(plan), Telemetry(plan, 1, ("fp16",))
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.up.weight")[0, 0] = math.inf
+        model.get_parameter("blocks.0.mlp.down.weight").fill_(1e30)
+        model.get_parameter("blocks.0.attention.output.weight").zero_()
+    rows = sampled(telemetry, model, 1).rows
+    json.dumps(rows, allow_nan=False)
+    by_place = by_operand([row for row in rows[1:] if not row["what_if"]])
+    up = by_place["blocks.0.mlp.up", "weight"]
+    assert up["amax"] is None
+    assert up["nonfinite"] == pytest.approx(1 / (32 * 128), rel=1e-4)
+    assert up["saturated"] == up["nonfinite"]
+    zero = by_place["blocks.0.attention.output", "weight"]
+    assert (zero["amax"], zero["headroom_bits"], zero["sqnr_db"]) == (0, None, None)
+    half = by_operand([row for row in rows[1:] if row["what_if"]])["blocks.0.mlp.down", "weight"]
+    assert (half["saturated"], half["sqnr_db"]) == (1, None)
+
+
+def test_of_a_layer_that_is_called_twice_the_first_call_counts() -> None:
+    plan = plan_of("current")
+    model, telemetry = gpt(plan), Telemetry(plan, 1)
+    with telemetry.sampling(model):
+        backward(model, 1)
+        backward(model, 2)
+    assert telemetry.finish(1, None).rows[1:] == sampled(telemetry, model, 1).rows[1:]
+
+
+def test_half_a_pass_is_no_sample() -> None:
+    plan = plan_of("current")
+    model, telemetry = gpt(plan), Telemetry(plan, 1)
+    with contextlib.suppress(KeyError), telemetry.sampling(model):
+        backward(model, 1)
+        raise KeyError
+    assert len(telemetry.finish(1, None).rows) == 1
+
+
+# Other recipes
+
+
+def test_other_recipes_are_tried_on_the_same_operands() -> None:
+    plan = plan_of("mxfp8")
+    sample = sampled(Telemetry(plan, 1, WHAT_IF), gpt(plan), 1)
+    rows = sample.rows[1:]
+    assert [(row["recipe"], row["what_if"]) for row in rows[:7]] == [
+        ("mxfp8", False), *((name, True) for name in WHAT_IF),
+    ]  # fmt: skip
+    for recipe in WHAT_IF:
+        tried = [row for row in rows if row["recipe"] == recipe and row["what_if"]]
+        assert len(tried) == 3 * len(LINEARS)
+        assert {row["amax"] for row in tried} == {row["amax"] for row in rows if not row["what_if"]}
+    # A run in that recipe casts the same first weight.
+    for recipe in ("current", "block"):
+        native = by_operand(
+            sampled(Telemetry(plan_of(recipe), 1), gpt(plan_of(recipe)), 1).rows[1:]
+        )
+        tried_by_operand = by_operand([row for row in rows if row["recipe"] == recipe])
+        key = (LINEARS[0], "weight")
+        assert native[key] | {"what_if": True} == tried_by_operand[key]
+    formats = {(row["recipe"], row["operand"]): row["format"] for row in rows}
+    assert formats["current", "grad_output"] == "e5m2"
+    assert formats["block", "grad_output"] == "e4m3"
+    assert formats["bf16", "input"] == "bf16"
+    exact = [row for row in rows if row["recipe"] == "fp32"]
+    assert all(row["sqnr_db"] is None and row["underflow"] == 0 for row in exact)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_a_run_without_fp8_tells_what_fp8_would_cost(recipe: str) -> None:
+    plan = plan_of(recipe)
+    first, *rows = sampled(Telemetry(plan, 1, ("current", "mxfp8")), gpt(plan), 1).rows
+    assert (first["fp8_layers"], first["layers"]) == (0, 5)
+    assert first["not_fp8"] == dict.fromkeys([*LINEARS, "lm_head"], recipe)
+    assert all(row["what_if"] for row in rows)
+    assert {row["layer"] for row in rows} == set(LINEARS)
+    assert len(rows) == 2 * 3 * len(LINEARS)
+
+
+def test_what_if_takes_the_path_of_a_recipe(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('like = "current"\nbackward_format = "e4m3"\n')
+    plan = plan_of("current")
+    rows = sampled(Telemetry(plan, 1, (str(mine),)), gpt(plan), 1).rows[1:]
+    assert {row["recipe"] for row in rows if row["what_if"]} == {"mine"}
+    assert {row["format"] for row in rows if row["what_if"]} == {"e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("delayed",), ("'delayed'", "current")),
+        (("tf32",), ("tf32", "bf16")),
+        (("mxpf8",), ("'mxpf8'", "mxfp8")),
+        (("block", "block"), ("'block'",)),
+    ],
+)
+def test_a_recipe_that_cannot_be_tried_is_refused(
+    names: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    message = refusal(Telemetry, plan_of("current"), 1, names)
+    assert all(word in message for word in words)
+
+
+# For trackers
+
+
+def test_numbers_are_named_by_figure_and_operand() -> None:
+    plan = plan_of("current")
+    sample = sampled(Telemetry(plan, 1, ("mxfp8",)), gpt(plan), 1)
+    rows = {(r["recipe"], r["layer"], r["operand"]): r for r in sample.rows[1:]}
+    row = rows["current", "blocks.0.mlp.up", "input"]
+    for key in ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db"):
+        assert sample.numbers[f"fp8/{key}/blocks.0.mlp.up.input"] == row[key]
+    tried = rows["mxfp8", "blocks.0.mlp.up", "input"]["sqnr_db"]
+    assert sample.numbers["what_if/mxfp8/sqnr_db/blocks.0.mlp.up.input"] == tried
+    assert len(sample.numbers) == (6 + 1) * 3 * len(LINEARS)
+
+
+# Nothing waits
+
+
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_sampled_pass_asks_a_device_for_no_number(recipe: str, backend: str) -> None:
+    hardware = Hardware("cuda", (10, 0) if recipe == "mxfp8" else (9, 0))
+    config = CONFIG.model_copy(update={"width": 128})
+    plan = plan_for(config, recipe, hardware, backend)
+    model = GPT(config, build_backend(plan)).to("meta")  # where reading a value raises
+    tried = WHAT_IF if recipe == "delayed" and backend == "emulate" else ()
+    telemetry = Telemetry(plan, 1, tried)
+    tokens = torch.zeros(4, 32, dtype=torch.int64, device="meta")
+    with telemetry.sampling(model):
+        model(tokens, tokens).backward()
+    assert len(telemetry._seen) == (1 + len(tried)) * 3 * len(LINEARS)
+
+
+def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("delayed")
+    model, telemetry = gpt(plan), Telemetry(plan, 1, ("mxfp8",))
+    sampled(telemetry, model, 1)
+    with telemetry.sampling(model):
+        backward(model, 2)
+    reads: list[str] = []
+    for name in ("tolist", "item", "cpu", "numpy", "__float__", "__bool__", "__int__"):
+        real = getattr(Tensor, name)
+
+        def counted(self: Tensor, *args: Any, name: str = name, real: Any = real) -> Any:
+            reads.append(name)
+            return real(self, *args)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    rows = telemetry.finish(2, None).rows
+    monkeypatch.undo()
+    assert reads == ["tolist"]
+    assert rows[0]["scale_changes"] is not None
+
+
+def test_a_plan_of_a_recipe_whose_layers_all_stay_out_of_fp8_gives_a_model_row() -> None:
+    left_out = dict.fromkeys(LINEARS, "it has no need of it")
+    plan = plan_for(CONFIG, "current", Hardware("cpu"), left_out=left_out)
+    assert not plan.runs_fp8
+    telemetry = Telemetry(replace(plan), 1)
+    assert telemetry.due(1, 1, 2)
+    sample = sampled(telemetry, gpt(plan), 1)
+    assert len(sample.rows) == 1
+    assert sample.numbers == {}
+
+
+# Trackers
+
+
+def test_wandb_writes_an_offline_run_into_the_run_folder(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for kind in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
+        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / "wandb"))
+
+    init_calls: list[Any] = []
+
+    def connect(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
+            init_calls.append(address)
+        real(self, address)
+
+    real = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    assert command("pretrain", "--recipe", "current", "--out", "r", "--wandb", *TINY) == 0
+    (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert not init_calls
+    text = file.read_bytes()
+    for word in (b"loss", b"tokens_per_s", b"model_overrides"):
+        assert word in text
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named_in_a_line(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda n: None if n == package else find_spec(n))
+    assert command("pretrain", "--recipe", "fp32", "--out", "r", f"--{package}", *TINY) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"pip install {package}" in error
+
+
+def test_the_benchmark_measures_a_tiny_model() -> None:
+    words = ["--tiny", "--rounds", "1", "--warm-up", "1", "--device", "cpu", "--recipes", "delayed"]
+    data = runner.measured(benchmark, "telemetry", words)
+    assert [row["arm"] for row in data["results"]] == [
+        benchmark.PLAIN, benchmark.SAMPLED, benchmark.TRIED,
+    ]  # fmt: skip
+    for row in data["results"]:
+        assert row["share"] == pytest.approx((row["ratio"] - 1) / 50, abs=1e-5)
+    assert "tiny, delayed" in benchmark.table(data)
+    assert benchmark.figure(data).axes
