@@ -49,7 +49,7 @@ SCENARIOS = {
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
     "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",
-    "pictures": "the pictures of docs/recipes.md, drawn of our own casts",
+    "pictures": "the pictures of docs/recipes.md and docs/architecture.md",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
 }
 

@@ -177,7 +177,7 @@ def _plan(
     shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
     kernels = _loaded()[0]
-    work: CastWork = kernels.Work()
+    work: CastWork = kernels.CastWork()
     if set(rule.blocks) == {(0, 0)} and not quantizer.hadamard and not quantizer.stochastic:
         rows, columns = 1, rows * columns
     work.source_rows, work.source_columns = rows, columns
@@ -235,7 +235,7 @@ def round(
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row
-    work.amax = ctypes.addressof(work) + kernels.Work.cell.offset
+    work.amax = ctypes.addressof(work) + kernels.CastWork.cell.offset
     if scale is not None:
         work.scale = scale.data_ptr()
     if recorded is not None:

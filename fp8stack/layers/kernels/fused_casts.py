@@ -315,7 +315,7 @@ def _launch(product: Product, quantizer: Quantizer, scales: str, **operands: Ten
 def product_variant(
     product: Product, quantizer: Quantizer, scales: str, exact: bool, **requested: bool
 ) -> KernelVariant:
-    """The variant of the kernel for a product; see `kernels.Variant`."""
+    """The variant of the kernel for a product; see `variants.KernelVariant`."""
     name, backward = product.name, product.dy is not None
     return variant(
         quantizer, scales, product.x.dtype, exact, name=name, backward=backward, **requested

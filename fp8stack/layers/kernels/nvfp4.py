@@ -36,7 +36,7 @@ class Nvfp4Variant:
         across: whether there is a second copy.
         stochastic: whether rounding is stochastic.
         bf16: whether the matrix is bfloat16.
-        exact: see `kernels.Variant`.
+        exact: see `variants.KernelVariant`.
     """
 
     hadamard: int

@@ -2,7 +2,7 @@
 transposed.
 
 Imported to launch one alone: torch's builds for CUDA bring Triton. What a kernel is compiled for is
-a `kernels.Variant`, `HOW`; a matrix is treated in tiles of `HOW.rows` x `HOW.columns`.
+a `variants.KernelVariant`, `HOW`; a matrix is treated in tiles of `HOW.rows` x `HOW.columns`.
 """
 
 from __future__ import annotations

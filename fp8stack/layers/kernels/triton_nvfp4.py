@@ -1,7 +1,7 @@
 """The Triton kernels of NVFP4, see `nvfp4`: the amaxes of a matrix, and both its copies.
 
 Imported to launch one alone, as `triton_kernels`. What a kernel is compiled for is an
-`nvfp4.Variant`, `HOW`; a matrix is treated in squares of 128.
+`nvfp4.Nvfp4Variant`, `HOW`; a matrix is treated in squares of 128.
 """
 
 from __future__ import annotations
