@@ -1,5 +1,5 @@
-"""The pictures of docs/recipes.md, drawn from the results of our casts, and of docs/architecture.md,
-drawn from the imports. Nothing is timed.
+"""The pictures of docs/recipes.md, drawn from the results of our casts, and the one of
+docs/architecture.md, drawn from the imports. Nothing is timed.
 
 Each picture has a function for its data (`formats`, `spike`, `blocks`, `relative_error`), which
 tests check, and one that draws it. The PNG also has, as text, the figures that the page states.
