@@ -27,7 +27,7 @@ from bench.report import Report, Row
 from fp8stack.analysis.benchmark.step_timing import arms, build, works
 from fp8stack.common.errors import UserError
 from fp8stack.precision import probe
-from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.memory_check import keep_freed_memory
 from fp8stack.training.threads import USER_SETTINGS, adapting
 
 SHORT = ["--seconds", "1", "--steps", "4"]

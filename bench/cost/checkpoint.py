@@ -25,7 +25,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.checkpoint.saver import Groups, Saver
 from fp8stack.training.checkpoint.state import capture
-from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.memory_check import keep_freed_memory
 from fp8stack.training.optim.optimizer import build_optimizer
 from fp8stack.training.run_config import RunConfig
 

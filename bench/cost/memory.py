@@ -30,7 +30,7 @@ from fp8stack.analysis.benchmark.step_timing import (
     chosen,
 )
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.memory_check import keep_freed_memory
 
 STEPS = 2  # the first creates the moments
 

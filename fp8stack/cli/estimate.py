@@ -58,7 +58,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.model.config import load_config, plan_for
     from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
     from fp8stack.training.distributed.parallelize import require_divisible, require_possible
-    from fp8stack.training.memory import Footprint
+    from fp8stack.training.memory_check import Footprint
     from fp8stack.training.optim.optimizer import require_optimizer
     from fp8stack.training.run_config import for_ranks
     from fp8stack.training.run_plans import Decided, context_of, plan_phases, unwanted_backends

@@ -16,7 +16,7 @@ import torch
 from fp8stack.common.version import __version__
 from fp8stack.precision import Hardware, probe
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.memory_check import keep_freed_memory
 
 Arm = Callable[[], object]
 

@@ -31,7 +31,7 @@ from fp8stack.training.distributed.parallelize import (
 )
 from fp8stack.training.distributed.process_group import Ranks, losing_ranks
 from fp8stack.training.load import Trained
-from fp8stack.training.memory import Footprint, keep_freed_memory, require_memory
+from fp8stack.training.memory_check import Footprint, keep_freed_memory, require_memory
 from fp8stack.training.metrics.trackers import build_trackers
 from fp8stack.training.optim.grad_scaler import build_scaler
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer

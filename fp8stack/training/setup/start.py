@@ -17,7 +17,7 @@ from fp8stack.training.datasets import named_tokenizer, with_vocabulary
 from fp8stack.training.distributed.process_group import Ranks, join
 from fp8stack.training.init_from import tokenizer_to_begin_with, with_source
 from fp8stack.training.load import absolute_source, find_source
-from fp8stack.training.memory import expand_segments
+from fp8stack.training.memory_check import expand_segments
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_config import (

@@ -12,7 +12,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import available_memory
-from fp8stack.training.memory import (
+from fp8stack.training.memory_check import (
     Footprint,
     expand_segments,
     keep_freed_memory,
@@ -146,7 +146,7 @@ def test_segments_expand_unless_the_user_says_otherwise(
 
 FAULTS = """
 import resource, torch
-from fp8stack.training.memory import keep_freed_memory
+from fp8stack.training.memory_check import keep_freed_memory
 
 def faults():
     def work():
