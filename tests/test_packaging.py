@@ -85,15 +85,17 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
     assert shipped == {f"fp8stack/_presets/{name}" for name in PRESETS}
     for name in shipped:
         assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
-    files = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
+    report = ROOT / "fp8stack" / "analysis" / "report"
+    files = {path.name for path in report.iterdir() if path.is_file()}
     assert {"page.html.jinja", "style.css"} <= files
-    corpus = {f"fp8stack/conform/golden/{path.name}" for path in FOLDER.glob("*.safetensors")}
+    golden = "fp8stack/analysis/conform/golden"
+    corpus = {f"{golden}/{path.name}" for path in FOLDER.glob("*.safetensors")}
     assert corpus
     assert (
         corpus
         | SOURCES
         | {"fp8stack/py.typed", "fp8stack/trained/export/card.md.jinja"}
-        | {f"fp8stack/report/{name}" for name in files}
+        | {f"fp8stack/analysis/report/{name}" for name in files}
         <= names
     )
 
@@ -127,7 +129,7 @@ def test_the_installed_package_has_every_preset_inside_and_plans_every_recipe(in
     code = f"import sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n"
     code += """
 import fp8stack
-from fp8stack import presets
+from fp8stack.common import presets
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import assumed, load_recipe
 print(fp8stack.__file__)

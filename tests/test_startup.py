@@ -95,7 +95,7 @@ def test_doctor_answers_without_torch_and_in_json_without_what_draws_tables(argu
     assert torch.__version__ in printed
     assert modules & (HEAVY | NO_TORCH) == set()
     assert ("rich" in modules) == ("--json" not in arguments)
-    assert len(modules) < 310
+    assert len(modules) < 316
 
 
 def test_doctor_says_the_same_where_torch_is_imported_and_imports_nothing_heavy_beside_it():

@@ -22,12 +22,12 @@ from fp8stack.analysis.benchmark.timing import summarize, wait_for
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.checkpoint.saver import Groups, Saver
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.memory_check import keep_freed_memory
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import RunConfig
 
 SHORT = ["--rounds", "3"]
 WAITING, BEHIND = "in the foreground", "in the background"

@@ -25,9 +25,9 @@ from fp8stack.numerics import (
     quantize,
     tensor_scale,
 )
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.precision import probe
 from fp8stack.training.guard.monitor import Monitor
-from fp8stack.training.run_config import GuardConfig
 
 SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)

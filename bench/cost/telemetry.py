@@ -14,8 +14,8 @@ from bench.cost import emulation
 from bench.report import Bar, Report, Row
 from fp8stack.analysis.benchmark.step_timing import FP8, Built, StepArm, StepWork, build, served
 from fp8stack.analysis.benchmark.timing import interleaved
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.telemetry.operand_errors import Telemetry
 
 SHORT = ["--rounds", "12", "--budget", "30"]

@@ -23,9 +23,9 @@ from fp8stack.analysis.conform.checks import Check, Context, Facts, Skipped, pla
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
-from fp8stack.training.run_config import RunConfig
 
 BF16 = ("reference", "bf16")
 # The most important arms first, since the time may not suffice for all.

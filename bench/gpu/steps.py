@@ -27,11 +27,11 @@ from fp8stack.analysis.benchmark.timing import interleaved
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, probe
 from fp8stack.training.metrics import profiler
 from fp8stack.training.metrics.throughput import peak_rate
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import RunConfig
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 

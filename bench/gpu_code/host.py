@@ -33,10 +33,10 @@ from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.model.config import load_config
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
-from fp8stack.training.run_config import GuardConfig
 
 NARROW = {"width": 128, "heads": 2, "vocabulary": 256, "context": 128}
 WARM_UP = replay.EAGER + 3  # steps after which nothing is compiled or recorded

@@ -27,7 +27,7 @@ def layers() -> list[list[str]]:
 
 def imports() -> set[tuple[str, str]]:
     """Pairs of rooms of which the first imports the second."""
-    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True)
+    graph = grimp.build_graph(PACKAGE)
     rooms = {room for layer in layers() for room in layer}
     pairs = set()
     for module in graph.modules:

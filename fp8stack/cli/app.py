@@ -175,7 +175,7 @@ def _key_without_flag(error: Any) -> str | None:
     option = error.option_name
     if all(parameter.name != "set" for parameter in error.ctx.command.params):
         return None
-    from fp8stack.training.run_config import owner_of
+    from fp8stack.planning.run_config import owner_of
 
     key = option.lstrip("-").replace("-", "_")
     owner = owner_of(key)

@@ -10,8 +10,8 @@ from fp8stack.common.terminal import show
 
 if TYPE_CHECKING:
     from fp8stack.planning.estimate import Answer
+    from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
-    from fp8stack.training.run_config import RunConfig
 
 MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
 
@@ -38,8 +38,8 @@ def estimate(
     """Estimate the memory of a run, part by part, and the largest batch that fits."""
     flags = options.run_flags(locals())
     from fp8stack.planning import estimate as answers
+    from fp8stack.planning.run_config import parse_config
     from fp8stack.precision.hardware import machine_for
-    from fp8stack.training.run_config import parse_config
 
     parsed = parse_config(config, flags, set or [])
     hardware = machine_for(capability, te, parsed.device)
@@ -57,10 +57,10 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.layers.compiler import require_compilable
     from fp8stack.model.config import load_config, plan_for
     from fp8stack.planning.estimate import CHECKPOINTING, Answer, PhaseEstimate, memory_of
+    from fp8stack.planning.run_config import for_ranks
     from fp8stack.training.distributed.parallelize import require_divisible, require_possible
     from fp8stack.training.memory_check import Footprint
     from fp8stack.training.optim.optimizer import require_optimizer
-    from fp8stack.training.run_config import for_ranks
     from fp8stack.training.run_plans import Decided, context_of, plan_phases, unwanted_backends
 
     memory, whose = memory_of(hardware) if memory_given is None else _given(memory_given)

@@ -73,7 +73,7 @@ JSON = option("Print JSON.", "--json")
 
 def run_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a command that are keys of a run."""
-    from fp8stack.training.run_config import RunConfig
+    from fp8stack.planning.run_config import RunConfig
 
     return {key: value for key, value in values.items() if key in RunConfig.model_fields}
 

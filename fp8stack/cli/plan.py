@@ -10,8 +10,8 @@ from fp8stack.common.terminal import show
 
 if TYPE_CHECKING:
     from fp8stack.planning.plan_table import PrecisionTable
+    from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
-    from fp8stack.training.run_config import RunConfig
 
 GPU = option("Assume this GPU, by its data sheet (H100, L4, RTX 4090).")
 
@@ -34,8 +34,8 @@ def plan(
     """Show the precision of every operation of a training step, and where tensors are cast."""
     flags = options.run_flags(locals())
     from fp8stack.planning import plan_table as tables
+    from fp8stack.planning.run_config import parse_config
     from fp8stack.precision.hardware import machine_for
-    from fp8stack.training.run_config import parse_config
 
     parsed = parse_config(config, flags, set or [])
     table = table_for(parsed, machine_for(capability, te, parsed.device, gpu))
@@ -86,7 +86,7 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
 def training_of(config: RunConfig) -> dict[str, Any]:
     """The training settings by key: the run's, else the model's training preset's, else the
     default."""
-    from fp8stack.training.run_config import training_preset
+    from fp8stack.planning.run_config import training_preset
 
     keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
     settings = {key: getattr(config, key) for key in keys}

@@ -11,15 +11,20 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from fp8stack.layers.linear import QuantizedLinear
+
+class GatheredLayer(Protocol):
+    """A layer whose weight ranks shard: a `QuantizedLinear`. `quantizers` has the `ScaledOperand`
+    of "weight", which cast rows with the scale of the whole weight."""
+
+    in_fp8: bool
+    quantizers: Any
 
 
 class _Wrapper(Tensor):
@@ -86,7 +91,7 @@ class ShardedWeight(_Wrapper):
     """The float32 rows `held` of a layer's weight that are on this rank. They are gathered as FP8
     bytes where the layer is `in_fp8`, else as float32."""
 
-    def __init__(self, held: Tensor, layer: QuantizedLinear) -> None:
+    def __init__(self, held: Tensor, layer: GatheredLayer) -> None:
         self._held = held
         self._layer = layer
 

@@ -141,7 +141,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPT
         UserError: no such model or file, an unknown key, sizes that do not divide.
     """
     stem, table = presets.read("models", name)
-    table.pop("training", None)  # defaults of a run, read in fp8stack/training/run_config.py
+    table.pop("training", None)  # defaults of a run, read in fp8stack/planning/run_config.py
     config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
     return config
 

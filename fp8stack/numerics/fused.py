@@ -23,15 +23,15 @@ from fp8stack.common.formats import FORMATS
 from fp8stack.common.terminal import warn
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
+from fp8stack.numerics.rounding_rule import RoundingRule
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import CastWork
-    from fp8stack.numerics.rounding import Rounding
 
 # Threads that import numba at once wait for each other's modules for ever.
 _LOCK = threading.RLock()
-_RULES: list[Rounding] = []
-_NUMBERS: dict[Rounding, int] = {}
+_RULES: list[RoundingRule] = []
+_NUMBERS: dict[RoundingRule, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
 """The counter, seed, stream and first row of `RandomBits`."""
 
@@ -46,7 +46,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def number(rule: Rounding) -> int:
+def number(rule: RoundingRule) -> int:
     """The integer id of a rounding rule, by which `round` and the operator find it."""
     with _LOCK:
         index = _NUMBERS.setdefault(rule, len(_RULES))
@@ -153,7 +153,7 @@ def _run(kernel: Any, work: CastWork, threads: int) -> None:
         team(kernel.address, ctypes.addressof(work), threads, 0)
 
 
-def _tile(rule: Rounding, rows: int, columns: int) -> tuple[int, int]:
+def _tile(rule: RoundingRule, rows: int, columns: int) -> tuple[int, int]:
     """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
     mixed: int = rule.quantizer.hadamard or 1
     tall = max([mixed if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
@@ -218,7 +218,7 @@ def round(
     first_row: int,
 ) -> list[Tensor]:
     """Round `x` by the rule with this id: for each of the rule's blocks the values and, if
-    `Rounding.has_factor`, the factor of the output; see `rounding.Rounding`."""
+    `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = (_KERNELS or _loaded())[0]
@@ -255,7 +255,7 @@ def round(
     return results
 
 
-def _shapes(rule: Rounding, rows: int, columns: int) -> list[tuple[int, ...]]:
+def _shapes(rule: RoundingRule, rows: int, columns: int) -> list[tuple[int, ...]]:
     """The shapes of the values and factors for each block."""
     shape = rule.shape(rows, columns)
     if not rule.has_factor:

@@ -10,7 +10,7 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,10 +24,8 @@ from fp8stack.numerics.cast import amax, record_amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
+from fp8stack.numerics.rounding_rule import Block, RoundingRule
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
-
-Block = tuple[int, int]
-"""Rows and columns that share a scale; 0 is all of them."""
 
 
 class Rounded(NamedTuple):
@@ -46,19 +44,8 @@ class Rounded(NamedTuple):
     factor: Tensor | None
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A rounding rule of a matrix, for one GEMM or for two.
-
-    Attributes:
-        quantizer: the quantizer.
-        blocks: the rows and columns of a block, for each result.
-        dim: the dimension that a Hadamard transform mixes.
-    """
-
-    quantizer: Quantizer
-    blocks: tuple[Block, ...]
-    dim: int = 1
+class Rounding(RoundingRule):
+    """A rounding rule, and the two ways to round by it."""
 
     def round(
         self,
@@ -128,27 +115,6 @@ class Rounding:
     @cached_property
     def _number(self) -> int:
         return fused.number(self)
-
-    @property
-    def carries(self) -> bool:
-        """Whether values carry the scales of their blocks."""
-        return self.blocks[0][0] * self.blocks[0][1] > 0
-
-    @cached_property
-    def has_factor(self) -> bool:
-        """Whether the GEMM's output is multiplied by a factor."""
-        return not self.carries or self.quantizer.scale == "e4m3"
-
-    def shape(self, rows: int, columns: int) -> Block:
-        """Rows and columns of the result, padded for a Hadamard transform."""
-        size = self.quantizer.hadamard or 1
-        if self.dim == 0:
-            return -(-rows // size) * size, columns
-        return rows, -(-columns // size) * size
-
-    def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of the factor of one result."""
-        return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
 
 
 _NO_BITS: fused.Bits = (None, 0, 0, 0)

@@ -1,1 +1,1 @@
-"""Memory, operations and time of a training step, from one trace of the model, before it runs."""
+"""A run before it runs: its configuration, and the memory, operations and time of its steps."""

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fp8stack.layers.backend import DTYPES
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
+from fp8stack.planning.run_config import OptimizerName
 from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import Plan
-
-if TYPE_CHECKING:
-    from fp8stack.training.run_config import OptimizerName
 
 Shapes = Mapping[str, tuple[int, ...]]
 

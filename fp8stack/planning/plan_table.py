@@ -20,13 +20,12 @@ from fp8stack.planning.operations import (
     casts_of,
     operations_of,
 )
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.tensor_core_sizes import size_notes
 from fp8stack.precision import Plan
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from fp8stack.training.run_config import RunConfig
 
 HEADINGS = ("layer", "operation", "operands", "accumulates in", "output", "why")
 _BLOCK = re.compile(r"blocks\.(\d+)")

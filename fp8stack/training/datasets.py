@@ -7,8 +7,8 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import RunConfig, training_preset
 from fp8stack.training.run import RunData
-from fp8stack.training.run_config import RunConfig, training_preset
 
 MOST_OF_BYTES = 512
 """Up to this vocabulary (256 with padding), text without a tokenizer is read as bytes."""

@@ -8,9 +8,9 @@ from fp8stack.common import hub, presets
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.planning.run_config import RunConfig, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
-from fp8stack.training.run_config import RunConfig, preset_for
 
 # Keys that may differ from the source's: initialization and dropout.
 FREE = {"dropout", "init_std"}

@@ -23,12 +23,12 @@ from fp8stack.layers import build_backend, fp8_state, load_fp8_state
 from fp8stack.model import hf
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig, at_home
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
-from fp8stack.training.run_config import RunConfig, at_home
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:

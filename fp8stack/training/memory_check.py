@@ -15,9 +15,9 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.model.loss import chunk_rows
 from fp8stack.planning.memory import Estimate, Setting, estimate
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.planning.savings import largest_batch
 from fp8stack.precision import Hardware, Plan
-from fp8stack.training.run_config import RunConfig
 
 UNCERTAIN = 0.1  # how much an estimate may exceed the measured memory, as a fraction
 COMPILED = 0.5  # the same for compiled code, which chooses what it saves for backward

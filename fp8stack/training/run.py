@@ -17,13 +17,13 @@ from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.linear import CastLinear, LowPrecisionLinear
 from fp8stack.model.gpt import GPT, Attention, Block
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.recipe import plain
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore
 from fp8stack.training.distributed.process_group import Ranks
 from fp8stack.training.optim.grad_scaler import LossScaler
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Schedule, never_asked_for, phases_in
 from fp8stack.training.telemetry.operand_errors import Telemetry

@@ -25,16 +25,16 @@ from fp8stack.common.io import (
 )
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE
-from fp8stack.training.checkpoint import writer
-from fp8stack.training.checkpoint.reader import candidates, step_of
-from fp8stack.training.checkpoint.writer import forget_after
-from fp8stack.training.run_config import (
+from fp8stack.planning.run_config import (
     FREE_ON_RESUME,
     TRACKERS,
     RunConfig,
     parse_config,
     with_files,
 )
+from fp8stack.training.checkpoint import writer
+from fp8stack.training.checkpoint.reader import candidates, step_of
+from fp8stack.training.checkpoint.writer import forget_after
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),

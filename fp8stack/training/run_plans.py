@@ -7,11 +7,11 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import TE_COMPILED, is_compiled
 from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.training.distributed.parallelize import TE_SHARDED
-from fp8stack.training.run_config import RunConfig
 
 ANY = ""
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fp8stack.common.io import read_toml
+from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, doctor
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import load_recipe
 from fp8stack.training.memory_check import Footprint
-from fp8stack.training.run_config import RunConfig, parse_config, to_toml
 from tests.conftest import TINY, refusal
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 

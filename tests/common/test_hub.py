@@ -14,9 +14,9 @@ import torch
 
 from fp8stack import GPTConfig
 from fp8stack.common.hub import Repository, fetch, repository_in
+from fp8stack.planning.run_config import parse_config
 from fp8stack.training.init_from import same_source
 from fp8stack.training.load import find_source
-from fp8stack.training.run_config import parse_config
 from tests.conftest import refusal
 from tests.support.hf_models import SHAPES, export_to, random_model, weights_of
 from tests.support.hub_stand_in import Hub

@@ -17,11 +17,11 @@ import fp8stack
 from fp8stack.cli import app as cli
 from fp8stack.layers import fp8_state
 from fp8stack.model.config import GPTConfig
+from fp8stack.planning.run_config import GuardConfig, OptimizerName, RunConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
-from fp8stack.training.run_config import GuardConfig, OptimizerName, RunConfig
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]

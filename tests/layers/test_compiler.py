@@ -23,8 +23,8 @@ from fp8stack.layers.compiler import is_compiled, require_compilable
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe, resolve
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_plans import plan_recipe
 from fp8stack.training.setup import build
 from tests.support.backend_models import RECIPES, same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from fp8stack import numerics
 from fp8stack.layers.fsdp import FullWeight, ShardedWeight
-from fp8stack.layers.linear import QuantizedLinear
 
 
 class Layer:
@@ -35,7 +33,7 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture
 def sharded(whole: torch.Tensor) -> ShardedWeight:
-    return ShardedWeight(whole.clone(), cast(QuantizedLinear, Layer(3.5)))
+    return ShardedWeight(whole.clone(), Layer(3.5))
 
 
 def gathered(parts: list[ShardedWeight]) -> FullWeight:
@@ -105,7 +103,7 @@ def test_a_whole_weight_stands_for_what_its_bytes_do(sharded: ShardedWeight) -> 
 
 def test_a_second_gathering_brings_its_own_scale(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
-    sharded._layer.scale = torch.tensor(2.0)
+    sharded._layer.quantizers["weight"].scale = torch.tensor(2.0)
     (data,), kept = sharded.fsdp_pre_all_gather(None)
     full.data8.view(torch.uint8).copy_(data)  # FSDP2 gathers into the same memory
     same = full.data8.view(torch.uint8)

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from fp8stack.layers.linear import QuantizedLinear, Size, plain_linear
 from fp8stack.layers.observe import observing
 from fp8stack.model.convert import convert
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import RunConfig
 from tests.support.backend_models import RECIPES, gpt, linear, tokens
 
 

@@ -22,10 +22,10 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.estimate import PhaseEstimate
 from fp8stack.planning.memory import Setting, estimate, optimizer_bytes
 from fp8stack.planning.operations import casts_of, operations_of
+from fp8stack.planning.run_config import OptimizerName, RunConfig
 from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.precision import Hardware, assumed, load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import OptimizerName, RunConfig
 from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

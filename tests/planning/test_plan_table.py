@@ -12,8 +12,8 @@ import pytest
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planning.operations import IN_COMPUTE_DTYPE, IN_FP32, OPTIMIZERS, operations_of
 from fp8stack.planning.plan_table import WIDE, as_lines, make_table, rich_table, text_rows
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, assumed, load_recipe, resolve
-from fp8stack.training.run_config import RunConfig
 from tests.conftest import refusal
 
 SMALL = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4)

@@ -7,6 +7,7 @@ import pytest
 import fp8stack
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
+from fp8stack.planning.run_config import parse_config, to_toml
 from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
     Phase,
@@ -16,7 +17,6 @@ from fp8stack.precision.phases import (
     phases_of,
     preset,
 )
-from fp8stack.training.run_config import parse_config, to_toml
 
 H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}

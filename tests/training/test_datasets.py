@@ -17,10 +17,10 @@ from fp8stack.common.errors import UserError
 from fp8stack.data import load_corpora, texts, tokenizer
 from fp8stack.data.tokenizer import tokenizer_from_json
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import parse_config
 from fp8stack.training import dataloader
 from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
-from fp8stack.training.run_config import parse_config
 from tests.conftest import TINY, exit_code, losses
 from tests.support.made_tokenizers import trained
 from tests.support.small_loop import SmallLoop

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from fp8stack.planning.run_config import parse_config
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.checkpoint.validation import newest_sound
 from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
-from fp8stack.training.run_config import parse_config
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses
 from tests.support.small_loop import changed

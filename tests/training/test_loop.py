@@ -17,6 +17,7 @@ from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, resolve, toolchain
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
@@ -24,7 +25,6 @@ from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describ
 from fp8stack.training.metrics.loss_plot import loss_plot
 from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
 from fp8stack.training.optim.optimizer import build_optimizer, learning_rate
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.signals import STOPPING, StopRequests
 from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop

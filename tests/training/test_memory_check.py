@@ -10,6 +10,7 @@ import torch
 
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import available_memory
 from fp8stack.training.memory_check import (
@@ -19,7 +20,6 @@ from fp8stack.training.memory_check import (
     require_memory,
 )
 from fp8stack.training.metrics import allocations
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.setup import build
 from tests.conftest import TINY
 from tests.support.small_loop import SmallLoop

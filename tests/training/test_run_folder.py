@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.training.run_config import parse_config
+from fp8stack.planning.run_config import parse_config
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from tests.common.test_io import held_by_another_process
 from tests.conftest import TINY, contents, refusal

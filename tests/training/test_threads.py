@@ -160,7 +160,7 @@ def test_of_several_threads_the_one_counts_that_waited_longest(monkeypatch):
 PROGRAM = """
 import json, os, time
 import torch
-from fp8stack import threads
+from fp8stack.training import threads
 
 x = torch.ones(1 << 20)
 torch.set_num_threads(2)
@@ -226,7 +226,7 @@ def test_threads_that_wait_burn_no_time_of_a_busy_machine_and_give_the_same_sums
 
 NOTHING = """
 import threading
-from fp8stack import threads
+from fp8stack.training import threads
 from fp8stack.cli import app as cli
 seen = []
 cli.app = lambda *_, **__: seen.append(threading.active_count())

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.trained.evaluate.windows import windows_for
 from fp8stack.trained.export.format_files import hf_files
 from fp8stack.trained.export.writing import replace_folder
-from fp8stack.training.run_config import RunConfig
 from tests.conftest import refusal
 from tests.support.hf_models import loaded, random_model, source_of
 

@@ -15,13 +15,13 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan, load_recipe, resolve
 from fp8stack.precision.native_gemms import kernel_of
 from fp8stack.precision.rules import best_plain_dtype, shipped
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import RunConfig
 
 QUANTIZED = {name: tables[0] for name in shipped() if (tables := load_recipe(name).tables)}
 """The quantizers of the recipes that ship."""

@@ -22,7 +22,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.io import lock, storage_errors, write_atomically
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
-from fp8stack.training.run_config import to_toml
+from fp8stack.planning.run_config import to_toml
 from fp8stack.training.signals import stop_requests
 
 DONE, PREEMPTED, INTERRUPTED = 0, 75, 130

@@ -16,6 +16,7 @@ from fp8stack.common.presets import recipe_words
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.layers.compiler import require_compiler
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.planning.run_config import RunConfig, parse_config, percent
 from fp8stack.precision import Recipe, probe
 from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.precision.recipe import recipe_from_json
@@ -23,7 +24,6 @@ from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
 from fp8stack.training.init_from import with_source
 from fp8stack.training.load import find_source
-from fp8stack.training.run_config import RunConfig, parse_config, percent
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Decided, context_of, plan_phases
 from fp8stack.training.setup.start import with_absolute_paths

@@ -17,12 +17,12 @@ from fp8stack.common.terminal import warn
 from fp8stack.layers import build_backend
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
 from fp8stack.trained.evaluate.scores import nats_of
 from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.load import Trained, find_source, tokenizer_of_run
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import context_of
 

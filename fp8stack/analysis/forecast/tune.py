@@ -26,8 +26,8 @@ from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.common.io import storage_errors, write_atomically
 from fp8stack.common.tables import aligned
 from fp8stack.common.terminal import shell_quoted
+from fp8stack.planning.run_config import percent, toml_lines
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
-from fp8stack.training.run_config import percent, toml_lines
 
 PLAIN_BITS = 16.0
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)

@@ -13,9 +13,9 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import FORMATS
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import training_preset
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.precision.rules import shipped
-from fp8stack.training.run_config import training_preset
 
 Row = dict[str, str | int | float | None]
 

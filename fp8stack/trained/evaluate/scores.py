@@ -16,12 +16,12 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import warn
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan, probe
 from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
 from fp8stack.training.load import find_source, tokenizer_of_run
-from fp8stack.training.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,8 +14,8 @@ from fp8stack.common.terminal import shell_quoted
 from fp8stack.data import Corpus
 from fp8stack.data.tokenizer import Tokenizer, alike
 from fp8stack.model.config import GPTConfig
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.dataloader import inputs_of
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_plans import context_of
 
 

@@ -12,9 +12,9 @@ from markupsafe import Markup
 from fp8stack.common import presets
 from fp8stack.common.io import read_json
 from fp8stack.common.version import __version__
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision.phases import shared_note
 from fp8stack.trained.export.format_files import ModelSource
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import context_of
 

@@ -14,10 +14,10 @@ from fp8stack.common.version import __version__
 from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.hf import config_json, layout_of, reader_notes, to_hf
+from fp8stack.planning.run_config import toml_lines
 from fp8stack.training.checkpoint.reader import recorded_tokenizer
 from fp8stack.training.checkpoint.validation import model_of
 from fp8stack.training.load import find_checkpoint, tokenizer_of_run
-from fp8stack.training.run_config import toml_lines
 
 Dtype = Literal["fp32", "bf16"]
 

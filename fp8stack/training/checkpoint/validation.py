@@ -19,6 +19,7 @@ from fp8stack.common.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.layers import Draws, build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Recipe, load_recipe, recipe_from_json
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.reader import Checkpoint
@@ -29,7 +30,6 @@ from fp8stack.training.checkpoint.state import (
     restore_weights,
 )
 from fp8stack.training.optim.optimizer import build_optimizer
-from fp8stack.training.run_config import RunConfig
 
 Check = Callable[[Checkpoint], object]
 

@@ -23,8 +23,8 @@ from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.linear import LowPrecisionLinear
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan
-from fp8stack.training.run_config import RunConfig
 
 # Gradients are views of the buckets that DDP reduces, which saves a copy.
 DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)

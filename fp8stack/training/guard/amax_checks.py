@@ -9,8 +9,8 @@ from torch import Tensor
 from fp8stack.common.formats import fp8_format
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.numerics.amax_history import decisive_amax
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
-from fp8stack.training.run_config import GuardConfig
 
 _ROUNDING = 1e-5  # relative error of a scale, with room to spare
 

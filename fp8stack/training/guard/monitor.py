@@ -19,12 +19,12 @@ from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels.replay import Replayed
 from fp8stack.layers.operands import Draws
 from fp8stack.layers.shared_amaxes import several_ranks
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.checkpoint.state import largest_of_state
 from fp8stack.training.guard.amax_checks import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import NormHistory, keep_newest
-from fp8stack.training.run_config import GuardConfig
 
 LOG_ROWS = 64  # bad steps that are remembered between two polls
 _MANY, _OF = 7, 21  # 7 * patience bad steps among the last 21 * patience are too many

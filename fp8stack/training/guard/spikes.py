@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8stack.training.run_config import GuardConfig
+from fp8stack.planning.run_config import GuardConfig
 
 LARGEST = 2.0**64
 """The smallest value whose square float32 cannot hold, nor the norm of a tensor that contains it.

@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fp8stack.common.io import storage_errors, write_atomically
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.metrics import allocations
 from fp8stack.training.metrics.allocations import Allocations
-from fp8stack.training.run_config import RunConfig
 
 WARM_UP = 4  # steps before the first profiled one: they compile, autotune and fill caches
 TOP = 10

@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.io import read_json, write_atomically
-from fp8stack.training.run_config import RunConfig, to_toml
+from fp8stack.planning.run_config import RunConfig, to_toml
 
 PROJECT = "fp8stack"
 IDS = "trackers.json"  # in the run folder: the trackers' ids of the run

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fp8stack.common.errors import UserError
-from fp8stack.training.run_config import RunConfig
+from fp8stack.planning.run_config import RunConfig
 
 FIRST_SCALE = 65536.0  # torch's own
 

@@ -9,9 +9,9 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import require_tools
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.optim.chained import ChainedOptimizer, first_state
-from fp8stack.training.run_config import RunConfig
 
 BLOCK = 256  # elements that share a scale in torchao's moments
 SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 moments

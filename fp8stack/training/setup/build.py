@@ -18,6 +18,7 @@ from fp8stack.layers import Draws, build_backend
 from fp8stack.layers.compiler import is_compiled, require_compiler
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.hardware import available_memory
 from fp8stack.training.checkpoint.reader import Checkpoint
@@ -44,7 +45,6 @@ from fp8stack.training.run import (
     main_variant,
     versions,
 )
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import (
     Decided,

@@ -14,6 +14,14 @@ from fp8stack.common.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.common.hub import repository_in
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import Tokenizer
+from fp8stack.planning.run_config import (
+    FREE_ON_RESUME,
+    TRACKERS,
+    RunConfig,
+    at_home,
+    parse_config,
+    with_files,
+)
 from fp8stack.precision import recipe_from_json
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
@@ -23,14 +31,6 @@ from fp8stack.training.distributed.process_group import Ranks
 from fp8stack.training.init_from import same_source
 from fp8stack.training.load import layers_left_out, own_tokenizer
 from fp8stack.training.run import Run
-from fp8stack.training.run_config import (
-    FREE_ON_RESUME,
-    TRACKERS,
-    RunConfig,
-    at_home,
-    parse_config,
-    with_files,
-)
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
 

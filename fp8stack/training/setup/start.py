@@ -12,6 +12,14 @@ from fp8stack.common.hub import path_in, repository_in
 from fp8stack.common.io import write_atomically
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import NAMED, save_tokenizer
+from fp8stack.planning.run_config import (
+    RunConfig,
+    for_ranks,
+    parse_config,
+    preset_note,
+    to_toml,
+    with_files,
+)
 from fp8stack.precision import probe
 from fp8stack.training.datasets import named_tokenizer, with_vocabulary
 from fp8stack.training.distributed.process_group import Ranks, join
@@ -20,14 +28,6 @@ from fp8stack.training.load import absolute_source, find_source
 from fp8stack.training.memory_check import expand_segments
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
-from fp8stack.training.run_config import (
-    RunConfig,
-    for_ranks,
-    parse_config,
-    preset_note,
-    to_toml,
-    with_files,
-)
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup.build import Beginning, build
 from fp8stack.training.setup.resume import (

@@ -22,10 +22,10 @@ from fp8stack.analysis.report.text import show
 from fp8stack.common.errors import UserError
 from fp8stack.data import StepBatches, load_corpora, validation_windows
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training.checkpoint.validation import can_go_on, has_weights, load_sound
 from fp8stack.training.load import trained_run
-from fp8stack.training.run_config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.training.run_folder import RunFolder
 from tests.faults.inputs.input_corruptions import NEWEST, rewrite
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8stack.training.run_config import FREE_ON_RESUME, RunConfig
+from fp8stack.planning.run_config import FREE_ON_RESUME, RunConfig
 from tests.faults.numeric import numeric_rows, other_runs
 from tests.faults.numeric.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
 from tests.faults.numeric.small_runs import small_run

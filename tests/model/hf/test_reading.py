@@ -18,11 +18,11 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, data
 from fp8stack.common.errors import UserError
 from fp8stack.model.hf import from_hf, model_from_config, open_folder
+from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.precision import hardware
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.init_from import nearest_preset, same_source, with_source
 from fp8stack.training.load import find_source
-from fp8stack.training.run_config import RunConfig, parse_config
 from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
 from tests.support.hf_models import (

@@ -10,10 +10,10 @@ import pytest
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import require_compilable
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.distributed.parallelize import require_possible
 from fp8stack.training.distributed.process_group import ALONE
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.run_plans import plan_recipe
 from tests.conftest import metrics
 from tests.faults.processes import checkpoints, last_step, run_ranks

@@ -19,10 +19,10 @@ from bench import runner
 from bench.quality import compression
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.errors import UserError
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, resolve
 from fp8stack.training.distributed import parallelize
 from fp8stack.training.distributed.process_group import join
-from fp8stack.training.run_config import RunConfig
 from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
 from tests.faults.processes import difference, in_ranks, last_step, run_ranks

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fp8stack.common.errors import RankLost, UserError
 from fp8stack.model.config import plan_for
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training import run_plans
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.state import random_states
 from fp8stack.training.distributed.parallelize import part_of, require_divisible
 from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, Ranks, join
-from fp8stack.training.run_config import RunConfig
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT

@@ -12,9 +12,9 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from fp8stack.common.errors import NumericFailure
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
-from fp8stack.training.run_config import GuardConfig
 from fp8stack.training.step import Step
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault

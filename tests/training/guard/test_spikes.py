@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench.quality.guard import SPIKES
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
-from fp8stack.training.run_config import GuardConfig
 from tests.conftest import metrics
 from tests.faults.case import Outcome
 from tests.faults.numeric import numeric_rows

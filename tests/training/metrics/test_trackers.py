@@ -14,9 +14,9 @@ from accelerate import Accelerator
 
 import fp8stack
 from fp8stack.common.errors import UserError
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.checkpoint.reader import canonical, sha256_of
 from fp8stack.training.metrics import trackers
-from fp8stack.training.run_config import RunConfig
 from tests.conftest import TINY, metrics, refusal
 
 KEYS = ("loss", "lr", "grad_norm", "val_loss")
@@ -204,7 +204,7 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from fp8stack.training.metrics import trackers
-from fp8stack.training.run_config import RunConfig
+from fp8stack.planning.run_config import RunConfig
 folder = Path("r")
 for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
     built = trackers.build_trackers(RunConfig(trackio=True), folder, resumed=resumed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.guard.monitor import Monitor
 from fp8stack.training.optim.chained import ChainedOptimizer
 from fp8stack.training.optim.grad_clip import (
@@ -22,7 +23,6 @@ from fp8stack.training.optim.grad_clip import (
     total_norm,
 )
 from fp8stack.training.optim.grad_scaler import LossScaler
-from fp8stack.training.run_config import GuardConfig
 from tests.conftest import metrics, refusal
 from tests.support.backend_models import grad
 from tests.support.small_loop import SmallLoop, host_reads

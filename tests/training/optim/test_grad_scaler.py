@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
-from fp8stack.training.run_config import RunConfig
 from tests.conftest import TINY, metrics, refusal
 from tests.support.backend_models import grad
 from tests.support.small_loop import SmallLoop, host_reads

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import OptimizerName, RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint.state import capture, largest_of_state, restore
 from fp8stack.training.optim.chained import optimizers_in, parameters_of, plain
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.training.run_config import OptimizerName, RunConfig
 from tests.conftest import metrics, refusal
 from tests.support.small_loop import SmallLoop, host_reads
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8stack.common import presets
 from fp8stack.model.config import load_config
-from fp8stack.training.run_config import RunConfig, for_ranks, parse_config, training_preset
+from fp8stack.planning.run_config import RunConfig, for_ranks, parse_config, training_preset
 from tests.conftest import refusal
 
 # Learning rates and tokens per step as published: Brown et al. 2020 (GPT-3), table 2.1; Zhang et
