@@ -23,6 +23,7 @@ from fp8stack.layers.kernels.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.numerics import (
     AmaxHistory,
     RandomBits,
+    amax_history,
     blocks,
     cast,
     fused,
@@ -33,7 +34,6 @@ from fp8stack.numerics import (
 )
 from fp8stack.numerics import random as random_bits
 
-amax: Any = sys.modules["fp8stack.numerics.amax"]  # the package has a function of this name
 Put = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -346,7 +346,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: current*1 thread", after(fused, "round", some_off)
     ),
     "an amax is dropped": (
-        "histories: updates*", instead(amax, "record_amax", lambda *given: None)
+        "histories: updates*", instead(amax_history, "record_amax", lambda *given: None)
     ),
     "the torch backend drops the gradients' amax": (
         "histories: fp8_state of torch*",
@@ -358,7 +358,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "a NaN enters the amax": (
         "histories: updates*",
         instead(
-            amax, "record_amax",
+            amax_history, "record_amax",
             lambda exact, kept, new, counts=None: kept.copy_(torch.maximum(kept, new)),
         ),
     ),
@@ -366,7 +366,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "the margin is ignored": (
         "histories: updates*",
         instead(
-            amax._Rules, "of",
+            amax_history._Rules, "of",
             lambda exact, qs, history: exact(
                 [dataclasses.replace(q, margin=0) for q in qs], history
             ),

@@ -111,7 +111,7 @@ def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monk
                 break
             except Cut:
                 cuts += 1
-    assert cuts > 0
+    assert cuts > 1
     prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     assert not any(path.name.startswith(".") for path in (tmp_path / "cut").iterdir())
@@ -164,8 +164,8 @@ def test_a_tokenizer_that_is_trained_does_not_make_ctrl_c_wait(tmp_path):
 
 
 COMMAND = (
-    "import sys; from fp8stack.cli import main; from fp8stack.data.prepare import run;"
-    "run.BLOCK_BYTES = 2000; run.GROUP_BYTES = 20000; main(sys.argv[1:])"
+    "import sys; from fp8stack.cli import main; from fp8stack.data.prepare import pipeline;"
+    "pipeline.BLOCK_BYTES = 2000; pipeline.GROUP_BYTES = 20000; main(sys.argv[1:])"
 )
 
 
