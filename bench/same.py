@@ -114,9 +114,11 @@ def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    from fp8stack.common import presets
-
-    recipes = chosen.recipes.split(",") if chosen.recipes else presets.names("recipes")
+    # From this checkout's files: the other tree's modules may have other names.
+    models, recipes = (
+        sorted(path.stem for path in (ROOT / kind).glob("*.toml")) for kind in ("models", "recipes")
+    )
+    recipes = chosen.recipes.split(",") if chosen.recipes else recipes
     sections = chosen.only.split(",")
     if "training" in sections:
         Path("shape.toml").write_text(MODEL)
@@ -128,7 +130,7 @@ def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
             for backend in backends:
                 yield from _trained(recipe, backend, chosen.steps)
     if "plans" in sections:
-        for model in presets.names("models"):
+        for model in models:
             for recipe in recipes:
                 for capability in CAPABILITIES:
                     yield from _planned(model, recipe, capability)
