@@ -26,4 +26,4 @@ ALL = (
 
 @pytest.mark.parametrize("work", [WORK, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_differ_in_nothing(work):
-    assert interpreted(*work) == {one: [] for one in work}
+    assert interpreted(*work) == {function: [] for function in work}
