@@ -40,7 +40,7 @@ from tests.support.backend_models import (
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
-# Some of these keep quantized weights, the others quantize weights at each call.
+# Ways to train that keep quantized weights, and ways that quantize weights at each call.
 SOME = [*DELAYED, ("current", "torch"), ("current", "te"), ("mxfp8", "emulate"), ("mxfp8", "te")]
 EMULATED = ["emulate", "torch"]
 
