@@ -94,12 +94,12 @@ def differences(device: str = "cpu") -> list[str]:
         for copy, (quantizer, turned) in cases.items():
             matrix = copies[copy]
             assert matrix is not None
-            assert matrix.whole is not None
+            assert matrix.upper_scale is not None
             packed = matrix.inv_scale.view(torch.uint8).flatten()
             reference = expected(x, quantizer, turned, bits()[turned])
             for field, tensor, expected_tensor in zip(
                 ("data", "scales", "upper"),
-                (matrix.data, packed, matrix.whole),
+                (matrix.data, packed, matrix.upper_scale),
                 reference,
                 strict=True,
             ):
