@@ -85,8 +85,8 @@ def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **optio
     else:
         assert quantized.scales.shape == reference.stored.shape
         scales = quantized.scales
-        scales = codes(scales) if quantizer.scale == "e8m0" else scales.float().numpy()
-        np.testing.assert_array_equal(scales, reference.stored)
+        stored = codes(scales) if quantizer.scale == "e8m0" else scales.float().numpy()
+        np.testing.assert_array_equal(stored, reference.stored)
     with np.errstate(all="ignore"):
         spread = reference.out
         if quantizer.scale == "e4m3":
