@@ -14,7 +14,7 @@ setup: ## an environment in .venv with all that the tests need
 format: ## format the code
 	ruff format .
 
-lint: ## ruff, its formatting, and which module may import which
+lint: ## ruff, its formatting, names, and which module may import which
 	.ci/check lint
 
 types: ## mypy

@@ -21,7 +21,7 @@ def layers() -> list[list[str]]:
     """The rooms of each layer, the highest layer first, from the contract."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = table["tool"]["importlinter"]["contracts"]
-    contract = next(one for one in contracts if one.get("containers") == [PACKAGE])
+    contract = next(entry for entry in contracts if entry.get("containers") == [PACKAGE])
     return [[room.strip() for room in layer.split("|")] for layer in contract["layers"]]
 
 

@@ -66,7 +66,7 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked():
 
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
-    theirs, ours = torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
+    theirs, ours = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
     ours.load_state_dict(theirs.state_dict())
     results = []
     for layer in (theirs, ours):

@@ -20,7 +20,7 @@ from bench.cells import json_lines
 from bench.quality import study, study_tables
 from fp8stack.analysis.compare.intervals import always_valid_factor
 from fp8stack.common.errors import UserError
-from tests.support.made_runs import write_lines
+from tests.support.run_folders import write_lines
 
 ROOT = Path(study.__file__).parents[2]
 

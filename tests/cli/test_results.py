@@ -103,7 +103,7 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):
-    refused(*words, said=message)
+    refused(*words, message=message)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,8 @@ def test_a_shell_completes_commands_and_presets(command, capsys, monkeypatch, ty
 
 def test_a_shell_without_completion_is_named(refused, monkeypatch):
     monkeypatch.setenv("SHELL", "/bin/csh")
-    refused("--completion", said="No completion for the shell csh. Set SHELL to bash, zsh or fish.")
+    refused(
+        "--completion", message="No completion for the shell csh. Set SHELL to bash, zsh or fish."
+    )
     monkeypatch.setenv("SHELL", "")
-    refused("--completion", said="No completion for the shell (SHELL is not set). Set SHELL to")
+    refused("--completion", message="No completion for the shell (SHELL is not set). Set SHELL to")

@@ -22,7 +22,7 @@ from fp8stack.analysis.forecast import forecast as forecasts
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from tests.faults.processes import Change, run_ranks, unchanged
-from tests.support.made_runs import make_run
+from tests.support.run_folders import make_run
 
 PAGE = f'<!doctype html>{page.MARK}">\n'
 

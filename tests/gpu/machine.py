@@ -36,7 +36,7 @@ def require_plan(backend: str, recipe: str) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within, torch raises where the host would wait for the device."""
+    """Make torch raise in this context where the host would wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -36,8 +36,8 @@ def test_the_figures_of_an_operand_are_those_of_a_cpu(name: str, dtype: torch.dt
     x = torch.randn(300, 256, generator=generator)
     x[3, 5], x[7, 9], x[100:140] = torch.inf, torch.nan, 1e-6
     x = x.to(dtype)
-    there = error(name, x.to(CONTEXT.device)).cpu()
-    torch.testing.assert_close(there, error(name, x), rtol=1e-9, atol=0.0, equal_nan=True)
+    on_gpu = error(name, x.to(CONTEXT.device)).cpu()
+    torch.testing.assert_close(on_gpu, error(name, x), rtol=1e-9, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])

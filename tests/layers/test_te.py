@@ -365,7 +365,7 @@ def test_a_name_that_changes_in_transformer_engine_is_noticed(file, old, new, co
 def test_modules_are_made_without_memory_of_their_own(te):
     model = gpt(model={"norm": "rmsnorm", "bias": False})
     loss_of(model, 1).backward()
-    cores = [(name, arguments) for name, arguments in te.made if name[-4:] != "Norm"]
+    cores = [(name, arguments) for name, arguments in te.constructed if name[-4:] != "Norm"]
     assert Counter(name for name, _ in cores) == FUSED
     for _, arguments in cores:
         assert (arguments["device"], arguments["params_dtype"]) == ("meta", torch.float32)
@@ -698,7 +698,7 @@ NOT_THE_MLP = {"LayerNormLinear": 1, "Linear": 3}
 def test_norms_and_activations_are_fused(te, norm, activation):
     bias = norm == "layernorm"
     assert block_calls(te, norm=norm, activation=activation, bias=bias) == WHOLE
-    mlp = next(arguments for name, arguments in te.made if name == "LayerNormMLP")
+    mlp = next(arguments for name, arguments in te.constructed if name == "LayerNormMLP")
     assert mlp["normalization"] == {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[norm]
     assert (
         mlp["activation"] == {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}[activation]

@@ -79,7 +79,7 @@ def state_of(model) -> dict[str, Tensor]:
 
 
 def made(te) -> int:
-    return sum(name == "DotProductAttention" for name, _ in te.made)
+    return sum(name == "DotProductAttention" for name, _ in te.constructed)
 
 
 # Its numbers
@@ -505,7 +505,7 @@ def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
 def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, te, on_gpus):
     run = ["pretrain", *ON_HOPPER, "--set"]
     phases = 'phases=[{name="early", recipe="bf16", until=2}, {name="main"}, {name="evaluation"}]'
-    refused(*run, phases, said="validation losses with attention = 'delayed' need a first phase")
+    refused(*run, phases, message="validation losses with attention = 'delayed' need a first phase")
 
 
 @pytest.mark.parametrize("most", [3, 0])

@@ -17,7 +17,7 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from tests.common.test_io import held_by_another_process
 from tests.conftest import TINY, contents, refusal
-from tests.support.made_runs import make_run, write_lines
+from tests.support.run_folders import make_run, write_lines
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 
@@ -149,7 +149,7 @@ def test_a_run_that_another_process_trains_is_left_alone(flags, live, refused):
     os.chdir(live.parents[1])
     before = contents(live)
     recipe = [] if "--resume" in flags else ["--recipe", "fp32"]
-    refused("pretrain", *flags, *recipe, said=IN_USE)
+    refused("pretrain", *flags, *recipe, message=IN_USE)
     assert contents(live) == before
 
 

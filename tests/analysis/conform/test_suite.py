@@ -63,7 +63,7 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
     ],
 )
 def test_bad_input_is_refused_in_a_line(flags, said, refused):
-    refused(*CPU, *flags, said=said)
+    refused(*CPU, *flags, message=said)
 
 
 def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():

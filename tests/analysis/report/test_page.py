@@ -33,7 +33,7 @@ from fp8stack.analysis.report.events import folded
 from fp8stack.analysis.report.read import joined, read_run
 from fp8stack.analysis.report.summary import headline, what_if
 from fp8stack.training.metrics.loss_plot import view_range
-from tests.support.made_runs import (
+from tests.support.run_folders import (
     KINDS,
     Change,
     make_run,

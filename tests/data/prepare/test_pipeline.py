@@ -32,7 +32,7 @@ from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.progress_display import ProgressDisplay
 from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
-from tests.support.made_tokenizers import metaspace, trained
+from tests.support.small_tokenizers import metaspace, trained
 
 WORDS = (
     "alpha beta Gamma delta's (epsilon) 12345 zeta,\n\teta  theta Grüße мир 世界 😀 <|endoftext|>"

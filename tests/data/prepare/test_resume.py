@@ -35,7 +35,7 @@ from tests.data.prepare.test_pipeline import (
     require,
     written,
 )
-from tests.support.made_tokenizers import trained
+from tests.support.small_tokenizers import trained
 
 
 class Cut(BaseException):

@@ -25,7 +25,7 @@ from fp8stack.data.tokenizer import (
 )
 from fp8stack.data.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
-from tests.support.made_tokenizers import (
+from tests.support.small_tokenizers import (
     CORPUS,
     byte_characters,
     metaspace,
