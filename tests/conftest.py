@@ -122,6 +122,15 @@ def refused(
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are left empty, for tests of what is written around them."""
+    from fp8stack.analysis.report.drawing import Picture
+
+    monkeypatch.setattr(Picture, "svg", lambda picture: f'<svg id="{picture.name}"></svg>')
+    monkeypatch.setattr(Picture, "png", lambda picture: b"\x89PNG")
+
+
+@pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hugging Face Hub on this machine, an empty cache, and no token."""
     # huggingface_hub reads the environment only when it is imported.

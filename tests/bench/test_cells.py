@@ -161,6 +161,7 @@ def test_a_baseline_that_fails_is_an_error(monkeypatch):
         runner.measured(grid, "grid", WORDS)
 
 
+@pytest.mark.slow
 def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
     code = f"""
 import sys

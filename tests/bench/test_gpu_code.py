@@ -133,6 +133,7 @@ def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own
     assert [one["backward"] for one in turned] == 3 * [False] + 3 * [True]
 
 
+@pytest.mark.slow
 def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
     """One cast of all weights; scales taken and the history updated, each a graph; the guard's two;
     and what inductor's own code and our operators launch in a block."""
@@ -187,14 +188,6 @@ def check_gemms(model: str, recipes: list[str], capability: str) -> None:
         assert Counter(gemm["part"] for gemm in gemms).keys() == {"block"}
 
 
-@pytest.mark.parametrize(
-    ("capability", "recipes"), [("9.0", ["block"]), ("10.0", ["mxfp8", "nvfp4"])]
-)
-def test_torch_takes_every_scaled_gemm_with_scales_by_block(capability, recipes):
-    """`kernels_of` checks other scales; every recipe is checked by the slow test below."""
-    check_gemms("llama-8b", recipes, capability)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-8b", "gpt2-124m"])
 @pytest.mark.parametrize("capability", gpu_code.CAPABILITIES)
@@ -212,6 +205,7 @@ scaled_gemms_of("llama-8b", plan_of("llama-8b", "block", "9.0"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="inductor is mended there")
 def test_the_scales_that_inductor_hands_to_another_gemm_are_refused():
     """It makes _scaled_mm of scaled_mm, with the scales as they are."""

@@ -93,6 +93,7 @@ def test_a_profile_of_a_step_is_a_table_and_a_trace(tmp_path):
     assert all(file.stat().st_size > 100 for file in files)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_larger_model_is_larger_and_above_its_floor():
     config = GPTConfig(vocabulary=256, context=32, layers=2, width=512, heads=8)
     work = training_step.StepWork(model="larger", config=config, batch=2, context=32)

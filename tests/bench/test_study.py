@@ -194,6 +194,7 @@ def command(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "bench", "study", *own]
 
 
+@pytest.mark.slow
 def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     own = tmp_path / "tmp"  # where no other process measures times
     own.mkdir()

@@ -72,7 +72,9 @@ def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
     assert "fp8stack pretrain --resume runs/a" in details
 
 
-def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(command, capsys, run):
+def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(
+    command, capsys, run, undrawn
+):
     assert command("report", "runs/a", "--json") == 0
     (facts,) = json.loads(capsys.readouterr().out)
     assert (facts["run"], facts["state"], facts["steps"]) == ("runs/a", "done", "2 of 2")

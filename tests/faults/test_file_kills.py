@@ -103,7 +103,9 @@ def without_exchange(rank: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", [unchanged, without_exchange])
+@pytest.mark.parametrize(
+    "change", [unchanged, pytest.param(without_exchange, marks=pytest.mark.slow)]
+)
 def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweeps(
     change, pristine, tmp_path
 ):

@@ -35,9 +35,14 @@ WAYS = [
 
 SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "dropout": {"dropout": 0.2}, "llama": LLAMA}
 FEW = [("fp32", "reference", False), ("delayed", "emulate", True), ("delayed", "torch", False)]
-# All with dropout, which is where running again is hardest; the other shapes in a few ways.
+WITH_DROPOUT = [*FEW, ("fp16", "reference", False), ("mxfp8", "emulate", True)]
+WITH_DROPOUT += [("rowwise", "torch", False)]
+# Most with dropout, which is where running again is hardest; the others are slow.
 CASES = [
-    pytest.param(*way, shape, marks=[] if shape == "dropout" or way in FEW else pytest.mark.slow)
+    pytest.param(
+        *(*way, shape),
+        marks=[] if way in (WITH_DROPOUT if shape == "dropout" else FEW) else pytest.mark.slow,
+    )
     for way in WAYS
     for shape in SHAPES
 ]

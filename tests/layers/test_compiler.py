@@ -150,7 +150,7 @@ def made(recipe, backend, layers=2):
     return gpt(recipe, backend, hardware, layers)
 
 
-QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("current", "torch"), ("fp32", "auto")]
+QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("fp32", "auto")]
 REST = [pair for pair in product(RECIPES, ["emulate", "torch"]) if pair not in QUICK]
 REST += [(recipe, "emulate") for recipe in EMULATED]
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
@@ -174,7 +174,7 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("delayed", "torch"), pytest.param("delayed", "emulate", marks=pytest.mark.slow), *SLOW],
+    [*(pytest.param("delayed", x, marks=pytest.mark.slow) for x in ("emulate", "torch")), *SLOW],
 )
 def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
     plain, fast = made(recipe, backend, layers=1), made(recipe, backend, layers=1)
@@ -370,7 +370,12 @@ def casts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "compiled"), [("delayed", False), ("delayed", True), ("current", False)]
+    ("recipe", "compiled"),
+    [
+        ("delayed", False),
+        pytest.param("delayed", True, marks=pytest.mark.slow),
+        ("current", False),
+    ],
 )
 def test_micro_batches_share_one_quantized_weight(casts, recipe, compiled):
     model = gpt(recipe, "torch")

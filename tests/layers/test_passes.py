@@ -157,8 +157,20 @@ def test_a_backward_pass_through_two_models_runs_each_again_with_its_own_scales(
         assert same(fp8_state(plain_model), fp8_state(frugal_model))
 
 
-@pytest.mark.parametrize("order", [together, in_order, newest_first])
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [
+        ("emulate", together),
+        ("torch", newest_first),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                *(("emulate", in_order), ("emulate", newest_first)),
+                *(("torch", together), ("torch", in_order)),
+            )
+        ),
+    ],
+)
 def test_checkpointing_around_compiled_blocks_changes_nothing_either(backend, order):
     results = []
     for recompute in ("none", "block"):

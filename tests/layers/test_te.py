@@ -990,7 +990,9 @@ def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)]
+)
 def test_a_whole_run_saves_resumes_and_names_itself(
     te, recipe, command: Command, tmp_path, on_gpus, capsys
 ):
@@ -1018,7 +1020,7 @@ def test_a_whole_run_saves_resumes_and_names_itself(
     assert same(straight_tensors, resumed_tensors)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("writer", "reader"), [("te", "emulate"), ("emulate", "te")])
 def test_a_run_goes_on_with_the_other_backend(
     te, recipe, writer, reader, command: Command, tmp_path, on_gpus

@@ -389,8 +389,8 @@ SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
     ("recipe", "kind", "gpu"),
     [
         ("delayed", "delayed", "9.0"),
-        ("current", "delayed", "9.0"),
-        ("mxfp8", "current", "10.x"),
+        pytest.param("current", "delayed", "9.0", marks=pytest.mark.slow),
+        pytest.param("mxfp8", "current", "10.x", marks=pytest.mark.slow),
         ("nvfp4", "delayed", "10.x"),
     ],
 )
@@ -482,7 +482,7 @@ def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
 
 
 def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
-    te, command: Command, tmp_path, on_gpus, capsys
+    te, command: Command, tmp_path, on_gpus, capsys, undrawn
 ):
     flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
     assert command("pretrain", *ON_HOPPER, *flags) == 0

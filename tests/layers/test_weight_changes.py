@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
 RATE = 0.3
 SOME = [("delayed", "emulate"), *((r, b) for r in ("delayed", "current") for b in ("torch", "te"))]
 SOME += [("rowwise", "torch"), ("mxfp8", "te")]
+QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("mxfp8", "te")]
 
 
 def counted(model: nn.Module) -> None:
@@ -91,7 +92,10 @@ def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("recipe", "backend"), SOME)
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [pytest.param(*way, marks=[] if way in QUICK else pytest.mark.slow) for way in SOME],
+)
 def test_a_change_that_nothing_tells_of_trains_as_one_that_torch_counts(
     values, recipe, backend, accumulate
 ):

@@ -94,13 +94,20 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# Every run in the shape with the most kinds of layers; the other shapes in a few.
-FEW = [
-    ("fp32", "auto", False), ("bf16", "auto", False), ("delayed", "emulate", True),
-    ("current", "torch", False), ("mxfp8", "emulate", False), ("nvfp4", "emulate", True),
+# A few in the shape with the most kinds of layers, and two in every shape; the others are slow.
+IN_ALL_SHAPES = [("bf16", "auto", False), ("delayed", "emulate", True)]
+IN_ONE_SHAPE = [
+    *IN_ALL_SHAPES,
+    ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
+    ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
 ]  # fmt: skip
 CASES = [
-    pytest.param(*run, shape, marks=[] if shape == "llama" or run in FEW else pytest.mark.slow)
+    pytest.param(
+        *(*run, shape),
+        marks=[]
+        if run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES)
+        else pytest.mark.slow,
+    )
     for run in RUNS
     for shape in SHAPES
 ]
@@ -134,8 +141,17 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
     assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        pytest.param(
+            *(recipe, shape),
+            marks=[] if recipe == "delayed" or shape == "llama" else pytest.mark.slow,
+        )
+        for recipe in ("fp32", "bf16", "delayed", "mxfp8")
+        for shape in SHAPES
+    ],
+)
 def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, recipe):
     model, setting = build(shape, recipe, checkpointing="block", sequences=5)
     assert estimate(setting).saved == saved_bytes(model, setting)
@@ -172,9 +188,14 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
 @pytest.mark.parametrize(
     ("recipe", "backend", "head"),
     [
-        ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
-        ("delayed", "emulate", False), ("delayed", "emulate", True), ("mxfp8", "emulate", True),
+        ("fp32", "auto", False), ("bf16", "auto", False), ("delayed", "emulate", True),
         ("delayed", "torch", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fp16", "auto", False), ("delayed", "emulate", False), ("mxfp8", "emulate", True),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):

@@ -116,13 +116,20 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     return operations
 
 
-# Every run in the style with the most kinds of operations; the others in a few.
-FEW = [
-    ("fp32", "auto", None), ("fp16", "auto", None), ("delayed", "emulate", "bf16"),
-    ("current", "torch", "bf16"), ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
+# A few in the style with the most kinds of operations, and two in every style; the others are slow.
+IN_ALL_STYLES = [("fp16", "auto", None), ("delayed", "emulate", "bf16")]
+IN_ONE_STYLE = [
+    *IN_ALL_STYLES,
+    ("fp32", "auto", None), ("current", "torch", "bf16"), ("block", "emulate", "fp32"),
+    ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
 ]  # fmt: skip
 CASES = [
-    pytest.param(*run, style, marks=[] if style == "llama" or run in FEW else pytest.mark.slow)
+    pytest.param(
+        *(*run, style),
+        marks=[]
+        if run in (IN_ONE_STYLE if style == "llama" else IN_ALL_STYLES)
+        else pytest.mark.slow,
+    )
     for run in RUNS
     for style in STYLES
 ]
@@ -144,7 +151,7 @@ def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
     assert (attention.operands, attention.output) == (("fp32",) * 3, "fp32")
 
 
-@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), FEW[2]])
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), IN_ALL_STYLES[1]])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style, recipe, backend, dtype):
     config = STYLES[style]

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +446,7 @@ def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, said
 # The table
 
 
+@cache
 def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
     gpu, hardware = roofline.choose_gpu(capability, None)
     given = {"batch": 8, "context": 1024} | options

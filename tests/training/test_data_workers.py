@@ -59,9 +59,11 @@ def end(number: int) -> None:
 
 @contextmanager
 def forking(rank: int) -> Iterator[None]:
-    """A change: processes are forked, as in a command, unlike in the tests' server."""
+    """A change: processes are forked, as in a command, unlike in the tests' server, and what a lost
+    worker may have sent is waited for in one second rather than in five."""
     multiprocessing.set_start_method("fork", force=True)
-    yield
+    with patch.object(data_workers, "_DYING_S", 1.0):
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.analysis.compare import runs as comparison_runs
 from fp8stack.common.errors import UserError
 from fp8stack.data import load_corpora, texts, tokenizer
 from fp8stack.data.tokenizer import tokenizer_from_json
@@ -21,6 +22,7 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training import dataloader
 from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
+from tests.analysis.compare.test_comparison import InProcess, stand_in
 from tests.conftest import TINY, exit_code, losses
 from tests.support.small_loop import SmallLoop
 from tests.support.small_tokenizers import trained
@@ -78,7 +80,7 @@ def vocabulary_of(run: Path) -> int:
     return load_config(config.model, config.model_overrides).vocabulary
 
 
-def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path):
+def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path, monkeypatch):
     """And a run that was resumed keeps its own."""
     assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
     assert vocabulary_of(tmp_path / "run") == 300
@@ -92,6 +94,7 @@ def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_
     flags = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
     assert command("pretrain", *flags, *SHORT) == 0
     assert vocabulary_of(tmp_path / "bin") == 300
+    monkeypatch.setattr(comparison_runs, "subprocess", stand_in(InProcess))
     flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
     small = ["--steps", "2", "--batch", "4", "--context", "32"]
     assert command("compare", *flags, *small, "--set", "model_overrides.layers=1") == 0

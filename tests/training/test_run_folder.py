@@ -106,7 +106,7 @@ def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
     [(True, "running", "still running"), (False, "unfinished", "killed")],
 )
 def test_list_show_and_report_say_that_a_run_is_running(
-    held, state, ending, unfinished, command, capsys
+    held, state, ending, unfinished, command, capsys, undrawn
 ):
     os.chdir(unfinished.parents[1])
     with held_by_another_process(unfinished / ".lock") if held else os.scandir():

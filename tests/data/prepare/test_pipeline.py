@@ -759,6 +759,7 @@ def test_codes_that_are_not_utf16_are_counted(tmp_path, out):
     assert manifest["documents"]["replaced"] == 2
 
 
+@pytest.mark.slow
 def test_a_zst_file_of_a_long_window_is_read(tmp_path, out):
     block = random.Random(0).randbytes(2**20).hex()
     text = block + "0123456789" * 13 * 2**20 + block  # the end refers far back

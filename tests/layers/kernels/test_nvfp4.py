@@ -131,7 +131,10 @@ def test_the_operators_are_as_torch_wants_them(way):
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "stochastic"), [(100, True), (120, False)])
+@pytest.mark.parametrize(
+    ("capability", "stochastic"),
+    [(100, True), pytest.param(120, False, marks=pytest.mark.slow)],
+)
 def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
@@ -164,7 +167,14 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
 
 
 @needs_triton
-@pytest.mark.parametrize(("seed", "first_row"), [(0, 0), (1, 0), (0, 1), (2**32 - 1, 16)])
+@pytest.mark.parametrize(
+    ("seed", "first_row"),
+    [
+        (1, 0),
+        (0, 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 0), (2**32 - 1, 16))),
+    ],
+)
 def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, monkeypatch):
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -208,7 +208,10 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "arcee"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "arcee"))],
+)
 def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"

@@ -269,10 +269,17 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("llama", False), ("llama", True), ("arcee", False), ("qwen3", True)]
+    ("recipe", "dtype", "name", "tied"),
+    [
+        pytest.param(
+            *(recipe, dtype, *of),
+            marks=[] if recipe == "delayed" or of == ("llama", False) else pytest.mark.slow,
+        )
+        for recipe in (*PACKED, "delayed", "current", "block", "mxfp8")
+        for dtype in (torch.float32, torch.bfloat16)
+        for of in (("llama", False), ("llama", True), ("arcee", False), ("qwen3", True))
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", [*PACKED, "delayed", "current", "block", "mxfp8"])
 def test_transformers_runs_every_export_as_it_loads_it_by_default(
     recipe, name, dtype, tied, tmp_path
 ):
