@@ -83,6 +83,6 @@ def walk(
     def fail(error: OSError) -> NoReturn:
         refuse(str(error.filename), error)
 
-    for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(here, n))]
-        yield from (Path(here, name) for name in names if not name.startswith("."))
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(parent, n))]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))

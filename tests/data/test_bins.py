@@ -39,8 +39,8 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
     path = write_llmc(tmp_path / "a.bin", tokens, llama=llama)
     splits = load_corpora(str(path), 130_000)
     assert everything(splits) == tokens
-    assert all(part.mapped for split in splits for part in split.parts)
-    assert splits[0].parts[0].tokens.itemsize == (4 if llama else 2)
+    assert all(segment.mapped for split in splits for segment in split.segments)
+    assert splits[0].segments[0].tokens.itemsize == (4 if llama else 2)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, s
     assert everything((train, val)) == list(range(1, 11))
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
-    assert train.parts[0].mapped
+    assert train.segments[0].mapped
 
 
 def test_a_folder_of_megatron_pairs_is_joined(tmp_path):
@@ -190,7 +190,7 @@ def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path, dtype):
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert train.documents(1, train.window(1, 4)).tolist() == [0, 0, 1, 1]
     assert val.window(0, 2).tolist() == [9, 0]
-    assert all(part.mapped for part in train.parts)
+    assert all(segment.mapped for segment in train.segments)
 
 
 def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path):

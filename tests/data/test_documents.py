@@ -97,7 +97,7 @@ def test_corpora_reach_workers_as_paths(form, tmp_path):
     pickled = pickle.dumps((train, val))
     assert len(pickled) < 3000
     again, held = pickle.loads(pickled)
-    assert all(part.mapped for part in (*again.parts, *held.parts))
+    assert all(segment.mapped for segment in (*again.segments, *held.segments))
     assert again.fingerprint() == train.fingerprint()
     assert (held.fingerprint(), held.locate(3)) == (val.fingerprint(), val.locate(3))
     window = again.window(5, 40)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fp8stack.data import (
     Corpus,
-    Part,
+    Segment,
     StepBatches,
     corpus,
     load_corpora,
@@ -46,7 +46,9 @@ def refusal(data: object, vocabulary: int = GPT2, **options: float) -> str:
 
 
 def in_memory(tokens: object, name: str = "some tokens") -> Corpus:
-    return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint32)),))
+    return Corpus(
+        name=name, segments=(Segment(path=Path("x"), tokens=np.array(tokens, np.uint32)),)
+    )
 
 
 def batches(of: Corpus, **changes: Any) -> StepBatches:
@@ -74,15 +76,15 @@ def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_ha
     assert len(val) == int(0.1 * (len(train) + len(val)))
     assert b"import" in bytes(train.window(0, 100_000).tolist())
     root = Path(sysconfig.get_path("stdlib"))
-    for part in train.parts[:20]:
-        assert part.path.read_bytes().startswith(part.tokens.tobytes())
-    names = {p.path.relative_to(root).as_posix() for split in library for p in split.parts}
+    for segment in train.segments[:20]:
+        assert segment.path.read_bytes().startswith(segment.tokens.tobytes())
+    names = {p.path.relative_to(root).as_posix() for split in library for p in split.segments}
     assert {"argparse.py", "json/decoder.py"} <= names
     for name in names:
         assert not set(name.split("/")) & NOT_READ
         assert not name.startswith("_sysconfigdata")
     # Ordered by hash and not by folder.
-    assert len({part.path.relative_to(root).parts[0] for part in val.parts}) > 15
+    assert len({segment.path.relative_to(root).parts[0] for segment in val.segments}) > 15
 
 
 def test_the_default_corpus_is_the_same_in_another_process(library):
@@ -113,7 +115,7 @@ def test_a_text_file_is_its_bytes_its_end_is_held_out_and_a_large_one_is_mapped(
     assert (train.name, val.name) == (f"{path} (training part)", f"{path} (held-out part)")
     monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", 800)
     mapped, _ = load_corpora(str(path), 256, held_out=0.25)
-    assert [part.mapped for part in (*train.parts, *mapped.parts)] == [False, True]
+    assert [segment.mapped for segment in (*train.segments, *mapped.segments)] == [False, True]
     assert (train.window(0, len(train)) == mapped.window(0, len(mapped))).all()
     assert train.fingerprint() == mapped.fingerprint()
 
@@ -123,10 +125,10 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, mapped_fr
     monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", mapped_from)
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + name.encode() * 20)
-    parts = [texts.text(tmp_path / f"{name}.txt", 256) for name in ("a", "b")]
-    assert {part.mapped for part in parts} == {mapped_from == 1}
-    whole = [pickle.loads(pickle.dumps(part)) for part in texts.joined(parts)]
-    found = b"".join(part.read(0, len(part)).tobytes() for part in whole)
+    segments = [texts.text(tmp_path / f"{name}.txt", 256) for name in ("a", "b")]
+    assert {segment.mapped for segment in segments} == {mapped_from == 1}
+    whole = [pickle.loads(pickle.dumps(segment)) for segment in texts.joined(segments)]
+    found = b"".join(segment.read(0, len(segment)).tobytes() for segment in whole)
     assert found == b"a" * 20 + b"\n" + b"b" * 20
 
 
@@ -136,9 +138,9 @@ def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
     train, val = load_corpora(str(path), GPT2)
     assert train.window(0, 9).tolist() == [0x0201] * 9
     assert (len(train), len(val)) == (9, 1)
-    assert train.parts[0].mapped
+    assert train.segments[0].mapped
     with pytest.raises(ValueError, match="read-only"):
-        train.parts[0].tokens[0] = 1
+        train.segments[0].tokens[0] = 1
 
 
 def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path):
@@ -275,8 +277,8 @@ def test_the_fingerprint_follows_contents_and_not_names(tmp_path):
     prints = [load_corpora(str(path), GPT2)[1].fingerprint() for path in (a, b, c)]
     assert prints[0] == prints[1] != prints[2]
     assert len(bytes.fromhex(prints[0])) == 32
-    wide = Corpus(name="", parts=(Part(path=a, tokens=np.array([1], np.uint16)),))
-    narrow = Corpus(name="", parts=(Part(path=a, tokens=np.array([1, 0], np.uint8)),))
+    wide = Corpus(name="", segments=(Segment(path=a, tokens=np.array([1], np.uint16)),))
+    narrow = Corpus(name="", segments=(Segment(path=a, tokens=np.array([1, 0], np.uint8)),))
     assert wide.fingerprint() != narrow.fingerprint()
 
 

@@ -40,8 +40,8 @@ def prepare(
     settings: Settings, overwrite: bool = False, stopping: Stopping = nullcontext
 ) -> dict[str, Any]:
     """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
-    return its manifest. `overwrite` first removes an existing preparation. What begins anew if it
-    is stopped runs in a context of `stopping`.
+    return its manifest. `overwrite` first removes an existing preparation. Steps that start over
+    if they are stopped run in a context of `stopping`.
 
     Raises:
         UserError: datasets is missing; inputs, the tokenizer or the folder cannot be used.

@@ -24,9 +24,9 @@ class TokenizerIdentity(BaseModel, frozen=True, extra="forbid", strict=True):
     sha256: str
     ids_sha256: str
 
-    def is_alike(self, other: TokenizerIdentity) -> bool:
+    def is_alike(self, identity: TokenizerIdentity) -> bool:
         """Whether ids stand for the same texts in both; the rest of their files may differ."""
-        return self.sha256 == other.sha256 or self.ids_sha256 == other.ids_sha256
+        return self.sha256 == identity.sha256 or self.ids_sha256 == identity.ids_sha256
 
 
 class Decoder(Protocol):
