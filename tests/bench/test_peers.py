@@ -1,4 +1,4 @@
-"""What stands beside our own steps computes the same, or the same recipe."""
+"""Models that are benchmarked against ours compute the same, or the same recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
 
 
 def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts(monkeypatch):
-    # Else the optimizer's step tells the models of other tests, too.
+    # Otherwise the optimizer's step also marks the models of other tests.
     monkeypatch.setattr(weights, "_WATCHES", WeakSet())
     work = StepWork(model="gpt-nano", config=load_config("gpt-nano"), batch=2, context=16)
     hardware = Hardware("cpu")
@@ -53,7 +53,7 @@ def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts(monkeypatch
     steps = {"ours": build_step(arm, work, hardware), "plain": peers.step(work, "cpu", "", False)}
     counts = {}
     for name, step in steps.items():
-        step()  # the first one makes what later ones have
+        step()  # the first step creates state that later steps reuse
         with Operations() as operations:
             step()
         counts[name] = operations.count
@@ -66,10 +66,10 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked():
 
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
-    theirs, ours = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
-    ours.load_state_dict(theirs.state_dict())
+    peer, mine = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
+    mine.load_state_dict(peer.state_dict())
     results = []
-    for layer in (theirs, ours):
+    for layer in (peer, mine):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x)
         y.backward(torch.ones_like(y) / 7)
