@@ -1,5 +1,5 @@
-"""`fp8stack plan`: what it says of a model and a machine. That steps do as it says is in
-test_precision_of_ops.py."""
+"""`fp8stack plan`: its tables for a model and a machine. test_operations.py compares them with real
+steps."""
 
 from __future__ import annotations
 
