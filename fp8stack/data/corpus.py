@@ -249,10 +249,10 @@ class Ends:
         ends = self.index.read(0, len(self.index))
         # uint64 bounds: with an int, numpy would convert the map to float64 and read all of it.
         low, high = np.searchsorted(ends, np.array([at, at + count], dtype=np.uint64))
-        return begun(ends[low:high].astype(np.int64), count, at)
+        return mask_of_starts(ends[low:high].astype(np.int64), count, at)
 
 
-def begun(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
+def mask_of_starts(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
     """A mask of the tokens from `at` to `at + count` of a file that are among `starts`, or the
     first token of the file."""
     begins = np.zeros(count, dtype=np.bool_)

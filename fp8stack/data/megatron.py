@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.common.errors import UserError
-from fp8stack.data.corpus import CHECKED_AT_ONCE, Begins, Segment, ascends, begun, map_tokens
+from fp8stack.data.corpus import (
+    CHECKED_AT_ONCE,
+    Begins,
+    Segment,
+    ascends,
+    map_tokens,
+    mask_of_starts,
+)
 from fp8stack.data.files import head_and_size
 
 MAGIC = b"MMIDIDX\0\0"
@@ -87,7 +94,7 @@ class Index:
         # numpy's search would copy a table that is not aligned, and these are not.
         low = bisect_left(documents, at, key=start)
         high = bisect_left(documents, at + count, lo=low, key=start)
-        return begun(
+        return mask_of_starts(
             np.array([start(document) for document in range(low, high)], np.int64), count, at
         )
 

@@ -431,7 +431,7 @@ def other_rules(**changes: Any) -> Put:
     """Give the kernel for many weights another quantizer."""
     return instead(
         weights, "variant",
-        lambda exact, quantizer, **options: exact(
+        lambda make_variant, quantizer, **options: make_variant(
             dataclasses.replace(quantizer, **changes), **options
         ),
     )  # fmt: skip
@@ -441,7 +441,11 @@ def other_rules(**changes: Any) -> Put:
 OF_WEIGHTS: dict[str, tuple[str, Put]] = {
     "the amaxes of weights are not recorded": (
         "casts: bf16 to e4m3, *many weights",
-        instead(weights, "variant", lambda exact, **options: exact(**options | {"record": False})),
+        instead(
+            weights,
+            "variant",
+            lambda make_variant, **options: make_variant(**options | {"record": False}),
+        ),
     ),
     "weights are cast to the other format": (
         "quantizers: current, *many weights",
