@@ -110,8 +110,8 @@ def test_a_cast_is_written_once_beside_its_transpose():
 
 
 def test_the_gradient_of_a_norms_weight_is_summed_where_that_of_its_input_is():
-    """The first norm's backward pass reads the stream and the gradient of its output, and writes
-    their sum, in float32; the linear after it gives bf16."""
+    """The first norm's backward pass reads the residual stream and the stream's gradient, and
+    writes the new gradient of the stream, in float32; the gradient of the norm's output is bf16."""
     block = [
         kernel for kernel in kernels_of("llama-8b", "delayed", "9.0") if kernel["part"] == "block"
     ]

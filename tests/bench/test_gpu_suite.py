@@ -1,6 +1,6 @@
 """`python -m bench gpu` as far as a CPU can run it: the same functions, on small sizes.
 
-Its stand-in replaces Transformer Engine.
+A stand-in replaces Transformer Engine.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def runs() -> tuple[list[dict], list[dict]]:
         for name in ("a", "b"):
             place = {"name": name, "size": "0.1M", "ratio": 8, "recipe": recipe}
             measured.append(place | {"forward": gap / 2, "backward": 0.01})
-    return rows, [cell for cell in measured if cell["recipe"] != "fp32"]
+    return rows, [row for row in measured if row["recipe"] != "fp32"]
 
 
 def test_cells_are_means_over_pairs_and_models():
@@ -69,9 +69,9 @@ def test_cells_are_means_over_pairs_and_models():
     assert by_recipe["mxfp4"].gap == pytest.approx(0.04)
     assert by_recipe["mxfp4"].forward == pytest.approx(0.02)
     assert (by_recipe["mxfp4"].fitted, by_recipe["block"].fitted) == (True, False)
-    squares = 0.004**2 * 4  # the sum of squares
-    variances = [squares / 3, squares / 3 / 400]
-    expected = ((squares + 2 * np.mean(variances)) / 5 / 4) ** 0.5
+    sum_of_squares = 0.004**2 * 4
+    variances = [sum_of_squares / 3, sum_of_squares / 3 / 400]
+    expected = ((sum_of_squares + 2 * np.mean(variances)) / 5 / 4) ** 0.5
     assert by_recipe["mxfp4"].error == pytest.approx(expected)
 
 

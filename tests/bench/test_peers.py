@@ -31,16 +31,16 @@ LLAMA = {"kv_heads": 2, "mlp_width": 48, "norm": "rmsnorm", "activation": "swigl
 )
 def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
     config = GPTConfig(**SIZES | more)
-    mine, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
-    plain.load_state_dict(mine.state_dict())
-    counts = [sum(p.numel() for p in model.parameters()) for model in (mine, plain)]
+    gpt, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
+    plain.load_state_dict(gpt.state_dict())
+    counts = [sum(p.numel() for p in model.parameters()) for model in (gpt, plain)]
     assert counts == [config.parameters()] * 2
     tokens = torch.randint(100, (3, 25), generator=torch.Generator().manual_seed(0))
-    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (mine, plain)]
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (gpt, plain)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     for loss in losses:
         loss.backward()
-    gradients = [model.embedding.weight.grad for model in (plain, mine)]
+    gradients = [model.embedding.weight.grad for model in (plain, gpt)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
@@ -66,10 +66,10 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked():
 
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
-    peer, mine = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
-    mine.load_state_dict(peer.state_dict())
+    peer, linear = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
+    linear.load_state_dict(peer.state_dict())
     results = []
-    for layer in (peer, mine):
+    for layer in (peer, linear):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x)
         y.backward(torch.ones_like(y) / 7)

@@ -40,7 +40,7 @@ def _grid_at(
 
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
-        return timed(seconds | {"delayed": [1.2 * slowdown * of for of in noise]})
+        return timed(seconds | {"delayed": [1.2 * slowdown * factor for factor in noise]})
 
     monkeypatch.setattr(step, "interleaved", fake)
     monkeypatch.setattr(step, "build_step", lambda *arguments: lambda: None)
@@ -185,8 +185,8 @@ def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_mi
             missed.setdefault((bar["case"], bar["of"]), set()).add(bar["arm"])
     assert missed == MISSED
     names = ("case", "arm", "of", "at_most")
-    for bar, was in zip(judged, committed_results["bars"], strict=True):
-        assert [bar[name] for name in names] == [was[name] for name in names]
+    for bar, committed_bar in zip(judged, committed_results["bars"], strict=True):
+        assert [bar[name] for name in names] == [committed_bar[name] for name in names]
 
 
 # The command

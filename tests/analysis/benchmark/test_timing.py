@@ -79,9 +79,9 @@ def test_few_samples_have_their_whole_range_for_an_interval():
 
 def test_what_slows_down_a_round_leaves_the_ratio_within_it():
     weather = [1.0, 3.0, 2.0, 9.0, 1.5, 4.0]
-    timings = timed({"a": weather, "b": [1.25 * of for of in weather]}, rounds=6)
+    timings = timed({"a": weather, "b": [1.25 * factor for factor in weather]}, rounds=6)
     assert paired_ratio(timings["b"], timings["a"]) == pytest.approx((1.25, 1.25, 1.25))
-    assert timings["b"].samples_ms == pytest.approx([1250 * of for of in weather])
+    assert timings["b"].samples_ms == pytest.approx([1250 * factor for factor in weather])
 
 
 def test_the_interval_of_a_ratio_encloses_the_truth_as_often_as_it_says():

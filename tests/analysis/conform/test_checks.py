@@ -114,8 +114,10 @@ def compiled_checks() -> list[Check]:
     """The checks of compiled code that a CPU can do with a compiler that takes no time."""
     groups = casts.casts, casts.scales, quantizers.quantizers, histories.histories
     checks = [check for group in groups for check in group(CPU) if "compiled" in check.name]
-    can = ("by emulate, compiled", "delayed by torch, compiled")
-    checks += [check for check in gemms.gemms(CPU) if any(way in check.name for way in can)]
+    on_a_cpu = ("by emulate, compiled", "delayed by torch, compiled")
+    checks += [
+        check for check in gemms.gemms(CPU) if any(words in check.name for words in on_a_cpu)
+    ]
     nvfp4 = partial(gemms.linear, CPU, "nvfp4", "emulate", gemms.SHAPES[0], compiled=True)
     return [*checks, Check("nvfp4 by emulate", nvfp4)]
 
