@@ -22,8 +22,8 @@ HEADER_BYTES = 1024
 LLMC_QUESTIONS = 20240522  # HellaSwag and MMLU
 
 
-# llm.c's formats by their magic number: the version, the type of the tokens, the one of them that
-# begins each document, and the size of the vocabulary.
+# llm.c's formats by their magic number: the version, the type of the tokens, the token that begins
+# each document, and the size of the vocabulary.
 LLMC = {
     20240520: (1, "<u2", 50256, 50257),  # GPT-2's tokenizer
     20240801: (7, "<u4", 128000, 128256),  # Llama 3's

@@ -21,7 +21,7 @@ from fp8stack.common.errors import UserError, raised_in_worker
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Begins: TypeAlias = npt.NDArray[np.bool_]
 
-HASHED_WHOLE_BYTES = 64 * 2**20  # mapped bytes of a corpus up to which all are covered
+HASHED_WHOLE_BYTES = 64 * 2**20  # most mapped bytes of a corpus that is hashed in full
 SAMPLED_PAGES = 64  # of each mapped file of a larger corpus
 PAGE_BYTES = 4096
 CHECKED_AT_ONCE = 2**20
@@ -56,7 +56,7 @@ class Documents(Protocol):
 
     @property
     def index(self) -> Segment | None:
-        """The file that records it; None if the tokens themselves do."""
+        """The file that records the beginnings; None if the tokens themselves do."""
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
         """A mask of the tokens that begin a document: bool [count]. The tokens are `window[first :
@@ -65,13 +65,13 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """A range of tokens of one file. A mapped one is pickled as its path, and mapped again when
+    """A range of tokens of one file. A mapped range is pickled as its path, and mapped again when
     unpickled."""
 
     path: Path
     tokens: Tokens  # 1-D, of any integer type, an array or a memory map
     start: int = 0  # of the first token, in tokens from the beginning of the file
-    documents: Documents | None = None  # where documents begin, if that is recorded
+    documents: Documents | None = None  # None if the file does not record where documents begin
 
     def __len__(self) -> int:
         """The number of tokens."""

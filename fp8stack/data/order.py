@@ -62,7 +62,7 @@ def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
     """`total` divided in proportion to `weights`; the largest remainders are rounded up."""
     most = max(weights)  # whose sum may be too large for a float
     relative = [weight / most for weight in weights]
-    exact = [share / sum(relative) * total for share in relative]
+    exact = [weight / sum(relative) * total for weight in relative]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])
     for at in by_remainder[: total - sum(counts)]:

@@ -381,7 +381,7 @@ def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
-def test_what_is_no_parquet_file_is_refused(tmp_path, content):
+def test_a_file_that_is_not_parquet_is_refused(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
 

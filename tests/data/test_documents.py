@@ -118,7 +118,7 @@ def test_validation_windows_hold_documents_too(tmp_path):
     assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
 
 
-def test_documents_of_a_mixture_are_those_of_its_sources(tmp_path, monkeypatch):
+def test_a_mixture_has_the_documents_of_its_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     as_llmc(tmp_path)
     (tmp_path / "m").mkdir()

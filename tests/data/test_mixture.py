@@ -27,7 +27,7 @@ from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prep
 
 @pytest.fixture
 def mixed(tmp_path, monkeypatch) -> str:
-    """Three sources whose tokens are 10, 20 and 30 and something, in shares of 5 : 3 : 2."""
+    """Three sources with tokens 10 to 19, 20 to 29 and 30 to 39, in shares of 5 : 3 : 2."""
     monkeypatch.chdir(tmp_path)
     for number, length in ((1, 2000), (2, 500), (3, 3000)):
         tokens = [10 * number + at % 10 for at in range(length)]
@@ -76,7 +76,7 @@ def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed):
         assert abs(counts_in_stretches - 256 * share).max() < 5 * (256 * share) ** 0.5
 
 
-def test_a_row_has_its_number_among_those_of_its_source():
+def test_a_row_has_its_number_among_the_rows_of_its_source():
     counts = shares((5.0, 3.0, 2.0), BLOCK)
     sources, numbers = sources_of(np.arange(3 * BLOCK), counts, seed=3)
     for source in range(3):
@@ -203,7 +203,7 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
         assert phrase in message
 
 
-def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed):
+def test_describe_gives_a_sentence_for_each_source_of_a_mixture(mixed):
     train: Corpus = load_corpora(mixed, 256)[0]
     sentences = describe(train, batch=64, context=8, steps=100, order="epochs")
     assert len(sentences) == 3

@@ -110,7 +110,7 @@ def test_the_tokens_left_over_at_the_end_have_their_turn():
     assert set(other_seeds) == set(range(8))
 
 
-def test_rows_are_those_of_the_run_however_they_are_cut_into_steps():
+def test_rows_of_a_run_do_not_depend_on_how_they_are_cut_into_steps():
     assert starts(batches_of(1003, batch=5), 300) == starts(batches_of(1003, batch=7), 300)
     assert starts(batches_of(9), 12) == [0] * 12  # the only window is read again and again
     batch = batches_of(1003)[0]  # step 0 reads windows too
@@ -141,7 +141,7 @@ def test_an_unknown_order_is_refused():
     assert re.search("'epoch'.*Did you mean 'epochs'", message)
 
 
-def test_what_a_run_reads_is_told():
+def test_describe_gives_the_windows_and_epochs_of_a_run():
     corpus = in_memory(range(1601), "numbers")
     sentences = describe(corpus, batch=5, context=8, steps=100, order="epochs")
     assert sentences == (

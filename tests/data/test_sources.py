@@ -213,14 +213,14 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, phrase):
     assert phrase in message
 
 
-def test_what_is_neither_file_nor_folder_is_refused(tmp_path):
+def test_a_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for data in (tmp_path, tmp_path / "pipe"):
         assert "pipe is not a regular file" in refusal(data)
 
 
 @pytest.mark.parametrize("name", ["a.bin", ""])
-def test_what_may_not_be_read_is_named(tmp_path, name, monkeypatch):
+def test_a_path_that_may_not_be_read_is_named(tmp_path, name, monkeypatch):
     def denied(path: object, *more: object):
         raise PermissionError(13, "Permission denied", str(path))
 

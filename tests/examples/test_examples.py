@@ -40,7 +40,7 @@ def commands(name: str) -> list[str]:
     doc = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     lines = [line.partition("  #")[0].strip() for line in doc.splitlines()[1:]]
     runs = [line for line in lines if line.startswith(("python", "torchrun"))]
-    return [line for line in runs if "--model" not in line]  # which would download one
+    return [line for line in runs if "--model" not in line]  # --model downloads a model
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -114,7 +114,7 @@ def test_the_list_has_every_example_and_the_scripts_say_how_they_are_run():
 def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
     code, requeued, tmp_path
 ):
-    """The job runs with programs of these names that note what they were called with."""
+    """Stand-ins for the programs of the job record their arguments."""
     for name, body in {
         "fp8stack": f'echo "$@" >> called; exit {code}',
         "srun": '"$@"',
@@ -134,7 +134,7 @@ def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
 
 @pytest.mark.parametrize("launch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_slurm_script_for_several_nodes_trains(launch, tmp_path, monkeypatch, one_thread):
-    """On one node, made small: here torchrun's words go to one rank, in the slow form to two."""
+    """On one node, with a small model: a rank in this process, two by torchrun if slow."""
     text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
     np.random.default_rng(0).integers(0, 256, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
     calls = runner.run_script(text, tmp_path, launch=launch)

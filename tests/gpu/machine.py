@@ -22,7 +22,7 @@ CONTEXT = Context(probe())
 
 
 def require(check: Check) -> None:
-    """The check holds; the test is skipped where it does not apply to this machine."""
+    """Assert that the check holds; skip the test if it does not apply to this machine."""
     row = run_check(check)
     if "skipped" in row:
         pytest.skip(row["skipped"])
@@ -30,7 +30,7 @@ def require(check: Check) -> None:
 
 
 def require_plan(backend: str, recipe: str) -> None:
-    """Skip where something else would run."""
+    """Skip the test if another recipe or backend would run."""
     require(Check("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
 
 

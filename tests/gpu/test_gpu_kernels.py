@@ -34,7 +34,7 @@ def test_casts_of_activations_and_of_their_gradients_are_numpys() -> None:
     assert test_fused_casts.differences(("cast", *ACTIVATIONS), DEVICE) == []
 
 
-def test_both_copies_in_nvfp4_are_those_of_a_cpu() -> None:
+def test_both_copies_in_nvfp4_equal_the_copies_of_a_cpu() -> None:
     assert test_nvfp4.differences(DEVICE) == []
 
 
@@ -42,7 +42,7 @@ def test_the_copies_of_many_weights_are_numpys_to_the_bit() -> None:
     assert test_weights.differences(DEVICE) == []
 
 
-def test_the_copies_of_many_weights_are_made_anew_by_a_cuda_graph() -> None:
+def test_a_cuda_graph_casts_many_weights_again() -> None:
     x, scales = torch.randn(256, 384, device=DEVICE), torch.ones(3, device=DEVICE)
     weights, amaxes = (
         KeptWeights([x], Quantizer(amax="delayed"), [1]),

@@ -60,7 +60,7 @@ def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
     small.advance(2)
 
 
-def test_what_waits_is_found() -> None:
+def test_an_operation_that_waits_is_detected() -> None:
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones((), device=CONTEXT.device).item()
 

@@ -94,7 +94,7 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# A few in the shape with the most kinds of layers, and two in every shape; the others are slow.
+# Runs that are not slow: a few in the shape with the most kinds of layers, two in every shape.
 IN_ALL_SHAPES = [("bf16", "auto", False), ("delayed", "emulate", True)]
 IN_ONE_SHAPE = [
     *IN_ALL_SHAPES,
@@ -114,7 +114,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
-def test_what_is_saved_for_backward_is_estimated_to_the_byte(shape, recipe, backend, save_fp8):
+def test_tensors_saved_for_backward_are_estimated_to_the_byte(shape, recipe, backend, save_fp8):
     model, setting = build(shape, recipe, backend, save_fp8)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
@@ -175,7 +175,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, r
         ("block", "emulate", "fp32"),
     ],
 )  # fmt: skip
-def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
+def test_selective_checkpointing_keeps_the_outputs_of_gemms_and_attention(
     shape, recipe, backend, residual
 ):
     changed = {"residual": residual}
@@ -325,7 +325,7 @@ def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layer
     assert half == (1 + 0.5) / 2
 
 
-def test_fsdp_shares_out_what_ddp_keeps_whole():
+def test_fsdp_shards_tensors_that_ddp_replicates():
     _, setting = build("llama", "fp32")
     alone = estimate(setting)
     ddp = estimate(replace(setting, ranks=4))
@@ -349,7 +349,7 @@ def test_savings_are_an_average_over_the_phases_and_the_peak():
             savings(phases, reference=4)
 
 
-def test_the_largest_batch_is_that_of_trying_all():
+def test_the_largest_batch_is_the_largest_that_fits():
     def peak_of(sequences: int) -> int:  # the loss takes less from 40 sequences on
         return 7 * sequences + (3 * sequences if sequences <= 39 else 50)
 
@@ -411,7 +411,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
         assert piece in printed
 
 
-def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(estimated, command, capsys):
+def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     table = estimated(*arguments)
     peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in table["phases"]}

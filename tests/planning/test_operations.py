@@ -82,8 +82,8 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
 
 
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
-    """The GEMMs of linears as the recorder writes them: it can tell formats by their significands
-    alone."""
+    """The GEMMs of linears as the recorder writes them: it distinguishes formats only by their
+    significands."""
     gemms: Counter[Any] = Counter()
     for operation in operations:
         if operation.name in ("fprop", "dgrad", "wgrad"):
@@ -95,8 +95,8 @@ def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
 
 
 def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
-    """Compare the GEMMs, casts and quantized operands of real passes of one optimizer step, and
-    what its modules do, with the plan's; the operations."""
+    """Compare the GEMMs, casts, quantized operands and module steps of a real optimizer step with
+    the plan's, and return the plan's operations."""
     recorder, steps = record(config, plan, passes)
     assert steps == list(trace_of(config, plan).all_steps())
     operations = operations_of(config, plan)
@@ -116,7 +116,7 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     return operations
 
 
-# A few in the style with the most kinds of operations, and two in every style; the others are slow.
+# Runs that are not slow: a few in the style with the most kinds of operations, two in every style.
 IN_ALL_STYLES = [("fp16", "auto", None), ("delayed", "emulate", "bf16")]
 IN_ONE_STYLE = [
     *IN_ALL_STYLES,
@@ -208,7 +208,7 @@ def test_a_gemm_adds_in_float32(recipe, backend, dtype):
 
 
 class StepDtypes(TorchDispatchMode):
-    """The floating-point dtypes of what an optimizer step does, by operator."""
+    """Records the floating-point dtypes of an optimizer step, by operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def huge_heads() -> list[torch.Tensor]:
 
 @pytest.fixture
 def _half_sums() -> Iterator[None]:
-    """Kernels of torch that hold what they compute in fp16, as torch may be told to."""
+    """Use torch's attention in plain operations, with intermediate results in fp16."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     with sdpa_kernel(SDPBackend.MATH):
@@ -297,8 +297,8 @@ def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_withou
         outputs[precision] = backend.attention(q, k, v, dropout=0.0)
         assert outputs[precision].dtype == torch.float16
     assert not outputs["compute"].isfinite().any()
-    # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
-    # that: weights to 3 %.
+    # A float32 logit of 113137 has an error of up to 113137 x 2**-23, a sum of eight terms a few
+    # times as much: weights are accurate to 3 %.
     error = outputs["fp32"].double() - attention_oracle(q, k, v)
     assert float(error.abs().max()) < 0.03 * float(v.abs().max())
 

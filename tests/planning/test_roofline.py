@@ -73,7 +73,7 @@ def seconds(prediction: Prediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "bf16", "nvfp4"))
-def test_operations_are_those_of_the_configuration(model, recipe):
+def test_gemms_and_attention_do_the_operations_that_the_configuration_needs(model, recipe):
     config = load_config(model)
     config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
     got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=128, rates=FLOPS))
@@ -105,7 +105,7 @@ def test_work_takes_as_long_as_its_operations_or_its_bytes():
         ("mxfp8", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),
         ("mxfp4", 3 + 2 / 32, 3 + 2 / 32, 5 + 2 / 32),  # half a byte each
         ("mxfp6_e2m3", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),  # a byte each
-        # One pass for two copies of their own, and one before for the amax of all.
+        # A pass finds the tensor's amax, and a second writes two copies, each with scales.
         ("nvfp4", 5 + 2 / 16, 5 + 2 / 16, 9),
         ("rowwise_wgrad_hp", 3, 3, 5 + 9),
         ("nvfp4_forward_high", 4.5 + 1 / 16, 5 + 2 / 16, 8.5 + 6),
@@ -120,7 +120,7 @@ def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(
     assert got == pytest.approx([inputs, gradients, weights])
 
 
-# M tokens of two sequences, D width, H the MLP's, V vocabulary
+# M tokens in two sequences of T, width D, MLP width H, vocabulary V
 LAYERS, T, D, H, V = 3, 5, 10, 7, 64
 M, WEIGHTS = 2 * T, LAYERS * (D * 3 * D + D * D + 2 * D * H)
 SMALL = GPTConfig(
@@ -134,25 +134,25 @@ def small(**changes) -> dict[str, float]:
     return seconds(predict(config, plain, H200, batch=2, context=T, rates=BYTES))
 
 
-# The residual stream x and its gradient are float32, all else is bf16; y is what a linear gave.
-# A norm with the residual sum before it reads x and y and writes x and its output; back, it reads
-# that one's gradient, x and the gradient of x, and writes this and the branch's in bf16.
+# The residual stream x and its gradient are float32, all else is bf16; y is a linear's output.
+# A norm fused with the residual sum reads x and y, and writes x and the norm's output. Backward, it
+# reads the output's gradient, x and its gradient, and writes the gradients of x and of y.
 NORM = (4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2)
-# The first has an embedding's row before it and adds its gradient to the row's. The last's x is
-# never written, but summed again in the backward pass, and has no other gradient.
+# The first norm reads an embedding's row, and adds the gradient of x to the row's. The last norm
+# does not write x, which the backward pass sums again, and x has no other gradient.
 FIRST = (4 + 4 + 2) + (2 + 4 + 4) + (4 + 4)
 LAST = (4 + 2 + 2) + (2 + 4 + 2 + 4 + 2)
 ENDS = FIRST + LAST - NORM
 TABLE = 2 * 4 * T * D  # of positions: rows are read, and their gradient written
-OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gradients written
+NORM_WEIGHTS = 3 * 4 * D * (2 * LAYERS + 1)  # read in both passes, their gradients written
 
 
 @pytest.mark.parametrize(
     ("changes", "more", "fixed"),
     [
-        # qkv's output gradient is read again for its bias, as attention wrote it: others are summed
-        # by the kernel that writes them. And the norms' biases, read in both passes, and their
-        # gradients.
+        # Attention writes qkv's output gradient, which is read again for the bias; other kernels
+        # sum the gradients that they write. The norms' biases are read in both passes, and their
+        # gradients are written.
         ({"bias": True}, 2 * 3 * D, 3 * 4 * D * (2 * LAYERS + 1)),
         # Cosines and sines in both passes.
         ({"positions": "rope"}, 8 * 2 * D, 3 * 2 * 2 * 4 * T * D - TABLE),
@@ -167,8 +167,8 @@ OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gr
     ids=str,
 )
 def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
-    # An activation reads and writes H; back, it reads its gradient and input and writes another.
-    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + OF_NORMS
+    # An activation reads and writes H; backward, it reads two tensors and writes a gradient.
+    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + NORM_WEIGHTS
     assert small()["norms, elementwise"] == pytest.approx(expected)
     expected += M * LAYERS * more + fixed
     assert small(**changes)["norms, elementwise"] == pytest.approx(expected)
@@ -176,8 +176,8 @@ def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
 
 def test_bytes_of_attention_loss_weights_and_optimizer_by_hand():
     got = small()
-    # q, k, v and the output, forth; these, its gradient and those of q, k, v, back; a log-sum-exp
-    # in float32 for each query and head
+    # Forward, q, k, v and the output; backward, these and their gradients; in both, a float32
+    # log-sum-exp for each query and head.
     assert got["attention"] == pytest.approx(M * 3 * (12 * (D + D) + 8))
     grouped = small(heads=5, kv_heads=1)
     assert grouped["attention"] == pytest.approx(M * 3 * (12 * (D + 2) + 8 * 5))
@@ -200,16 +200,16 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
     config, tokens = WIDE, 4 * 64
     got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=64, rates=BYTES))
     d, h, layers = 128, 384, 4
-    # Two copies of a byte each of the inputs of qkv, output, up and down, and of the gradients of
-    # what these give; what attention gave, and gave back, no other kernel reads.
+    # Two copies, of a byte per element, of the inputs and output gradients of qkv, output, up and
+    # down. The casts read what attention wrote; other kernels cast their own outputs.
     operands = (d + d + d + h) + (3 * d + d + h + d)
     casts: float = 2 * operands + 2 * d + 2 * 3 * d
     weights = 6
-    # These are not written in bf16 as well: forward, not by 2 layers - 1 norms and the first;
-    # backward, not by the last and the others but the first; nor by activations.
+    # Kept in FP8 only: forward, the outputs of all norms but the last; backward, the gradients that
+    # all norms but the first write for y; the outputs and gradients of activations.
     elementwise = layers * (2 * NORM * d + 10 * h) + ENDS * d
     elementwise -= 2 * (2 * layers * 2 * d + layers * 2 * h)
-    if recipe == "current":  # but for casts of current scaling, which wait for the amax
+    if recipe == "current":  # casts wait for the amax, and read bf16 again
         casts += 2 * operands + 2 * (operands - d - 3 * d)
         weights += 4
     if recipe == "block":
@@ -267,10 +267,10 @@ def moved(*operators: dict) -> int:
     return sum(work.moved for work in ideal_work(traced(*operators)))
 
 
-def test_what_one_kernel_can_do_is_one_kernel():
+def test_operators_that_can_be_fused_are_one_kernel():
     first, second = {"reads": [0], "writes": [1]}, {"reads": [1, 0], "writes": [2]}
     gemm = {"reads": [2, 3], "writes": [4], "rate": "half"}
-    # 0 is read once, 1 is nowhere, 2 is written for the GEMM, which reads it and 3 and writes 4
+    # 0 is read once, 1 is never in memory, 2 is written for the GEMM, which reads 2 and 3
     after = {"reads": [4], "writes": [5]}
     assert moved(first, second, gemm, after) == 100 * (1 + 1 + 3 + 1)
     # A value that is needed after the GEMM is written before it and read again.
@@ -280,7 +280,7 @@ def test_what_one_kernel_can_do_is_one_kernel():
     assert moved(first, second, gemm, back) == 100 * (1 + 1 + 3 + 2)
 
 
-def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
+def test_an_operator_that_needs_a_reduction_of_the_tensor_is_another_kernel():
     first = {"reads": [0], "writes": [1]}
     amax = {"reads": [1], "writes": [2]}
     cast = {"reads": [1, 2], "writes": [3]}
@@ -467,7 +467,7 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
         ),
     ],
 )
-def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
+def test_every_recipe_that_runs_natively_is_predicted_and_the_others_have_a_reason(
     capability, predicted
 ):
     predicted_table = table(capability)
@@ -498,7 +498,7 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]
     assert len({line.count("|") for line in lines[3:10]}) == 1
-    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
+    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # printed once for all of them
     assert lines[11].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
     assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
     base, *rows = (cells(line) for line in lines[5:10])

@@ -123,7 +123,7 @@ class OutputFolder:
             ) from error
         return manifest
 
-    def begun(self) -> dict[str, Any]:
+    def unfinished_content(self) -> dict[str, Any]:
         """The settings and inputs of an unfinished preparation; empty if there is none."""
         try:
             content = json.loads(self.begun_path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ class OutputFolder:
 
     def begin(self, content: dict[str, Any]) -> None:
         """Begin a preparation; an unfinished one with the same `content` stays."""
-        if self.begun() != content:
+        if self.unfinished_content() != content:
             self.remove_unfinished()
             with storage_errors(self.path):
                 self.scratch.mkdir()

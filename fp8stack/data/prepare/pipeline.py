@@ -28,12 +28,12 @@ from fp8stack.data.tokenizer import (
 )
 
 BLOCK_BYTES = 2**20
-DOCUMENT_BYTES = 2**8  # counted for each document, in case they are all empty
-GROUP_BYTES = 2**23  # for each process, between two places in the journal
+DOCUMENT_BYTES = 2**8  # added for each document: many may be empty
+GROUP_BYTES = 2**23  # of text per process between two entries of the journal
 SAVED = "Stopped. Progress is saved; the same command continues."
 
 Stopping = Callable[[str], AbstractContextManager[object]]
-"""A context within which a request to stop is answered with these words."""
+"""A context in which a request to stop is answered with this message."""
 
 
 def prepare(
@@ -63,7 +63,7 @@ def prepare(
         else:
             if not is_own:
                 folder.require_empty()
-            folder.require_settings(folder.begun().get("settings"), settings)
+            folder.require_settings(folder.unfinished_content().get("settings"), settings)
             manifest, speed = _prepare(folder, settings, sources, stopping)
         say(*summary(settings, manifest, speed))
         return manifest
@@ -108,7 +108,7 @@ def _prepare(
         folder.begin(begin | {"tokenizer": tokenizer.sha256, "end": tokenizer.end_of_text})
     else:
         trained, begin = folder.scratch / "trained", begin | {"inputs": listings(sources)[-1]}
-        if folder.begun() != begin or not (trained / TOKENIZER_FILE).is_file():
+        if folder.unfinished_content() != begin or not (trained / TOKENIZER_FILE).is_file():
             with stopping("Stopped. The same command trains the tokenizer anew."):
                 try:
                     tokenizer = _train(settings, sources, reader)
@@ -190,7 +190,7 @@ def _encode_all(
     listing, problems = listings(sources), list[str]()
     tokens, unrecorded, total, workers = 0, 0, _size(sources), settings.workers
     done = sum(source.size for source in sources[: begin.source])
-    if total:  # an idle process would cost its start
+    if total:  # do not start processes that would be idle
         workers = max(1, min(workers, -(-(total - done) // BLOCK_BYTES)))
 
     started = time.monotonic()
@@ -211,7 +211,7 @@ def _encode_all(
             line = f"{tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s"
             display.update(block.on_disk, line)
     if problems and place == Place() and settings.train_bpe is None:
-        folder.remove_unfinished()  # what holds nothing yet must not bind the folder
+        folder.remove_unfinished()  # no progress is recorded: settings may change
     require_none(problems)
     return tokens
 

@@ -145,17 +145,17 @@ class _TextStream(Decoder):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._told = 0  # how many of the ids gave text already
+        self._decoded = 0  # the number of ids whose text was returned
 
     def step(self, token: int) -> str:
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[: self._told])
+        before = self._tokenizer.decode(self._ids[: self._decoded])
         text = self._tokenizer.decode(self._ids)
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
-        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        self._ids, self._decoded = self._ids[self._decoded :], len(self._ids) - self._decoded
         return text[len(before) :]
 
     def finish(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._told])
+        before = self._tokenizer.decode(self._ids[: self._decoded])
         return self._tokenizer.decode(self._ids)[len(before) :]

@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: what it writes, held to a plain loop; bad inputs and bad folders."""
+"""`fp8stack prepare`: its output compared with a plain loop; bad inputs and bad folders."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_share_held_out_is_what_is_asked(corpus, out, share):
+def test_the_held_out_share_is_the_requested_share(corpus, out, share):
     manifest = prepared(corpus, out=out, held_out=share)
     require(out, documents(300), share=share)
     val = manifest["splits"]["val"]
@@ -279,9 +279,7 @@ def test_a_text_is_one_document_however_it_is_cut(packed, tmp_path, out):
     assert manifest["documents"] == {"documents": 1, "empty": 0, "replaced": 0, "cut_words": 0}
 
 
-def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
-    tmp_path, out, monkeypatch, capsys
-):
+def test_a_text_without_spaces_is_cut_and_the_cuts_are_reported(tmp_path, out, monkeypatch, capsys):
     monkeypatch.setattr(run, "BLOCK_BYTES", 64)
     monkeypatch.setattr(readers, "LONGEST_WORD", 256)
     text = "世界" * 500
@@ -509,7 +507,7 @@ def test_many_bad_files_are_counted(train_bpe, tmp_path, out):
 
 def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
     text = written(tmp_path / "a.txt", b"caf\xe9 and \xff\xfe \xef\xbf\xbd")
-    # A byte order mark, and an empty line, are no part of JSON lines.
+    # A byte order mark and empty lines in JSON lines are skipped.
     content = b'\xef\xbb\xbf{"text": "b\xe9"}\r\n\n{"text": "\\ud800x\\ud83d\\ude00"}\n'
     manifest = prepared(text, written(tmp_path / "b.jsonl", content), out=out, held_out=0.0)
     require(out, ["caf\ufffd and \ufffd\ufffd \ufffd", "b\ufffd", "\ufffdx😀"], share=0.0)
@@ -638,7 +636,7 @@ def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
         ("hf:", "needs the name of a dataset"),
     ],
 )
-def test_what_is_no_input_is_refused_by_name(name, phrase, tmp_path, out):
+def test_an_input_that_cannot_be_used_is_refused_by_name(name, phrase, tmp_path, out):
     written(tmp_path / "a.jsonl", lines(["a"]))
     (tmp_path / "nothing").mkdir()
     if "pipe" in name:
@@ -664,7 +662,7 @@ def test_bad_settings_are_refused(changes, phrase, corpus, out):
     assert phrase in refusal(corpus, out=out, **changes)
 
 
-def test_a_tokenizer_that_cannot_end_a_text_is_told_and_a_line_without_an_end_refused(
+def test_a_tokenizer_that_cannot_end_a_text_is_noted_and_a_line_without_an_end_refused(
     corpus, tmp_path, out, monkeypatch, capsys
 ):
     content = json.loads(load_tokenizer("bytes").to_json()) | {"added_tokens": []}
@@ -847,7 +845,7 @@ def test_a_folder_with_something_else_is_refused(corpus, out):
     written(out / "train-00000.bin", b"mine")
     assert "holds train-00000.bin, which is no preparation" in refusal(corpus, out=out)
     assert "is a file" in refusal(corpus, out=corpus)
-    # Nor is anything removed where another program calls something a manifest.
+    # The manifest.json of another program protects its folder, with `overwrite` as well.
     written(out / "manifest.json", b'{"name": "my web app"}')
     assert "is not of fp8stack prepare" in refusal(corpus, out=out, overwrite=True)
     assert (out / "train-00000.bin").read_bytes() == b"mine"

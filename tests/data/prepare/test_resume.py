@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: the same bytes with any number of processes and however often it was cut."""
+"""`fp8stack prepare`: the same bytes with any number of processes and of interruptions."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.csv"])
-def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, capsys):
+def test_work_on_inputs_that_changed_is_done_again(name, tmp_path, capsys):
     def write(texts: list[str]) -> None:
         if path.suffix == ".parquet":
             parquet(path, texts)
@@ -292,7 +292,7 @@ def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, caps
     assert "going on after" not in capsys.readouterr().out
 
 
-def test_another_tokenizer_of_that_name_begins_anew(tmp_path):
+def test_another_tokenizer_of_that_name_starts_over(tmp_path):
     path = written(tmp_path / "a.jsonl", lines(documents(100)))
     tokenizer_file = tmp_path / "tokenizer.json"
     trained(300).save(str(tokenizer_file))
@@ -324,7 +324,7 @@ def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path):
     assert contents(tmp_path / "out") == large[1]
 
 
-def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path, monkeypatch):
+def test_a_process_that_dies_is_reported_and_nothing_is_lost(large, tmp_path, monkeypatch):
     options: dict[str, Any] = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
     monkeypatch.setattr(run, "GROUP_BYTES", 100_000)
     with monkeypatch.context() as patched:

@@ -196,7 +196,7 @@ def test_merges_are_those_that_the_tokens_were_learned_by():
 
 
 def test_a_tokenizer_goes_to_another_process(tokenizer):
-    # A tiktoken encoding of a name that tiktoken knows is sent as that name, others whole.
+    # tiktoken pickles an encoding that it knows by name as the name, others with their contents.
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
     assert again.sha256 == tokenizer.sha256
@@ -325,7 +325,7 @@ def test_a_file_that_the_library_panics_at_is_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
+def test_text_printed_on_stderr_meanwhile_is_not_lost(capfd):
     def interrupted() -> None:
         with file._library_errors("x"):
             os.write(2, b"a line")
@@ -338,7 +338,7 @@ def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
 
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "tokenizer.json").open("wb") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
+        stream.truncate(2**40)  # sparse: it takes no space on the disk
     assert "is too large" in refusal(load_tokenizer, str(tmp_path))
 
 
