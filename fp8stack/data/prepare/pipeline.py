@@ -159,13 +159,13 @@ def _size(sources: Iterable[Source]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def _resume(folder: OutputFolder, sources: Sequence[Source], writer: Writer) -> Place:
-    """The last place in the journal up to which the sources have not changed since."""
-    listing = listings(sources)
+def _resume(folder: OutputFolder, listing: Sequence[str], writer: Writer) -> Place:
+    """The last place in the journal up to which the sources, of which `listing` has the hashes,
+    have not changed since."""
 
     def is_valid(entry: dict[str, Any]) -> bool:
         number = entry["place"]["source"]
-        unchanged = number < len(sources) and entry["listing"] == listing[number]
+        unchanged = number < len(listing) and entry["listing"] == listing[number]
         return unchanged and writer.has(entry["written"])
 
     entry = folder.return_to(is_valid)
@@ -186,8 +186,8 @@ def _encode_all(
 ) -> int:
     """Tokenize and write all documents, and return the number of tokens. Raises one UserError for
     all sources that cannot be read: after the first, the others are only looked through."""
-    begin = place = _resume(folder, sources, writer)
     listing, problems = listings(sources), list[str]()
+    begin = place = _resume(folder, listing, writer)
     tokens, unrecorded, total, workers = 0, 0, _size(sources), settings.workers
     done = sum(source.size for source in sources[: begin.source])
     if total:  # do not start processes that would be idle
