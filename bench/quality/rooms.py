@@ -26,7 +26,7 @@ def layers() -> list[list[str]]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """Pairs of rooms of which the first imports the second."""
+    """Pairs of rooms: one that imports, and the room that it imports."""
     graph = grimp.build_graph(PACKAGE)
     rooms = {room for layer in layers() for room in layer}
     pairs = set()

@@ -17,6 +17,7 @@ from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Hardware
+from tests.support.cases import case
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,10 +40,7 @@ WITH_DROPOUT = [*FEW, ("fp16", "reference", False), ("mxfp8", "emulate", True)]
 WITH_DROPOUT += [("rowwise", "torch", False)]
 # Most with dropout, which is where running again is hardest; the others are slow.
 CASES = [
-    pytest.param(
-        *(*way, shape),
-        marks=[] if way in (WITH_DROPOUT if shape == "dropout" else FEW) else pytest.mark.slow,
-    )
+    case(*way, shape, quick=way in (WITH_DROPOUT if shape == "dropout" else FEW))
     for way in WAYS
     for shape in SHAPES
 ]

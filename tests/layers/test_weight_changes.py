@@ -28,6 +28,7 @@ from tests.support.backend_models import (
     scales,
     train,
 )
+from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
 RATE = 0.3
@@ -94,7 +95,7 @@ def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [pytest.param(*way, marks=[] if way in QUICK else pytest.mark.slow) for way in SOME],
+    [case(*way, quick=way in QUICK) for way in SOME],
 )
 def test_a_change_that_nothing_tells_of_trains_as_one_that_torch_counts(
     values, recipe, backend, accumulate

@@ -26,6 +26,7 @@ from fp8stack.planning.run_config import OptimizerName, RunConfig
 from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.precision import Hardware, assumed, load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer
+from tests.support.cases import case
 from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,12 +103,7 @@ IN_ONE_SHAPE = [
     ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
 ]  # fmt: skip
 CASES = [
-    pytest.param(
-        *(*run, shape),
-        marks=[]
-        if run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES)
-        else pytest.mark.slow,
-    )
+    case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
     for run in RUNS
     for shape in SHAPES
 ]
@@ -144,10 +140,7 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
-        pytest.param(
-            *(recipe, shape),
-            marks=[] if recipe == "delayed" or shape == "llama" else pytest.mark.slow,
-        )
+        case(recipe, shape, quick=recipe == "delayed" or shape == "llama")
         for recipe in ("fp32", "bf16", "delayed", "mxfp8")
         for shape in SHAPES
     ],

@@ -23,6 +23,7 @@ from fp8stack.planning.operations import Operation, casts_of, operations_of, tra
 from fp8stack.planning.steps import TracedStep, merged_steps
 from fp8stack.planning.tracer import Tracer
 from fp8stack.precision import Hardware, Plan, load_recipe
+from tests.support.cases import case
 from tests.support.dtype_recorder import Recorder
 from tests.support.small_loop import SmallLoop
 from tests.support.study_recipes import BACKWARD_HIGH
@@ -124,12 +125,7 @@ IN_ONE_STYLE = [
     ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
 ]  # fmt: skip
 CASES = [
-    pytest.param(
-        *(*run, style),
-        marks=[]
-        if run in (IN_ONE_STYLE if style == "llama" else IN_ALL_STYLES)
-        else pytest.mark.slow,
-    )
+    case(*run, style, quick=run in (IN_ONE_STYLE if style == "llama" else IN_ALL_STYLES))
     for run in RUNS
     for style in STYLES
 ]

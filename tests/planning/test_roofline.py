@@ -24,6 +24,7 @@ from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, r
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Rates, achievable, cast_bytes
 from tests.conftest import refusal
+from tests.support.cases import case
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
@@ -41,10 +42,7 @@ PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 def of_presets(*recipes: str) -> list[Any]:
     """Each model in the first of these recipes, and one in each; the others take longer."""
     return [
-        pytest.param(
-            *(model, recipe),
-            marks=[] if recipe == recipes[0] or model == "llama-1b" else pytest.mark.slow,
-        )
+        case(model, recipe, quick=recipe == recipes[0] or model == "llama-1b")
         for model in PRESETS
         for recipe in recipes
     ]

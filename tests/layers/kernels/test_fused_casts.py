@@ -21,6 +21,7 @@ from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from tests.support.cases import case
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of, spilled_bytes
 
@@ -308,10 +309,7 @@ QUICK = {
     ("swiglu", "given", 89),
 }
 CODES = [
-    pytest.param(
-        *(capability, name, backward, scaled, format),
-        marks=[] if (name, scaled, capability) in QUICK else pytest.mark.slow,
-    )
+    case(*(capability, name, backward, scaled, format), quick=(name, scaled, capability) in QUICK)
     for capability in (89, 90, 100, 120)
     for name, backward, scaled, format in (
         *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "rows", "e4m3")),

@@ -21,6 +21,7 @@ from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.kernels.weight_casts import KeptWeights
 from tests.layers.kernels.test_variants import SCALES, inputs
+from tests.support.cases import case
 from tests.support.oracles import to_numpy
 from tests.support.triton_code import ptx_of
 
@@ -151,12 +152,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 # Each form in one dtype on one GPU, and one on a GPU whose conversions are inexact; the others are
 # slow.
 CODES = [
-    pytest.param(
+    case(
         *(capability, dtype, options),
-        marks=[]
-        if (capability, dtype) == (90, torch.float32)
-        or (capability, dtype, options) == (89, torch.float32, {})
-        else pytest.mark.slow,
+        quick=(capability, dtype) == (90, torch.float32)
+        or (capability, dtype, options) == (89, torch.float32, {}),
     )
     for capability in (89, 90, 100, 120)
     for dtype in FLOATS

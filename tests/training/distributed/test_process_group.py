@@ -28,6 +28,7 @@ from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, R
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
+from tests.support.cases import case
 from tests.support.quantizers import has_amax_of_tensors, has_draws
 from tests.support.small_loop import changed
 
@@ -306,7 +307,7 @@ assert set(GRID) > QUICK
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "parallel"),
-    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
+    [case(*row, quick=row in QUICK) for row in GRID],
 )
 def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
