@@ -1,4 +1,4 @@
-"""The quantizers of a linear's operands, with their scales of earlier passes and random bits."""
+"""The quantizers of a linear's operands, with their delayed scales and random bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fp8stack.numerics import RandomBits
 
 
 class Draws:
-    """Counters of the backward passes of each layer that rounds at random: no two of them draw the
-    same bits. They are part of `fp8_state`: a resumed run draws the bits that it would have drawn
-    without the interruption.
+    """The number of backward passes of each layer with stochastic rounding; each pass draws other
+    bits. The counters are part of `fp8_state`, so that a resumed run draws the same bits as an
+    uninterrupted one.
 
     Args:
         seed: the seed of the bits.
@@ -47,10 +47,11 @@ class Draws:
         return {f"{path}.draws": layer.counter.clone() for path, layer in self.layers.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave.
+        """Load the tensors of `state_dict`.
 
         Raises:
-            UserError: a layer too many or too few, or another tensor; nothing is changed.
+            UserError: an unknown or missing layer, or a tensor of another shape or dtype; nothing
+                is changed.
         """
         if odd := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
             raise UserError(
@@ -68,15 +69,15 @@ class Draws:
 
 
 class LayerDraws:
-    """The random bits of one layer; `counter` is how many backward passes it made: int64, 0-dim."""
+    """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim."""
 
     def __init__(self, seed: int, path: str) -> None:
         self._seed = seed
         self._stream = zlib.crc32(path.encode())
         with torch.inference_mode(False):
-            # On the CPU until the first pass, also where `convert` builds layers on meta.
+            # On the CPU until the first pass, even if `convert` builds layers on meta.
             self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
-            # A tensor, so that code that is compiled for one layer serves all that are like it.
+            # A tensor, so that code compiled for one layer is reused for all layers like it.
             self.stream = torch.tensor(self._stream, device="cpu")
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
@@ -89,7 +90,7 @@ class LayerDraws:
 
 
 def castable(x: Tensor) -> Tensor:
-    """`x` in a dtype that casts take: float64, which a weight may have, becomes float32."""
+    """`x` in a dtype that casts accept: float64, a possible dtype of weights, becomes float32."""
     return x.float() if x.dtype == torch.float64 else x
 
 
@@ -97,8 +98,8 @@ _STREAMS: dict[Operand, int] = {"input": 2, "weight": 4, "grad_output": 6}
 
 
 class LayerOperands:
-    """The quantizers of one layer; `slots` have the scales of its delayed quantizers, `draws` the
-    bits of its stochastic ones."""
+    """The quantizers of one layer, the `slots` of its delayed quantizers and the random bits
+    (`draws`) of its stochastic ones."""
 
     def __init__(
         self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
@@ -108,20 +109,23 @@ class LayerOperands:
         self.draws = draws
 
     def backward_ran(self) -> None:
-        """Note the end of a backward pass: the next one draws other bits."""
+        """Called at the end of a backward pass: the next one draws other bits."""
         if self.draws is not None:
             self.draws.counter.add_(1)
 
 
 class OperandQuantizers:
-    """The quantizers of one operand of a layer; everything that is the same at each cast is decided
-    here.
+    """The quantizers of one operand of a layer, and everything else that does not change from cast
+    to cast.
 
     Attributes:
         name: the operand.
-        along: quantizes the row copy, whose columns a GEMM reduces over; None: high precision.
-        across: quantizes the column copy; "forward" takes the values of the row copy.
-        slot, slot_across: where their delayed scales are, if they have them.
+        along: the quantizer of the row copy, whose columns a GEMM reduces over; None: high
+            precision.
+        across: the quantizer of the column copy; "forward": the column copy takes the values of the
+            row copy.
+        slot, slot_across: their slots in the amax history, if they are delayed.
+        stochastic, stochastic_across: whether they round stochastically.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:
@@ -135,8 +139,8 @@ class OperandQuantizers:
         self.stochastic_across = isinstance(self.across, Quantizer) and self.across.stochastic
 
     def scale(self, x: Tensor, across: bool, record: bool) -> Tensor | None:
-        """The scale that the whole of `x` is cast with, None if there is no such scale. The amax of
-        `x` is recorded if amaxes are and `record`."""
+        """The scale per tensor to cast `x` with, None if the quantizer has several scales. With
+        `record`, the amax of `x` is recorded in delayed scaling."""
         quantizer, slot = (self.across, self.slot_across) if across else (self.along, self.slot)
         assert isinstance(quantizer, Quantizer)
         if slot is not None:
@@ -148,7 +152,7 @@ class OperandQuantizers:
         return numerics.current_scale(numerics.amax(x), quantizer)
 
     def bits(self, across: bool, rows: int) -> RandomBits | None:
-        """Random bits for one copy of `rows` rows, None where none are needed."""
+        """Random bits for one copy of `rows` rows, None if the quantizer is not stochastic."""
         if not (self.stochastic_across if across else self.stochastic):
             return None
         assert self._draws is not None

@@ -1,4 +1,4 @@
-"""The amax history behind delayed scaling: one per model.
+"""The amax history of a model, for delayed scaling.
 
 Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has the rules.
 """
@@ -21,22 +21,22 @@ class AmaxHistory:
     """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
     [slots]`, both float32.
 
-    A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
-    records the amax it sees; `update` moves what was recorded into the history and derives the
-    next scale. Row 0 is the one being recorded (in memory a tensor of its own, see `_cells`); the
-    last row is the newest, row 1 the oldest.
+    A slot is named `<module path>.<operand>`. A cast uses the current scale and records the amax of
+    its input; `update` moves the recorded amaxes into the history and computes the next scales. In
+    the history, row 1 is the oldest and the last row the newest; row 0 stands for the recorded
+    amaxes, which are in a separate tensor (see `_cells`).
 
-    Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
-    window is the last rows of its column. `scales` and `all_recorded`, what was recorded for every
-    slot since the last update, are float32 [slots] and changed in place.
+    Slots may have windows of different lengths: `history` has the length of the longest, and a
+    shorter window is the last rows of its column. `scales` and `all_recorded`, the amaxes of all
+    slots recorded since the last update, are float32 [slots] and changed in place.
 
     Args:
-        slots: by name the format of each slot, "e4m3" or "e5m2", or its quantizer, whose own
-            length, margin and algorithm count instead of those below.
-        length: how many amaxes the window holds.
-        margin: headroom in bits: a scale aims at `fp8_max * 2^-margin`.
-        algorithm: "max" of the window, or "most_recent".
-        device: where the two tensors live.
+        slots: the format of each slot by name, "e4m3" or "e5m2", or its quantizer, whose length,
+            margin and algorithm take precedence over the arguments below.
+        length: the number of amaxes in the window.
+        margin: headroom in bits: the amax is scaled to `fp8_max * 2^-margin`.
+        algorithm: the amax that the scale follows: "max" of the window, or "most_recent".
+        device: the device of the tensors.
 
     Raises:
         UserError: a length below 1, an unknown algorithm.
@@ -68,8 +68,7 @@ class AmaxHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # pickle gives each tensor separate memory. Modules that hold a slot's tensor must still see
-        # it.
+        # pickle gives each tensor separate memory; tensors that modules refer to must share memory.
         self.all_recorded, cells = _cells(self.all_recorded)
         for mine, cell in zip(self._recorded, cells, strict=True):
             mine.set_(cell.untyped_storage(), cell.storage_offset(), (), ())
@@ -83,9 +82,9 @@ class AmaxHistory:
         """Add a column for each of `slots`, with an empty window and scale 1.
 
         Raises:
-            UserError: a slot is there already.
-            ValueError: an unknown format, or a quantizer with another than one scale per tensor.
-                Then none of `slots` is added.
+            UserError: a slot exists already.
+            ValueError: an unknown format, or a quantizer without one scale per tensor. No slot is
+                added.
         """
         added = []
         for slot, quantizer in slots.items():
@@ -123,8 +122,8 @@ class AmaxHistory:
         return self
 
     def read(self) -> Tensor:
-        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to a tensor per
-        slot, and must not see another tensor in the same memory."""
+        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to one tensor per
+        slot, so it does not use `all_recorded`, which aliases them."""
         if torch.compiler.is_compiling():
             return torch.stack(self._recorded)
         return self.all_recorded
@@ -147,7 +146,7 @@ class AmaxHistory:
             raise UserError(f"The amax history has no slot '{slot}'.") from None
 
     def scale(self, slot: str) -> Tensor:
-        """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
+        """The current scale of `slot`: float32, 0-dim, a view that `update` changes."""
         return self.scales[self.column(slot)]
 
     def recorded(self, slot: str) -> Tensor:
@@ -155,20 +154,18 @@ class AmaxHistory:
         return self._recorded[self.column(slot)]
 
     def record(self, slot: str, amax: Tensor | float) -> None:
-        """Note the amax of a tensor cast for `slot`; several before an update keep the largest.
-
-        A NaN is ignored.
-        """
+        """Record the amax of a tensor that was cast for `slot`. Between two updates, the largest
+        amax is kept; NaN is ignored."""
         recorded = self.recorded(slot)
         largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
         record_amax(recorded, largest.detach())  # a history has no gradient
 
     def update(self, slots: Iterable[str] | None = None) -> None:
-        """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
-        their scales.
+        """Move the recorded amaxes of `slots` (by default all) into their windows and compute their
+        scales.
 
-        A slot that recorded nothing, or only zeros, keeps its window and its scale. A window that
-        holds an inf keeps its scale until the inf leaves it.
+        A slot without recorded amaxes, or with only zeros, keeps its window and its scale. While a
+        window contains an inf, its scale stays the same.
         """
         if not self._column:
             return
@@ -186,12 +183,12 @@ class AmaxHistory:
         return self._chosen[slots]
 
     def clear_nonfinite(self) -> Tensor:
-        """Clear amaxes that are not finite, which would freeze their slot's scale until they left
-        the window. The scale then follows from the other amaxes in the window, or is 1 without any.
-        A scale that is not finite, or not above 0, is computed again as well.
+        """Clear amaxes that are not finite, which would freeze their slot's scale until they leave
+        the window. The scale is computed from the other amaxes in the window, or is 1 if there are
+        none. A scale that is not finite or not positive is computed again as well.
 
         Returns:
-            bool [slots]: which slots held one, on the history's device.
+            bool [slots], on the history's device: whether each slot was repaired.
         """
         recorded = self.all_recorded
         broken = ~torch.isfinite(self.history)
@@ -223,7 +220,8 @@ class AmaxHistory:
         """Load the tensors of `state_dict`.
 
         Raises:
-            UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
+            UserError: an unknown or missing slot, or a tensor of another shape or dtype; nothing is
+                changed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for slot, quantizer in zip(self._column, self._quantizers, strict=True):
@@ -249,7 +247,7 @@ class AmaxHistory:
 
 
 class _Rules(NamedTuple):
-    """The rules by which each slot is updated, on the history's device.
+    """The parameters of each slot's update, on the history's device.
 
     Attributes:
         target: fp8_max * 2^-margin, float32 [slots].
@@ -275,18 +273,17 @@ class _Rules(NamedTuple):
 
 
 def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
-    """The amax of each slot's window that its scale follows from, 0 if there is none: the largest,
-    or the newest above 0 where `most_recent`, bool [slots]. [length, slots], all finite ->
-    [slots]."""
+    """The amax in each slot's window that determines the scale: the largest, or the newest above 0
+    if `most_recent`, bool [slots]; 0 if there is none. [length, slots], all finite -> [slots]."""
     newest_first = history.flip(0)
     place = (newest_first > 0).int().argmax(dim=0)
     newest = newest_first.gather(0, place[None])[0]
     return torch.where(most_recent, newest, history.amax(dim=0))
 
 
-# An operator, opaque to torch.compile, so that eager and compiled code divide alike (Triton's
-# float32 division is approximate). It does not write to the recorded amaxes: if an operator writes
-# to views of a tensor, inductor of torch 2.11 counts their offsets twice.
+# A custom operator, which torch.compile does not trace into, so that eager and compiled code give
+# the same scales (Triton's float32 division is approximate). It does not write to the recorded
+# amaxes: inductor of torch 2.11 counts the offsets of views twice if an operator writes to them.
 @torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,
@@ -310,9 +307,9 @@ def _update(
 
 
 def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A copy of `values` [n], and for each a 0-dim tensor in the same memory. To autograd and
-    compilers each of those is a tensor by itself, 16 bytes from the next as their code wants it: so
-    casts write to one, and what serves all slots does it by one operation."""
+    """A copy of `values` [n], and a 0-dim tensor for each value in the same memory. Casts write to
+    the 0-dim tensors, which autograd and compilers treat as independent; updates use the vector.
+    The values are 16 bytes apart, because compiled code assumes aligned tensors."""
     memory = values.new_zeros(len(values), 4)
     memory[:, 0] = values
     cells = [values.new_empty(0) for _ in values]

@@ -18,7 +18,7 @@ BackendName = Literal["te", "torch", "emulate", "reference"]
 
 
 class OfBackend(str):
-    """A reason about the backend that runs FP8, dropped from a plan without FP8 layers."""
+    """A reason for the choice of the FP8 backend, dropped from a plan without FP8 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class LayerPlan:
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
         why: why that backend and not the plan's.
-        active: the share of tokens that the layer multiplies, less than 1 for an expert's.
+        active: the share of tokens that the layer processes; less than 1 in an expert.
     """
 
     name: str
@@ -82,19 +82,19 @@ class Plan:
         asked: the requested recipe's name, "auto" included.
         recipe: the recipe that runs.
         backend: the backend that runs it.
-        native: whether the requested recipe runs in the hardware's units for it.
+        native: whether the hardware's tensor cores support the requested recipe and run it.
         device: "cpu" or "cuda".
         compute_dtype: the precision of everything that is not quantized.
         reasons: a sentence for each decision that differs from the request.
         strict: whether substitutions are errors.
         gpu: the name of the GPU, whose rates decide where FP8 pays.
         delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
-            them and the reason.
+            these layers and the reason.
         layers: the decisions for linear layers, see `for_layers`.
-        beside_work: multiplications per token with weights outside linears, such as experts in one
-            tensor.
-        counted: "GEMM FLOPs" if experts count by the tokens that they get; "GEMM weights" if that
-            is not known and each counts as if it got all tokens.
+        work_outside_linears: multiplications per token with weights outside linears, such as
+            experts in one tensor.
+        counted: "GEMM FLOPs" if experts are weighted by the tokens that they receive; "GEMM
+            weights" if that number is unknown and each counts as if it received all tokens.
     """
 
     asked: str
@@ -108,7 +108,7 @@ class Plan:
     gpu: str = ""
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
-    beside_work: float = 0
+    work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
 
     @property
@@ -186,7 +186,7 @@ class Plan:
     ) -> Plan:
         """This plan with a decision for every linear layer.
 
-        If "auto" chose an FP8 recipe and no layer runs in it, the plan is the one without FP8.
+        If "auto" chose an FP8 recipe and no layer runs in it, returns the plan without FP8.
 
         Args:
             shapes: (in features, out features) of each layer by module path, in the order of the
@@ -195,10 +195,10 @@ class Plan:
             left_out: layers that must not run in FP8, with the caller's reason.
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
-                recipe enables it, else in `otherwise`, in recipes without FP8 too.
+                recipe enables it, else in `otherwise`, also in recipes without FP8.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                the layers in which native FP8 does not seem to pay on this GPU; if "auto" chose the
-                recipe, these layers are not in FP8. This needs the GPU's data sheet in `GPUS`.
+                the layers that native FP8 probably does not speed up on this GPU; if "auto" chose
+                the recipe, these layers are not in FP8. Requires the GPU's data sheet in `GPUS`.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
@@ -255,7 +255,8 @@ class Plan:
         return replace(plan, reasons=(*reasons, *new))
 
     def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers and the reason, if it is not the plan's backend."""
+        """The backend for these quantizers and the reason for it; None and "" for the plan's
+        backend."""
         for delegated, backend, reason in self.delegated:
             if delegated == quantizers:
                 return backend, reason
@@ -286,7 +287,7 @@ class Plan:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend
         if backend == "emulate":
-            return ""  # it pads
+            return ""  # the emulator pads
         multiple = feature_multiple(quantizers, backend)
         for side, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
@@ -297,19 +298,19 @@ class Plan:
         return ""
 
     def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
-        """The reason that native FP8 does not seem to pay for a GEMM of this shape, or ""."""
+        """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
         kernel = kernel_of(quantizers)
         backend = self._served_by(quantizers)[0] or self.backend
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulation is for the numerics, not for speed
         return doubt(shape, quantizers, find_gpu(self.gpu))
 
-    def runs(self, layer: LayerPlan) -> BackendName:
-        """The backend that runs a layer."""
+    def backend_of(self, layer: LayerPlan) -> BackendName:
+        """The backend that runs `layer`."""
         return layer.backend or self.backend
 
-    def holds(self, layer: LayerPlan) -> ComputeDtype:
-        """The dtype of a quantized layer's operands in the emulator: on a GPU the compute dtype if
+    def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
+        """The dtype of a quantized layer's operands in the emulator: on a GPU, the compute dtype if
         it represents their values exactly; else float32."""
         assert layer.quantizers is not None
         exact = layer.quantizers.exact_in_bf16
@@ -317,7 +318,8 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Layers that run in FP8 although it may not pay; same layers of many blocks as one."""
+        """A note on the layers that run in FP8 although it may not be faster; layers that differ
+        only in their block are listed once."""
         count = sum(bool(layer.doubt) for layer in self.layers)
         by_doubt: dict[str, list[str]] = {}
         for name, group in _groups(self.layers, "doubt"):
@@ -354,9 +356,9 @@ class Plan:
 
     @property
     def fp8_share(self) -> float:
-        """The share of multiplications in FP8, of all GEMMs with weights: forward, and for the
-        gradients of inputs and weights. Attention has no weights and does not count."""
-        total = sum(layer.work for layer in self.layers) + self.beside_work
+        """The share of FP8 in the multiplications of all GEMMs with weights, in the forward and
+        backward pass. Attention has no weights and does not count."""
+        total = sum(layer.work for layer in self.layers) + self.work_outside_linears
         return sum(layer.fp8_work for layer in self.layers) / total if total else 0.0
 
     def _headline(self) -> str:
@@ -370,7 +372,7 @@ class Plan:
         return f"FP8: {percent} % of {self.counted} ({linears})"
 
     def _beside_layers(self) -> Iterator[str]:
-        """Sentences about attention and the residual stream, if their precision is not usual."""
+        """Sentences about attention and the residual stream, if the recipe sets their precision."""
         if self.attention_precision != self.compute_dtype:
             yield f"attention: {self.attention_precision}, the recipe says so"
         if self.recipe.residual != "fp32":
@@ -408,12 +410,12 @@ def _groups(
 
 
 def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons of layers that are not in FP8, one sentence per group of same layers."""
+    """The reasons for layers without FP8; a sentence for each group of equal layers."""
     return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:
-    """The `Block` of each layer that is in a list of blocks, by the layer's name.
+    """The `BlockIndex` of each layer that is in a list of blocks, by the layer's name.
 
     A list is the path before the number of two or more blocks: `blocks` in `blocks.3.mlp.up`,
     `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`. An encoder and a decoder have two.

@@ -358,7 +358,7 @@ def test_recomputing_between_fused_linears_gives_the_gradient_of_the_activation(
     records: Seen = []
     observer = Observer(keep(records), {"up": up, "down": down}, False)
     output = y.detach().requires_grad_()
-    observer.fused_mlp(up, down, "gelu_tanh", x, output, torch.float32)
+    observer.report_fused_mlp(up, down, "gelu_tanh", x, output, torch.float32)
     output.backward(dy)
     tensor_of = {(path, operand): tensor for path, operand, tensor in records}
     torch.testing.assert_close(tensor_of["up", "grad_output"], hidden.grad)
