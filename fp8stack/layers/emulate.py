@@ -273,8 +273,8 @@ class EmulateBackend(Backend):
             return rows, columns._replace(form=quantizers.columns)
         return rows, copies[1]
 
+    @staticmethod
     def matmul(
-        self,
         a: Emulated,
         b: Emulated,
         out_dtype: torch.dtype,

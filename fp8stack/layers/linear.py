@@ -35,63 +35,23 @@ class Size(NamedTuple):
     bias: bool
 
 
-class LowPrecisionLinear(nn.Linear):
-    """A linear that multiplies in less precision than its weight and bias, the masters, have.
+class LowPrecisionLayer(nn.Module):
+    """A layer that multiplies in less precision than its weight and bias, the masters, have.
 
-    `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
     `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
     are not ours; else it has the compute dtype.
     `in_fp8` may be switched at any step: without it, the GEMMs take operands of the compute dtype.
     `reminder` notes when a weight is loaded that FP8 state belongs to.
     """
 
-    transposed = False
     keeps_dtype = False
     in_fp8 = True
     ran = False  # whether it was called yet, by code that is not compiled, with this weight
     reminder: StateReminder | None = None
+    compute_dtype: torch.dtype
+    delayed: DelayedScaling | None = None
 
-    def __init__(
-        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
-    ) -> None:
-        super().__init__(*size)
-        self.compute_dtype = compute_dtype
-        self.delayed = delayed
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [out, in], however it is stored."""
-        return self.weight.t() if self.transposed else self.weight
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
-
-        Raises:
-            RuntimeError: an input of integers or of another width, as `nn.Linear` has it.
-            UserError: under torch.fx; in FP8, see `require_plain`.
-        """
-        if isinstance(input, torch.fx.Proxy):
-            raise UserError(
-                "Converted layers cannot be traced by torch.fx: trace the model first and convert "
-                "what symbolic_trace gives, or use torch.compile or torch.export."
-            )
-        if not input.is_floating_point():
-            return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
-        if input.shape[-1:] != (self.in_features,):
-            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # so here
-        if not torch.compiler.is_compiling() and not self.ran:
-            self.ran = True
-            if self.reminder is not None:
-                self.reminder.remind()
-        if self.in_fp8:
-            require_plain(input, self._parameters.get("weight"))
-        dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
-        with no_autocast(input.device.type):
-            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
-            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
-            return y.to(dtype).view(*input.shape[:-1], self.out_features)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
         """Move delayed scaling's state as well, before code is compiled that could not move it;
         `nn.Module.to` calls this."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -118,6 +78,50 @@ class LowPrecisionLinear(nn.Linear):
             UserError: always.
         """
         raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
+
+
+class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
+    """A linear that is a `LowPrecisionLayer`. `transposed` says that the weight is stored as
+    [in, out], as transformers' Conv1D does."""
+
+    transposed = False
+
+    def __init__(
+        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
+    ) -> None:
+        super().__init__(*size)
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in], however it is stored."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
+
+        Raises:
+            RuntimeError: an input of integers or of another width, as `nn.Linear` has it.
+            UserError: under torch.fx; in FP8, see `require_plain`.
+        """
+        if isinstance(input, torch.fx.Proxy):
+            raise UserError(NO_FX)
+        if not input.is_floating_point():
+            return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
+        if input.shape[-1:] != (self.in_features,):
+            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # so here
+        if not torch.compiler.is_compiling() and not self.ran:
+            self.ran = True
+            if self.reminder is not None:
+                self.reminder.remind()
+        if self.in_fp8:
+            require_plain(input, self._parameters.get("weight"))
+        dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+        with no_autocast(input.device.type):
+            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
+            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
+            return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
@@ -165,10 +169,14 @@ def require_no_transform() -> None:
         raise UserError(f"FP8 layers cannot be traced by torch.jit: {_INSTEAD_OF_JIT}.")
 
 
+NO_FX = (
+    "Converted layers cannot be traced by torch.fx: trace the model first and convert what "
+    "symbolic_trace gives, or use torch.compile or torch.export."
+)
 _INSTEAD_OF_JIT = "use torch.compile or torch.export, or a model that is not converted"
 
 
-def _dtype_of_linear(x: Tensor) -> torch.dtype:
+def dtype_of_linear(x: Tensor) -> torch.dtype:
     """The dtype that `nn.Linear` gives for `x`: autocast's, if it is on and takes part."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
@@ -257,10 +265,23 @@ Saved = tuple[Tensor | None, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+class GemmLayer(Protocol):
+    """A layer of three GEMMs: a `QuantizedLinear`, or one for groups."""
+
+    backend: Any
+    quantizers: dict[Operand, Any]
+    compute_dtype: torch.dtype
+    weight: Any
+
+    def backward_ran(self, record: bool) -> None:
+        """Note, from inside a backward pass, that this layer's ended; `record`: its amaxes were
+        recorded."""
+
+
 class ForwardPass(NamedTuple):
     """A forward pass of a linear, for its backward pass: all but the tensors that are saved."""
 
-    layer: QuantizedLinear
+    layer: GemmLayer
     call: Call
     forms: tuple[Any, Any]  # of the column copies of x and w; None where there is no copy
     gathers: bool
@@ -268,7 +289,7 @@ class ForwardPass(NamedTuple):
 
 
 def multiply_forward(
-    layer: QuantizedLinear,
+    layer: GemmLayer,
     x: Any,
     weight: Tensor,
     bias: Tensor | None,
@@ -399,8 +420,7 @@ class QuantizedLinear(LowPrecisionLinear):
         return y[:rows] if missing else y
 
     def backward_ran(self, record: bool) -> None:
-        """Note, from inside a backward pass, that this layer's ended; `record`: its amaxes were
-        recorded."""
+        """See `GemmLayer.backward_ran`."""
         self.operands.backward_ran()
         if self.backend.keeps_weights:
             self.backend.weights.backward_ran()

@@ -29,7 +29,7 @@ def own_weight(layer: nn.Module) -> Tensor | None:
     """The weight that a linear owns, as it is outside its call; None where it is computed at each
     call (pruning, parametrizations), or is a part of it (FSDP1 between its calls)."""
     weight = layer._parameters.get("weight")
-    return weight if weight is not None and weight.ndim == 2 else None
+    return weight if weight is not None and weight.ndim >= 2 else None
 
 
 def version_of(weight: Tensor | None) -> Version:

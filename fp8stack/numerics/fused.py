@@ -55,6 +55,11 @@ def number(rule: RoundingRule) -> int:
     return index
 
 
+def rule(number: int) -> RoundingRule:
+    """The rounding rule with this id."""
+    return _RULES[number]
+
+
 def seen(x: Tensor) -> bool:
     """Whether a compiler, mode or profiler looks at the operators on `x` and has to see ours.
     Without one the eager function is called: an operator costs as much as the work on a small

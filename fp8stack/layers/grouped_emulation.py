@@ -1,0 +1,224 @@
+"""Grouped linears on any device: the exact FP8 values of each group, multiplied as `emulate` does.
+
+On a GPU, groups whose product needs no factor are multiplied by torch's bfloat16 `grouped_mm`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack.common.formats import OPERANDS, Operand
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form
+from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
+from fp8stack.layers.kernels.grouped_gemm import (
+    by_grouped_mm,
+    each_group,
+    output_shape,
+    takes_grouped_mm,
+)
+from fp8stack.layers.linear import Call
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.numerics.cast import record_amax
+from fp8stack.numerics.fused import seen
+from fp8stack.numerics.groups import GroupRounding
+from fp8stack.numerics.operators import operator_on_any_device
+from fp8stack.numerics.rounding import Rounding
+from fp8stack.precision.plan import LayerPlan
+
+
+class GroupedForm(NamedTuple):
+    """The form of the tensors of a copy.
+
+    Attributes:
+        turned, in_bf16: see `emulate.Form`.
+        multiple: see `GroupRounding`.
+        by_row: whether each row has a factor, and not each group.
+    """
+
+    turned: bool
+    in_bf16: bool
+    multiple: int = 1
+    by_row: bool = False
+
+
+class EmulatedGroups(NamedTuple):
+    """A copy of the groups of an operand, see `Emulated`: `values` and `factor` are those that
+    `GroupRounding.round` gives, `ends` the ends of the groups, None for weights."""
+
+    values: Tensor
+    factor: Tensor | None
+    form: GroupedForm
+    ends: Tensor | None
+    sums: None = None
+
+
+class GroupedOperand(EmulatedOperand):
+    """The rounding of one operand of an emulated grouped linear, see `EmulatedOperand`.
+
+    Attributes:
+        round_rows, round_columns, round_both: the rounding of the groups for each copy, and for
+            both in one sweep.
+        row_form, column_form: the form of each copy.
+    """
+
+    def __init__(self, name: Operand, operands: LayerOperands, bf16: bool) -> None:
+        super().__init__(name, operands, bf16)
+        self.round_rows = _of_groups(self.rounding)
+        self.round_columns = _of_groups(self.rounding_across)
+        self.round_both = _of_groups(self.at_once)
+        by_row = self.along is not None and self.along.block == "row"
+        self.row_form = GroupedForm(False, self.rows.in_bf16, by_row=by_row)
+        multiple = 1 if self.round_columns is None else self.round_columns.multiple
+        self.column_form = GroupedForm(True, self.columns.in_bf16, multiple)
+
+
+def _of_groups(rule: Rounding | None) -> GroupRounding | None:
+    return None if rule is None else GroupRounding(rule)
+
+
+class GroupedEmulation:
+    """The casts and GEMMs of emulated grouped linears, a `GroupedBackend` and a `GemmBackend`."""
+
+    Copy = EmulatedGroups
+
+    def __init__(self, backend: EmulateBackend) -> None:
+        self._backend = backend
+        self.gemm_count = 0
+        self.compute_dtype = backend.compute_dtype
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """The amax history of the model that is built."""
+        return self._backend.delayed
+
+    def linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> QuantizedGroupedLinear:
+        """See `GroupedBackend.linear`."""
+        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        quantizers = {name: GroupedOperand(name, operands, bf16) for name in OPERANDS}
+        return QuantizedGroupedLinear(size, self, operands, quantizers)
+
+    def cast(
+        self, x: Groups | Tensor, quantizers: GroupedOperand, both: bool, call: Call
+    ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
+        """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
+        matrix, ends = x if isinstance(x, Groups) else (x, None)
+        bf16 = quantizers.bf16 and not matrix.is_cpu
+        if both and quantizers.round_both is not None:
+            (first, second), _ = quantizers.round_both.round(matrix, ends, bf16=bf16)
+            rows = EmulatedGroups(*first, quantizers.row_form, ends)
+            return rows, EmulatedGroups(*second, quantizers.column_form, ends)
+        rows = self._copy(matrix, ends, quantizers, False, call)
+        if both and quantizers.reused:
+            columns = _with_row_scales(rows)
+            return rows, columns._replace(form=quantizers.column_form)
+        if both:
+            return rows, self._copy(matrix, ends, quantizers, True, call)
+        if call.record and quantizers.always_records:
+            self._copy(matrix, ends, quantizers, True, call)
+        return rows, None
+
+    def _copy(
+        self, x: Tensor, ends: Tensor | None, quantizers: GroupedOperand, across: bool, call: Call
+    ) -> EmulatedGroups:
+        """Cast one copy of `x`."""
+        rounding = quantizers.round_columns if across else quantizers.round_rows
+        form = quantizers.column_form if across else quantizers.row_form
+        slot = quantizers.slot_across if across else quantizers.slot
+        bf16 = quantizers.bf16 and not x.is_cpu
+        if rounding is None:
+            return EmulatedGroups(x.to(torch.bfloat16 if bf16 else torch.float32), None, form, ends)
+        scale = recorded = counts = None
+        if slot is not None:
+            scale, recorded, counts = slot.to_cast(call.record)
+        bits = quantizers.bits(across, len(x))
+        copies, amaxes = rounding.round(
+            x, ends, bits, scale, bf16=bf16, amaxes=recorded is not None
+        )
+        if recorded is not None and amaxes is not None:
+            record_amax(recorded, amaxes, counts)
+        return EmulatedGroups(*copies[0], form, ends)
+
+    def matmul(
+        self,
+        a: EmulatedGroups,
+        b: EmulatedGroups,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accumulation: bool = False,
+    ) -> Tensor:
+        """See `GemmBackend.matmul`: [rows, N] where `b` is a weight; else [groups, M, N]."""
+        assert a.ends is not None
+        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
+        in_bf16 = a.form.in_bf16 and b.form.in_bf16
+        multiply = _operator if seen(a.values) else _emulated_gemm
+        y: Tensor = multiply(
+            a.values, b.values, a.ends, turn, a.form.multiple, a.factor, b.factor, a.form.by_row,
+            bias, in_bf16, out_dtype,
+        )  # fmt: skip
+        return y
+
+
+def _with_row_scales(rows: EmulatedGroups) -> EmulatedGroups:
+    """See `emulate._with_row_scales`."""
+    values, factor = rows.values, rows.factor
+    if factor is None or not rows.form.by_row:
+        return rows
+    return rows._replace(values=(values * factor[..., None]).to(values.dtype), factor=None)
+
+
+def _emulated_gemm(
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor,
+    turn: str,
+    multiple: int,
+    a_factor: Tensor | None,
+    b_factor: Tensor | None,
+    by_row: bool,
+    bias: Tensor | None,
+    in_bf16: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`EmulateBackend.matmul` of each group."""
+    scaled = a_factor is not None or b_factor is not None
+    if not scaled and bias is None and out_dtype == torch.bfloat16 and takes_grouped_mm(a, b):
+        return by_grouped_mm(a, b, ends, turn)
+    a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
+
+    def multiply(group: int, a: Tensor, b: Tensor, place: slice) -> Tensor:
+        of_a = None if a_factor is None else a_factor[place if by_row else group]
+        of_b = None if b_factor is None else b_factor[group]
+        return EmulateBackend.matmul(
+            Emulated(a, of_a, a_form),
+            Emulated(b, of_b, b_form),
+            out_dtype,
+            bias=None if bias is None else bias[group],
+        )
+
+    return each_group(a, b, ends, multiple, multiply)
+
+
+def _fake_emulated_gemm(
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor,
+    turn: str,
+    multiple: int,
+    a_factor: Tensor | None,
+    b_factor: Tensor | None,
+    by_row: bool,
+    bias: Tensor | None,
+    in_bf16: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(output_shape(a, b, ends, turn), dtype=out_dtype)
+
+
+_operator = operator_on_any_device("emulated_grouped_gemm", _fake_emulated_gemm)(_emulated_gemm)

@@ -1,0 +1,121 @@
+"""GEMMs of groups of rows: y = x w^T of each group by its matrix, and dw = dy^T x for each group.
+
+Operands are as `numerics.groups` has them. Each is one operator, so that the code around it
+compiles for groups of any sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8stack.numerics.fused import seen
+from fp8stack.numerics.groups import spans, split_groups
+from fp8stack.numerics.operators import operator_on_any_device
+
+Gemm = Callable[[int, Tensor, Tensor, slice], Tensor]
+"""Multiplies a group: its number, both its matrices, and the rows of the first."""
+
+
+def each_group(a: Tensor, b: Tensor, ends: Tensor, multiple: int, multiply: Gemm) -> Tensor:
+    """The products of groups: `a` [rows, K] by the matrices in `b` of all groups give [rows, N],
+    `a` [rows, M] by `b` [rows, N] give [groups, M, N]. Groups start at multiples of `multiple`, and
+    are padded to it."""
+    rows = len(a) - len(ends) * (multiple - 1)
+    products = []
+    for group, (start, stop) in enumerate(spans(ends, rows, multiple)):
+        place = slice(start, start + -(-(stop - start) // multiple) * multiple)
+        matrix = b[group] if b.ndim == 3 else b[place]
+        products.append(multiply(group, aligned(a[place]), aligned(matrix), place))
+    return torch.cat(products) if b.ndim == 3 else torch.stack(products)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` as memory of its own would have it: MKL's sums depend on the address modulo 64."""
+    return x.clone() if x.is_cpu and x.data_ptr() % 64 else x
+
+
+def output_shape(a: Tensor, b: Tensor, ends: Tensor, turn: str) -> tuple[int, ...]:
+    """The shape of the product; see `grouped_gemm`."""
+    if turn == "a":
+        return len(ends), a.shape[1], b.shape[1]
+    return len(a), b.shape[1 if turn == "b" else 2]
+
+
+def grouped_gemm(
+    a: Tensor, b: Tensor, ends: Tensor, turn: str, bias: Tensor | None = None
+) -> Tensor:
+    """The products of groups in the dtype that they have.
+
+    Args:
+        a: [rows, K]; with `turn` "a", [rows, M].
+        b: [groups, N, K] with `turn` "b", [groups, K, N] with "neither", [rows, N] with "a".
+        ends: int32 [groups].
+        turn: the operand that is transposed.
+        bias: [groups, N].
+
+    Returns:
+        [rows, N], or [groups, M, N] with `turn` "a".
+    """
+    run = _operator if seen(a) else _grouped_gemm
+    y: Tensor = run(a, b, ends, turn, bias)
+    return y
+
+
+def _grouped_gemm(a: Tensor, b: Tensor, ends: Tensor, turn: str, bias: Tensor | None) -> Tensor:
+    if bias is None and takes_grouped_mm(a, b):
+        return by_grouped_mm(a, b, ends, turn)
+
+    def multiply(group: int, a: Tensor, b: Tensor, place: slice) -> Tensor:
+        if turn == "b":
+            return F.linear(a, b, None if bias is None else bias[group])
+        return a.t() @ b if turn == "a" else a @ b
+
+    return each_group(a, b, ends, 1, multiply)
+
+
+def _fake_grouped_gemm(
+    a: Tensor, b: Tensor, ends: Tensor, turn: str, bias: Tensor | None
+) -> Tensor:
+    return a.new_empty(output_shape(a, b, ends, turn))
+
+
+_operator = operator_on_any_device("grouped_gemm", _fake_grouped_gemm)(_grouped_gemm)
+
+
+def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Whether `F.grouped_mm` runs in one kernel on this GPU: torch 2.13 has one for bfloat16, from
+    compute capability 8.0, with rows of a multiple of 16 bytes; it adds no bias and gives
+    bfloat16."""
+    if not a.is_cuda or {a.dtype, b.dtype} != {torch.bfloat16} or not a.numel():
+        return False
+    wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
+    return wide and torch.cuda.get_device_capability(a.device) >= (8, 0)
+
+
+def by_grouped_mm(a: Tensor, b: Tensor, ends: Tensor, turn: str) -> Tensor:
+    """`grouped_gemm` without a bias by torch's own kernel, which does not wait for `ends`."""
+    first = a.t() if turn == "a" else a
+    second = b.transpose(-2, -1) if turn == "b" else b
+    return F.grouped_mm(first, second, offs=ends)
+
+
+def sum_groups(x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums over the rows of each group: [groups, columns] in `dtype`."""
+    run = _sum_operator if seen(x) else _sum_groups
+    sums: Tensor = run(x, ends, dtype)
+    return sums
+
+
+def _sum_groups(x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.stack([rows.sum(0, dtype=dtype) for rows in split_groups(x, ends)])
+
+
+def _fake_sum_groups(x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((len(ends), x.shape[1]), dtype=dtype)
+
+
+_sum_operator = operator_on_any_device("sum_groups", _fake_sum_groups)(_sum_groups)
