@@ -232,7 +232,8 @@ class Backend:
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
-    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64.
+    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64. Tensors of a
+    grouped linear have one more dimension at the end, of its groups.
 
     Empty unless the recipe has one of the two. Paths begin at the model that was built or
     converted, whatever wraps it; if several parts of `module` were converted by themselves, at

@@ -51,8 +51,8 @@ class GroupRounding:
         Returns:
             For each of the rule's blocks the values, in the shape of `x`, and the factors: [groups]
             in place of 0-dim, one for each row, or one for each group and column. If groups are
-            padded, they begin at multiples of `multiple`, and the values have unused rows at the
-            end. And the amaxes of the groups, float32 [groups], if `amaxes`.
+            padded, they begin at multiples of `multiple`, and the values end in rows of zeros.
+            And the amaxes of the groups, float32 [groups], if `amaxes`, for a known scale.
         """
         counter = streams = None
         seed: int = 0
@@ -171,17 +171,30 @@ def _round_groups(
     numbers = [] if streams is None else streams.tolist()
     start = 0
     for place, group in enumerate(groups):
-        bits = RandomBits(seed, numbers[place], counter, first_row) if counter is not None else None
+        stop = start + rounding.shape(*group.shape)[0]
+        targets = [
+            memory[slice(start, stop) if by_row and ends is not None else place]
+            for memory, by_row in results
+        ]
         scale_of_group = None if scale is None else scale[place]
         recorded = largest[place] if amaxes else None
-        copies = rounding.round(group, bits, scale_of_group, recorded, None, bf16)
-        tensors = [tensor for copy in copies for tensor in copy if tensor is not None]
-        stop = start + len(copies[0].values)
-        for (memory, by_row), tensor in zip(results, tensors, strict=True):
-            memory[slice(start, stop) if by_row and ends is not None else place] = tensor
+        number = 0 if counter is None else numbers[place]
+        if fused.implementation(group) is fused.round:
+            drawn = counter, seed, number, first_row
+            fused.round(group, rule, scale_of_group, recorded, None, *drawn, into=targets)
+        else:
+            bits = None if counter is None else RandomBits(seed, number, counter, first_row)
+            copies = rounding.round(group, bits, scale_of_group, recorded, None, bf16)
+            tensors = [tensor for copy in copies for tensor in copy if tensor is not None]
+            for target, tensor in zip(targets, tensors, strict=True):
+                target.copy_(tensor)
         start = stop
-    tensors = [memory for memory, _ in results]
-    return [*tensors, largest] if amaxes else tensors
+    memories = [memory for memory, _ in results]
+    if ends is not None:
+        for memory, by_row in results:
+            if by_row:
+                memory[start:] = 0
+    return [*memories, largest] if amaxes else memories
 
 
 round_groups = operator_on_any_device("round_groups", _fake_round_groups)(_round_groups)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.native_gemms import KERNELS, feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import KERNELS, UNGROUPED, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
@@ -182,6 +182,7 @@ class Plan:
         otherwise: str | None = None,
         *,
         routers: Collection[str] = (),
+        grouped: Collection[str] = (),
         tokens: int | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer.
@@ -196,6 +197,8 @@ class Plan:
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
                 recipe enables it, else in `otherwise`, in recipes without FP8 too.
+            grouped: the grouped linears, with the shape of one group; they run in backends that
+                have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers in which native FP8 does not seem to pay on this GPU; if "auto" chose the
                 recipe, these layers are not in FP8. This needs the GPU's data sheet in `GPUS`.
@@ -218,16 +221,17 @@ class Plan:
                 quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
             elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
                 reason = "a router, which stays in the model's own precision"
+            groups = name in grouped
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers)
-                if tokens is not None and not reason:
+                reason = self.unserved(name, shape, quantizers, groups)
+                if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers)
+            backend, backend_reason = self._served_by(quantizers, groups)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -245,7 +249,7 @@ class Plan:
         plan = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not plan.runs_fp8:
             return plan._without_fp8(left_out or {}).for_layers(
-                shapes, heads, left_out, otherwise, routers=routers
+                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
         reasons = [
             reason for reason in self.reasons if plan.runs_fp8 or not isinstance(reason, OfBackend)
@@ -254,8 +258,12 @@ class Plan:
         new = [sentence for sentence in sentences if sentence not in reasons]
         return replace(plan, reasons=(*reasons, *new))
 
-    def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
+    def _served_by(
+        self, quantizers: Quantizers | None, grouped: bool = False
+    ) -> tuple[BackendName | None, str]:
         """The backend for these quantizers and the reason, if it is not the plan's backend."""
+        if grouped and quantizers is not None and self.backend in UNGROUPED:
+            return "emulate", f"{UNGROUPED[self.backend]}: emulated"
         for delegated, backend, reason in self.delegated:
             if delegated == quantizers:
                 return backend, reason
@@ -275,13 +283,15 @@ class Plan:
             layers=(),
         )
 
-    def unserved(self, name: str, shape: tuple[int, int], quantizers: Quantizers) -> str:
+    def unserved(
+        self, name: str, shape: tuple[int, int], quantizers: Quantizers, grouped: bool = False
+    ) -> str:
         """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers)
+        delegate, problem = self._served_by(quantizers, grouped)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend

@@ -14,7 +14,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, fp8_state, load_fp8_state
 from fp8stack.layers.compiler import compiled
 from fp8stack.layers.grouped import GroupedLinear, QuantizedGroupedLinear
-from tests.support.backend_models import SHIPPED, change_weights, grad, normal, planned, raw
+from tests.support.backend_models import H100, SHIPPED, change_weights, grad, normal, planned, raw
 
 RECIPES = [name for name, recipe in SHIPPED.items() if recipe.is_fp8]
 PLAIN = [name for name, recipe in SHIPPED.items() if not recipe.is_fp8 and name != "tf32"]
@@ -261,6 +261,21 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
     grouped.up.in_fp8 = True
     assert torch.equal(passed(grouped, [4, 4, 4, 4], torch.float32)[0], quantized)
     assert not torch.equal(plain, quantized)
+
+
+@pytest.mark.parametrize("backend", ["torch", "te"])
+def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
+    plan = planned("delayed", backend, H100)
+    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped=["up"])
+    assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons
+    assert plan.layer("linear").backend is None
+    built = build_backend(plan)
+    layer = built.grouped_linear("up", 4, IN, OUT, False)
+    built.attach(layer)
+    passed(layer, [4, 4, 0, 4], torch.float32)
+    assert (grad(layer.weight)[2] == 0).all()
+    assert built.fp8_gemms() == 3
+    assert fp8_state(layer)["up.weight.scale"].shape == (4,)
 
 
 def test_a_plan_without_fp8_builds_a_plain_grouped_linear() -> None:

@@ -1316,3 +1316,9 @@ def test_recipes_are_in_the_order_of_what_runs_them():
     assert names[-4:] == ["bf16", "fp16", "tf32", "fp32"]
     assert names.index("rowwise_wgrad_hp") < names.index("mxfp6_e2m3") < names.index("mxfp4")
     assert sorted(names) == presets.names("recipes")
+
+
+def test_strict_refuses_to_emulate_a_grouped_linear() -> None:
+    plan = resolve("current", H100, "torch", strict=True)
+    with pytest.raises(UserError, match="experts does not run as asked: the torch backend has no"):
+        plan.for_layers({"experts": (64, 64)}, grouped=["experts"])

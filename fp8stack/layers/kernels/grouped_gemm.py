@@ -87,13 +87,13 @@ _operator = operator_on_any_device("grouped_gemm", _fake_grouped_gemm)(_grouped_
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """Whether `F.grouped_mm` runs in one kernel on this GPU: torch 2.13 has one for bfloat16, from
-    compute capability 8.0, with rows of a multiple of 16 bytes; it adds no bias and gives
+    """Whether `F.grouped_mm` multiplies these in one kernel, as torch 2.13 does for bfloat16 on
+    compute capability 9.0 and 10.0, with rows of a multiple of 16 bytes; it adds no bias and gives
     bfloat16."""
     if not a.is_cuda or {a.dtype, b.dtype} != {torch.bfloat16} or not a.numel():
         return False
     wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
-    return wide and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    return wide and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
 
 
 def by_grouped_mm(a: Tensor, b: Tensor, ends: Tensor, turn: str) -> Tensor:
