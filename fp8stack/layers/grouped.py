@@ -1,4 +1,4 @@
-"""The grouped linear: a linear for each group of rows, such as the experts of a mixture.
+"""A linear for each group of rows, such as the experts of a mixture.
 
 A `GroupedLinear` computes what a loop of linears over the groups computes, to the bit, each of them
 quantized by itself. Its three GEMMs are those of a `QuantizedLinear`, and so is its code: a backend

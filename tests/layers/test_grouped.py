@@ -93,8 +93,8 @@ def passed(model: Any, sizes: list[int], dtype: torch.dtype, seed: int = 0) -> l
 
 
 def assert_same(grouped: Grouped, loop: Loop, results: list[Tensor], expected: list[Tensor]):
-    for computed, wanted in zip(results, expected, strict=True):
-        torch.testing.assert_close(computed, wanted, rtol=0, atol=0, equal_nan=True)
+    for computed, target in zip(results, expected, strict=True):
+        torch.testing.assert_close(computed, target, rtol=0, atol=0, equal_nan=True)
     names = ["weight"] if grouped.up.bias is None else ["weight", "bias"]
     for name in names:
         gradient = grad(grouped.up.get_parameter(name))

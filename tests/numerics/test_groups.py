@@ -78,9 +78,9 @@ def test_each_group_is_rounded_by_itself(
 
 
 def test_the_operator_is_what_torch_expects_of_one() -> None:
-    both = rounding_of_both(QUANTIZERS["mxfp8"], QUANTIZERS["mxfp8"])
-    assert both is not None
-    for rule in (both, *(rounding(QUANTIZERS[name], [0]) for name in ("delayed", "hadamard"))):
+    sweep = rounding_of_both(QUANTIZERS["mxfp8"], QUANTIZERS["mxfp8"])
+    assert sweep is not None
+    for rule in (sweep, *(rounding(QUANTIZERS[name], [0]) for name in ("delayed", "hadamard"))):
         number = fused.number(rule)
         drawn = (torch.tensor(0), 1, torch.arange(4), 0)
         scale = torch.ones(4) if rule.quantizer.delayed else None

@@ -32,10 +32,12 @@ def test_each_group_is_multiplied_by_its_own_matrix(multiply, dtype) -> None:
     for group, (start, stop) in enumerate(PLACES):
         rows, gradient, matrix = x[start:stop], dy[start:stop], weight[group].double()
         expected = (rows.double() @ matrix.t(), gradient.double() @ matrix)
-        for product, wanted in zip((y[start:stop], dx[start:stop]), expected, strict=True):
-            torch.testing.assert_close(product.double(), wanted, **close)
-        wanted = gradient.double().t() @ rows.double()
-        torch.testing.assert_close(dw[group].double(), wanted, **close)
+        for product, expected_product in zip(
+            (y[start:stop], dx[start:stop]), expected, strict=True
+        ):
+            torch.testing.assert_close(product.double(), expected_product, **close)
+        expected_product = gradient.double().t() @ rows.double()
+        torch.testing.assert_close(dw[group].double(), expected_product, **close)
 
 
 def test_a_bias_is_that_of_the_group_and_sums_are_over_its_rows() -> None:
