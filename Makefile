@@ -14,7 +14,7 @@ setup: ## an environment in .venv with all that the tests need
 format: ## format the code
 	ruff format .
 
-lint: ## ruff, its formatting, and which module may import which
+lint: ## ruff, its formatting, names, and which module may import which
 	.ci/check lint
 
 types: ## mypy
@@ -32,7 +32,7 @@ conform: ## whether this machine computes what the formats say, in short
 kinds: ## the tests as on a CPU without bf16 instructions, then as on one with them
 	.ci/check kinds
 
-slow: ## the tests that take minutes
+slow: ## the tests that the default run leaves out
 	pytest -m slow -n 2 --dist worksteal
 
 gpu: ## the tests and the benchmark for a machine with a CUDA GPU

@@ -27,7 +27,7 @@ def words(text: str) -> list[str]:
 
 
 class Cells:
-    """The rows of cells, such as the arms of one model. A cell is written to disk when measured.
+    """Rows by cell, such as the arms of one model. A cell is written to disk when measured.
 
     Args:
         path: a file of JSON lines, one per cell; None to keep the cells in memory only.

@@ -114,7 +114,7 @@ def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    # From this checkout's files: the other tree's modules may have other names.
+    # Read from files, because the modules of the other tree may have other names.
     models, recipes = (
         sorted(path.stem for path in (ROOT / kind).glob("*.toml")) for kind in ("models", "recipes")
     )

@@ -2,7 +2,6 @@
 names below are public. They are imported on first use, so that `import fp8stack` is fast."""
 
 # This file imports nothing slow, because the command handles Ctrl-C only after it.
-from fp8stack.common.lazy import lazy_names
 from fp8stack.common.version import __version__ as __version__
 
 TYPE_CHECKING = False  # as in `typing`, without importing it
@@ -34,7 +33,6 @@ _NAMES = {
     "model.config": ("GPTConfig", "load_config", "plan_for"),
     "model.convert": ("convert",),
     "model.gpt": ("GPT",),
-    "numerics": (),
     "training.optim.grad_scaler": ("LossScaler",),
     "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
     "precision.phases": ("precision_for_phase",),
@@ -42,6 +40,8 @@ _NAMES = {
     "training.load": ("load",),
     "training.pretrain": ("pretrain",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
 __all__ = [
     "GPT",
     "GPTConfig",
@@ -71,4 +71,16 @@ __all__ = [
     "savings",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES, [*__all__, "__version__"])
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name == "numerics":
+        return import_module("fp8stack.numerics")
+    if name in _MODULES:
+        return getattr(import_module(f"fp8stack.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'fp8stack' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

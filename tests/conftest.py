@@ -103,22 +103,31 @@ def refused(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """A function that runs `fp8stack`, checks its exit code, and returns its line on stderr, which
-    must contain `said`. With exit code 2 (bad arguments) it must print nothing else, and create or
-    remove no file in the test's folder."""
+    must contain `message`. With exit code 2 (bad arguments) it must print nothing else, and create
+    or remove no file in the test's folder."""
 
-    def run(*arguments: str, said: str = "", code: int = 2) -> str:
+    def run(*arguments: str, message: str = "", code: int = 2) -> str:
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
         assert command(*arguments) == code
         printed = capsys.readouterr()
         assert printed.err.count("\n") == 1, printed
-        assert said in printed.err
+        assert message in printed.err
         if code == 2:
             assert printed.out == ""
             assert sorted(tmp_path.rglob("*")) == before
         return printed.err
 
     return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are left empty, for tests of what is written around them."""
+    from fp8stack.analysis.report.drawing import Picture
+
+    monkeypatch.setattr(Picture, "svg", lambda picture: f'<svg id="{picture.name}"></svg>')
+    monkeypatch.setattr(Picture, "png", lambda picture: b"\x89PNG")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 import fp8stack
 from fp8stack.common.errors import UserError
 from tests.conftest import TINY
-from tests.docs.docs_found import ROOT
+from tests.docs.docs_commands import ROOT
 
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 VALUES = {"Recipe", "FORMATS"}  # not classes or functions: Python keeps no docstring for them

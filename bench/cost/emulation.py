@@ -149,7 +149,7 @@ def linear_arms(
     recipes: tuple[str, ...] = (*FP8, *FEWER_BITS)
     if probe("cpu").cpu_bf16 or (tokens, inputs, outputs) == SHAPES[0]:
         recipes = ("bf16", *recipes)  # without bf16 instructions, a large GEMM takes minutes
-    layers |= {recipe: partial(ours, recipe, inputs, outputs) for recipe in recipes}
+    layers |= {recipe: partial(fp8stack_linear, recipe, inputs, outputs) for recipe in recipes}
     for recipe in ("tensorwise", "mxfp8"):
         layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
@@ -161,7 +161,7 @@ def linear_arms(
     return builders
 
 
-def ours(
+def fp8stack_linear(
     recipe: str, inputs: int, outputs: int, device: str = "cpu", backend: str = "auto"
 ) -> nn.Module:
     """A linear layer of fp8stack, as a model would have it."""

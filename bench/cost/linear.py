@@ -69,7 +69,7 @@ def arms_of(
     for recipe in [*plain, *FP8]:
         for number, backend in enumerate(served(recipe, hardware)):
             name = recipe if number == 0 else f"{recipe} by {backend}"
-            layer = partial(emulation.ours, recipe, inputs, outputs, device, backend)
+            layer = partial(emulation.fp8stack_linear, recipe, inputs, outputs, device, backend)
             compiled = _gpu(hardware) and backend != "te"
             yield name, partial(emulation.linear_arm, layer, x, dy, compiled)
     peer_recipes = ("tensorwise", "rowwise") if _gpu(hardware) else ("tensorwise", "mxfp8")

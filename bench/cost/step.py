@@ -2,7 +2,7 @@
 
 The baseline is fp8stack without FP8: bf16, or fp32 on a CPU without bf16 instructions. On a CPU all
 arms take turns. On a GPU every arm takes turns with the baseline only, so that no more than two
-models have to fit; its ratio is to the baseline's rounds in the same turns.
+models must fit; its ratio is to the baseline's rounds in the same turns.
 """
 
 from __future__ import annotations

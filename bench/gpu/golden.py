@@ -224,7 +224,7 @@ def _quantizer(context: Context, scaling: str, x: str, quantizer: Quantizer) -> 
     context.need_te(scaling)
     quantized = te_raw.quantize(small_matrix(*x.split()).to(context.device), quantizer)
     tensors = {"bytes along": quantized.along, "scales along": quantized.scales}
-    # With one scale per tensor or square blocks, the other copy has the same bytes, transposed:
+    # The other copy has the same bytes, transposed, with one scale per tensor or square blocks:
     # `fp8stack conform` compares it.
     if not quantizer.turns and quantized.across is not None and quantized.scales_across is not None:
         tensors |= {"bytes across": quantized.across, "scales across": quantized.scales_across}

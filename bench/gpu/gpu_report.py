@@ -97,7 +97,7 @@ def write(report: Report, folder: Path) -> None:
 
 
 def _finite(data: Any) -> Any:
-    """The data with None in place of numbers that are not finite."""
+    """Replace numbers that are not finite by None, as JSON has none of them."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

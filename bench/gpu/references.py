@@ -166,7 +166,7 @@ def _delayed(package: Path) -> Made:
         )
         histories: list[Tensor] = []
         scale_columns: list[Tensor] = []
-        # As tensors: a float over a tensor is a product with the reciprocal, which rounds twice.
+        # Tensors, as a float over a tensor is a product with the reciprocal, which rounds twice.
         for largest in map(torch.tensor, (448.0, 448.0, 57344.0)):
             history, scale, every = torch.zeros(length, 1), torch.ones(1), []
             for amax in _amaxes()[:, len(histories)]:

@@ -80,10 +80,10 @@ def plan_of(model: str, recipe: str, capability: str) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The Python code that launches the kernels of a part's forward or backward pass, and its
-    inputs, which are mostly fake tensors."""
+    """The Python code that launches the kernels of the forward or backward pass of a part of the
+    model, see `Kernel`, and its inputs, which are mostly fake tensors."""
 
-    part: str
+    model_part: str
     code: str
     inputs: list[Any]
 
@@ -139,7 +139,7 @@ def compile_for_gpu(
 
         def call(inputs: list[Any]) -> list[Any]:
             launched.extend(replace(kernel, part=current_part) for kernel in kernels)
-            programs.append(Program(part=current_part, code=code, inputs=[*inputs]))
+            programs.append(Program(model_part=current_part, code=code, inputs=[*inputs]))
             inputs.clear()
             return [*map(_like, values, outputs)]
 

@@ -72,7 +72,7 @@ def scaled_gemms(programs: Iterable[Program]) -> list[ScaledGemm]:
             # Our fake implementations return what the operator returns on the inputs' device.
             patch.object(fused_casts, "has_kernel", lambda device: True),
             patch.object(kernels, "has_kernel", lambda device: True),
-            ScaledGemms(program.part) as recorder,
+            ScaledGemms(program.model_part) as recorder,
         ):
             module.call(inputs)
         gemms += recorder.gemms
@@ -88,7 +88,7 @@ class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model_part: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.part = model_part
+        self.model_part = model_part
         self.gemms: list[ScaledGemm] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,7 @@ class ScaledGemms(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RefusedGemmError(f"{call}: {reason}")
         if out is not None and (out.shape, out.dtype) != (y.shape, y.dtype):
             raise RefusedGemmError(f"{call} gives {y.dtype} {tuple(y.shape)}, not {out.dtype}")
-        self.gemms.append(ScaledGemm(part=self.part, operator=name, operands=operands))
+        self.gemms.append(ScaledGemm(part=self.model_part, operator=name, operands=operands))
         return y if out is None else out
 
 

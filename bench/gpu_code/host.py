@@ -78,7 +78,9 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
     plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
     plan = plan.for_layers(config.linear_shapes())
     one_block = config.model_copy(update={"layers": 1})
-    programs = [p for p in compile_for_gpu(one_block, plan, config.context)[1] if p.part == "block"]
+    programs = [
+        p for p in compile_for_gpu(one_block, plan, config.context)[1] if p.model_part == "block"
+    ]
     took: dict[str, list[float]] = defaultdict(list)
     launches: Counter[str] = Counter()  # by part
     current_part = ""

@@ -1,6 +1,6 @@
 """A pretended GPU: torch traces and compiles for it on a machine without one.
 
-`pretend` changes torch for the rest of the process: call it in a separate process. torch then
+`pretend` changes torch in this process permanently: call it in a separate process. torch then
 generates the same graphs and Triton code for CUDA tensors as the installed versions do on a real
 GPU, but nothing can run. Attention is an opaque operator, as cuDNN's and FlashAttention's kernels
 are to the compiler.
@@ -48,7 +48,7 @@ def properties(capability: tuple[int, int] = (9, 0)) -> Any:
     )
 
 
-def told(capability: tuple[int, int] = (9, 0)) -> dict[str, Callable[..., Any]]:
+def cuda_functions(capability: tuple[int, int] = (9, 0)) -> dict[str, Callable[..., Any]]:
     """Replacements for the functions of `torch.cuda` by which a program finds the GPU."""
     gpu = properties(capability)
     return {
@@ -84,7 +84,7 @@ def _find_the_gpu(capability: tuple[int, int]) -> None:
         "set_rng_state": lambda state, device=None: None,
         "is_current_stream_capturing": lambda: False,
     }
-    for name, function in {**told(capability), **nothing}.items():
+    for name, function in {**cuda_functions(capability), **nothing}.items():
         setattr(torch.cuda, name, function)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.version.cuda = torch.version.cuda or "13.0"
@@ -100,7 +100,7 @@ def _find_the_gpu(capability: tuple[int, int]) -> None:
 
 
 def _fake_tensors_may_be_on_it() -> None:
-    """Let fake tensors be on the GPU. Autograd asks for a tensor's stream, which a torch without
+    """Allow fake tensors on the GPU. Autograd asks for a tensor's stream, which a torch without
     CUDA does not have, so it sees the device "meta", where fake tensors really are. Python sees
     CUDA."""
     import torch._dynamo.polyfills.loader  # before `_make_subclass` has another signature

@@ -21,12 +21,12 @@ def layers() -> list[list[str]]:
     """The rooms of each layer, the highest layer first, from the contract."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = table["tool"]["importlinter"]["contracts"]
-    contract = next(one for one in contracts if one.get("containers") == [PACKAGE])
+    contract = next(entry for entry in contracts if entry.get("containers") == [PACKAGE])
     return [[room.strip() for room in layer.split("|")] for layer in contract["layers"]]
 
 
 def imports() -> set[tuple[str, str]]:
-    """Pairs of rooms of which the first imports the second."""
+    """Pairs of rooms: one that imports, and the room that it imports."""
     graph = grimp.build_graph(PACKAGE)
     rooms = {room for layer in layers() for room in layer}
     pairs = set()

@@ -210,8 +210,8 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
 
 
 def _same_twice(size: str, ratio: int) -> Iterator[Job]:
-    """Pairs of float32 runs, of which one adds up its gradients in two parts and so rounds
-    differently."""
+    """Pairs of float32 runs. The second run of a pair adds up its gradients in two parts and so
+    rounds differently."""
     for seed in range(AA_PAIRS):
         for design in ("plain", study_tables.AA):
             yield Job(size=size, ratio=ratio, recipe=BASELINE, seed=seed, design=design)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fp8stack.data.corpus import Corpus, DataError, Part
+from fp8stack.data.corpus import Corpus, DataError, Segment
 from fp8stack.data.mixture import Mixture, absolute
 from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of, vocabulary_of
 
@@ -17,7 +17,7 @@ __all__ = [
     "DataError",
     "Mixture",
     "Order",
-    "Part",
+    "Segment",
     "StepBatches",
     "absolute",
     "describe",

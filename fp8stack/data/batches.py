@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from fp8stack.common.errors import UserError, unknown
 from fp8stack.common.tables import counted
 from fp8stack.data.corpus import Corpus, DataError, require_documents
-from fp8stack.data.mixture import parts_of
+from fp8stack.data.mixture import sources_and_counts
 from fp8stack.data.order import epoch_starts, shares, sources_of, windows_of_epoch
 
 Order: TypeAlias = Literal["random", "epochs"]
@@ -69,23 +69,27 @@ class StepBatches(Dataset[torch.Tensor]):
         return _windows(self.corpus, starts, self.context, self.vocabulary, self.documents)
 
     def _starts(self, step: int) -> npt.NDArray[np.int64]:
-        """Where each row of the batch begins in the corpus: int64 [batch]."""
-        sources, counts = parts_of(self.corpus)
+        """The position in the corpus at which each row of the batch begins: int64 [batch]."""
+        sources, counts = sources_and_counts(self.corpus)
         # The first step of a run is step 1.
         rows = (step - 1) * self.batch + np.arange(self.batch, dtype=np.int64)
         source_of_row, numbers = sources_of(rows, counts, self.seed)
-        # The step is the high half of Philox's 256-bit counter: a stream per step, in O(1). The
-        # raw words are those of the published algorithm; numpy may change how `integers` uses them.
+        # The step is the high half of Philox's 256-bit counter: a stream per step, in O(1). Raw
+        # words follow the published algorithm; numpy may change how `integers` uses them.
         words = np.random.Philox(key=self.seed, counter=step << 128).random_raw(self.batch)
         starts = np.empty_like(rows)
         before = 0
         for index, source in enumerate(sources):
-            here = source_of_row == index
+            in_source = source_of_row == index
             if self.order == "epochs":
-                own = epoch_starts(numbers[here], len(source), self.context, self.seed, index)
+                source_starts = epoch_starts(
+                    numbers[in_source], len(source), self.context, self.seed, index
+                )
             else:
-                own = (words[here] % np.uint64(len(source) - self.context)).astype(np.int64)
-            starts[here] = before + own
+                source_starts = (words[in_source] % np.uint64(len(source) - self.context)).astype(
+                    np.int64
+                )
+            starts[in_source] = before + source_starts
             before += len(source)
         return starts
 
@@ -102,7 +106,7 @@ def validation_windows(
     if count < 1:
         raise UserError(f"{count} validation windows measure nothing. Use 1 or more.")
     _require_windows(corpus, context, documents)
-    sources, counts = parts_of(corpus)
+    sources, counts = sources_and_counts(corpus)
     starts, before = list[int](), 0
     for source, share in zip(sources, shares(counts, count), strict=True):
         last_start = len(source) - context - 1
@@ -116,21 +120,21 @@ def describe(
     corpus: Corpus, *, batch: int, context: int, steps: int, order: Order = "random"
 ) -> tuple[str, ...]:
     """A sentence for each source that a run of `steps` reads: tokens, share, windows, epochs."""
-    sources, counts = parts_of(corpus)
+    sources, counts = sources_and_counts(corpus)
     sentences = list[str]()
     for source, count in zip(sources, counts, strict=True):
         rows = steps * batch * count / sum(counts)
         share = f", {count / sum(counts):.2%} of the rows" if len(sources) > 1 else ""
         windows = windows_of_epoch(len(source), context)
         if order == "epochs":
-            how = (
+            passes = (
                 f"{counted(windows, 'window')} of {context:,} an epoch, {rows / windows:.2f} epochs"
             )
         else:
             times = rows * context / len(source)
-            how = f"windows of {context:,} at random places, {times:.2f} times its tokens"
+            passes = f"windows of {context:,} at random places, {times:.2f} times its tokens"
         sentences.append(
-            f"{source.name}: {len(source):,} tokens{share}, {how} in {counted(steps, 'step')}"
+            f"{source.name}: {len(source):,} tokens{share}, {passes} in {counted(steps, 'step')}"
         )
     return tuple(sentences)
 
@@ -138,7 +142,7 @@ def describe(
 def _require_windows(corpus: Corpus, context: int, documents: bool) -> None:
     if context < 1:
         raise UserError(f"--context {context} holds no token. Use 1 or more.")
-    for source in parts_of(corpus)[0]:
+    for source in sources_and_counts(corpus)[0]:
         present = len(source)
         if present < context + 1:
             lower = f"Lower --context to {present - 1} or give" if present > 1 else "Give"

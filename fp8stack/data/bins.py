@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8stack.common.errors import UserError
 from fp8stack.data import megatron
-from fp8stack.data.corpus import Part, Separator, map_tokens
+from fp8stack.data.corpus import Segment, Separator, map_tokens
 from fp8stack.data.files import head_and_size
 from fp8stack.data.nanogpt import characters_beside
 
@@ -22,8 +22,8 @@ HEADER_BYTES = 1024
 LLMC_QUESTIONS = 20240522  # HellaSwag and MMLU
 
 
-# llm.c's formats by their magic number: the version, the type of the tokens, the one of them that
-# begins each document, and the size of the vocabulary.
+# llm.c's formats by their magic number: the version, the type of the tokens, the token that begins
+# each document, and the size of the vocabulary.
 LLMC = {
     20240520: (1, "<u2", 50256, 50257),  # GPT-2's tokenizer
     20240801: (7, "<u4", 128000, 128256),  # Llama 3's
@@ -31,16 +31,16 @@ LLMC = {
 
 
 def is_bin(path: Path) -> bool:
-    """Whether the name is that of a `.bin` file of tokens."""
+    """Whether the path names a `.bin` file of tokens."""
     return path.suffix.lower() == ".bin"
 
 
-def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Part:
-    """The tokens of a `.bin` file, memory-mapped: Megatron's if an `.idx` is beside it, llm.c's if
-    it has the header, else nanoGPT's little-endian uint16, in which `end_of_text` ends documents.
-    Raises a UserError if the file is of another format, damaged, or does not fit the vocabulary."""
+def bin_segment(path: Path, vocabulary: int, end_of_text: int | None = None) -> Segment:
+    """The tokens of a `.bin` file, memory-mapped: Megatron's if it has an `.idx`, llm.c's if it has
+    the header, else nanoGPT's little-endian uint16, in which `end_of_text` ends documents. Raises a
+    UserError if the file is of another format, damaged, or does not fit the vocabulary."""
     if megatron.index_of(path).exists():
-        return megatron.part(path)
+        return megatron.segment(path)
     head, size = head_and_size(path)
     magic = _int32(head, 0)
     if magic in LLMC:
@@ -58,7 +58,7 @@ def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Par
             f"would have wrapped. Use a model with at most {UINT16_VALUES} tokens, or give text."
         )
     documents = None if end_of_text is None else Separator(token=end_of_text)
-    return Part(path=path, tokens=map_tokens(path, "<u2"), documents=documents)
+    return Segment(path=path, tokens=map_tokens(path, "<u2"), documents=documents)
 
 
 def vocabulary_of(path: Path) -> int | None:
@@ -75,16 +75,16 @@ def _int32(head: bytes, index: int) -> int:
     return int.from_bytes(head[4 * index : 4 * index + 4], "little", signed=True)
 
 
-def _llmc(path: Path, head: bytes, size: int) -> Part:
+def _llmc(path: Path, head: bytes, size: int) -> Segment:
     """The tokens after llm.c's header."""
     again = "Write or copy it again."
     if size < HEADER_BYTES:
         raise UserError(f"{path} ends within llm.c's header of {HEADER_BYTES} bytes. {again}")
     magic, version, count = (_int32(head, index) for index in range(3))
-    known, dtype, first, _ = LLMC[magic]
-    if version != known:
+    known_version, dtype, first, _ = LLMC[magic]
+    if version != known_version:
         raise UserError(
-            f"{path} is of version {version} of llm.c's format, and only {known} is known "
+            f"{path} is of version {version} of llm.c's format, and only {known_version} is known "
             f"of the kind that begins with {magic}. {again}"
         )
     width = np.dtype(dtype).itemsize
@@ -95,11 +95,11 @@ def _llmc(path: Path, head: bytes, size: int) -> Part:
         )
     start, documents = HEADER_BYTES // width, Separator(token=first, leads=True)
     tokens = map_tokens(path, dtype, start, count)
-    return Part(path=path, tokens=tokens, start=start, documents=documents)
+    return Segment(path=path, tokens=tokens, start=start, documents=documents)
 
 
 def _foreign_format(head: bytes) -> str:
-    """Why a `.bin` file is not headerless uint16; "" if it is."""
+    """The reason that a `.bin` file is not headerless uint16; "" if it is."""
     if head.startswith(b"\x93NUMPY"):
         return "is a .npy file. Write its tokens with `array.astype('<u2').tofile(path)`"
     if _int32(head, 0) == LLMC_QUESTIONS:
@@ -115,19 +115,19 @@ def named_splits(files: Sequence[Path]) -> tuple[list[Path], list[Path]] | None:
     """llm.c's training and validation files among `files`; None unless they are named so.
 
     Its scripts write `fineweb_train_000001.bin` and `fineweb_val_000000.bin`, or
-    `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`. Raises a UserError if there are
-    other files beside such files.
+    `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`. Raises a UserError if such files
+    are mixed with others.
     """
     by_name: dict[str, list[Path]] = {"train": [], "val": [], "": []}
     for path in files:
-        found = re.search(r"_(train|val)(_\d+)?\.bin$", path.name.lower())
-        by_name[found[1] if found else ""].append(path)
-    train, val, others = by_name.values()
+        match = re.search(r"_(train|val)(_\d+)?\.bin$", path.name.lower())
+        by_name[match[1] if match else ""].append(path)
+    train, val, unnamed = by_name.values()
     if not (train and val and _int32(head_and_size(train[0])[0], 0) in LLMC):
         return None
-    if others:
+    if unnamed:
         raise UserError(
-            f"{others[0]} is beside files that are named as training and validation data "
+            f"{unnamed[0]} is beside files that are named as training and validation data "
             f"({train[0].name}, {val[0].name}) and is neither. Move it elsewhere."
         )
     return train, val

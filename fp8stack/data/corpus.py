@@ -21,7 +21,7 @@ from fp8stack.common.errors import UserError, raised_in_worker
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Begins: TypeAlias = npt.NDArray[np.bool_]
 
-HASHED_WHOLE_BYTES = 64 * 2**20  # mapped bytes of a corpus up to which all are covered
+HASHED_WHOLE_BYTES = 64 * 2**20  # most mapped bytes of a corpus that is hashed in full
 SAMPLED_PAGES = 64  # of each mapped file of a larger corpus
 PAGE_BYTES = 4096
 CHECKED_AT_ONCE = 2**20
@@ -52,26 +52,26 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
 
 
 class Documents(Protocol):
-    """Where the documents of a file begin."""
+    """The beginnings of the documents of a file."""
 
     @property
-    def index(self) -> Part | None:
-        """The file that records it; None if the tokens themselves do."""
+    def index(self) -> Segment | None:
+        """The file that records the beginnings; None if the tokens themselves do."""
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of `count` tokens begin a document: bool [count]. They are `window[first : first +
-        count]`, whose first token is token `at` of the file."""
+        """A mask of the tokens that begin a document: bool [count]. The tokens are `window[first :
+        first + count]`, from token `at` of the file on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """A range of tokens of one file. A mapped one is pickled as its path, and mapped again when
+class Segment:
+    """A range of tokens of one file. A mapped range is pickled as its path, and mapped again when
     unpickled."""
 
     path: Path
     tokens: Tokens  # 1-D, of any integer type, an array or a memory map
     start: int = 0  # of the first token, in tokens from the beginning of the file
-    documents: Documents | None = None  # where documents begin, if that is recorded
+    documents: Documents | None = None  # None if the file does not record where documents begin
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -83,8 +83,8 @@ class Part:
         return isinstance(self.tokens, np.memmap)
 
     def read(self, start: int, stop: int) -> Tokens:
-        """The tokens from `start` to `stop` of this part, a view; `stop` may lie beyond the end.
-        Raises a DataError if the file is gone or has shrunk below the end of this part."""
+        """The tokens from `start` to `stop` of this segment, a view; `stop` may lie beyond the end.
+        Raises a DataError if the file is gone or has shrunk below the end of this segment."""
         if not self.mapped:
             return self.tokens[start:stop]
         end = self.start + len(self)
@@ -102,8 +102,8 @@ class Part:
             )
         return self.tokens[start:stop]
 
-    def slice(self, start: int, stop: int) -> Part:
-        """The part with the tokens from `start` to `stop` of this one."""
+    def slice(self, start: int, stop: int) -> Segment:
+        """The segment with the tokens from `start` to `stop` of this segment."""
         return replace(self, tokens=self.tokens[start:stop], start=self.start + start)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,32 +119,33 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """One split: the tokens of its parts, concatenated. `name` is for messages."""
+    """One split: the tokens of its segments, concatenated. `name` is for messages."""
 
     name: str
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
 
     def __len__(self) -> int:
         """The number of tokens."""
-        return int(self._ends[-1]) if self.parts else 0
+        return int(self._ends[-1]) if self.segments else 0
 
     @property
     def has_documents(self) -> bool:
-        """Whether all parts record where their documents begin."""
-        return all(part.documents is not None for part in self.parts)
+        """Whether all segments record where their documents begin."""
+        return all(segment.documents is not None for segment in self.segments)
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
+        return np.cumsum([len(segment) for segment in self.segments], dtype=np.int64)
 
-    def _pieces(self, start: int, length: int) -> Iterator[tuple[Part, int, slice]]:
-        """The parts that hold the tokens, with their offsets, and the range of tokens in each."""
+    def _pieces(self, start: int, length: int) -> Iterator[tuple[Segment, int, slice]]:
+        """The segments that hold the tokens, the offset in each, and the range of tokens that it
+        gives."""
         filled = 0
         while filled < length:
             index = int(np.searchsorted(self._ends, start + filled, side="right"))
-            part, left = self.parts[index], int(self._ends[index]) - start - filled
-            count = min(left, length - filled)
-            yield part, len(part) - left, slice(filled, filled + count)
+            segment, remaining = self.segments[index], int(self._ends[index]) - start - filled
+            count = min(remaining, length - filled)
+            yield segment, len(segment) - remaining, slice(filled, filled + count)
             filled += count
 
     def locate(self, position: int) -> tuple[Path, int]:
@@ -152,63 +153,64 @@ class Corpus:
         an IndexError if there is no such token."""
         if not 0 <= position < len(self):
             raise IndexError(f"Token {position} of {self.name}, which has {len(self)}.")
-        part, offset, _ = next(self._pieces(position, 1))
-        return part.path, part.start + offset
+        segment, offset, _ = next(self._pieces(position, 1))
+        return segment.path, segment.start + offset
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """The `length` tokens from `start` on, across parts: int64 [length]. Raises an IndexError
-        if they exceed the corpus, a DataError if one of its files is gone or has shrunk."""
+        """The `length` tokens from `start` on, across segments: int64 [length]. Raises an
+        IndexError if they exceed the corpus, a DataError if a file is gone or has shrunk."""
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(
                 f"Tokens {start} to {start + length} of {self.name}, which has {len(self)}."
             )
         window = np.empty(length, dtype=np.int64)
-        for part, offset, where in self._pieces(start, length):
-            window[where] = part.read(offset, offset + where.stop - where.start)
+        for segment, offset, where in self._pieces(start, length):
+            window[where] = segment.read(offset, offset + where.stop - where.start)
         return window
 
     def documents(self, start: int, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The document of each token of a `window` that was read at `start`: int64 [length].
 
-        Documents are numbered from 0 in each window. A part that does not record where documents
+        Documents are numbered from 0 in each window. A segment that does not record where documents
         begin continues the document before it. Raises a DataError if a file that records it is gone
         or has shrunk.
         """
         begins = np.zeros(len(window), dtype=np.bool_)
-        for part, offset, where in self._pieces(start, len(window)):
-            if part.documents is not None:
+        for segment, offset, where in self._pieces(start, len(window)):
+            if segment.documents is not None:
                 count = where.stop - where.start
-                at = part.start + offset
-                begins[where] = part.documents.begins(window, where.start, count, at)
+                at = segment.start + offset
+                begins[where] = segment.documents.begins(window, where.start, count, at)
         begins[:1] = False
         return np.cumsum(begins, dtype=np.int64)
 
-    def split(self, position: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-        """The parts before, and from, token `position`; a part across it is split."""
-        before, after = list[Part](), list[Part]()
-        for part, end in zip(self.parts, self._ends.tolist(), strict=True):
-            cut = min(max(position - (end - len(part)), 0), len(part))
-            before += [part.slice(0, cut)] if cut > 0 else []
-            after += [part.slice(cut, len(part))] if cut < len(part) else []
+    def split(self, position: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+        """The segments before, and from, token `position`; a segment across it is split."""
+        before, after = list[Segment](), list[Segment]()
+        for segment, end in zip(self.segments, self._ends.tolist(), strict=True):
+            cut = min(max(position - (end - len(segment)), 0), len(segment))
+            before += [segment.slice(0, cut)] if cut > 0 else []
+            after += [segment.slice(cut, len(segment))] if cut < len(segment) else []
         return tuple(before), tuple(after)
 
     def fingerprint(self) -> str:
         """A SHA-256 in hexadecimal of the contents, whatever the names of the files.
 
-        It covers the width and the number of tokens of each part, all bytes in memory, and all
+        It covers the width and the number of tokens of each segment, all bytes in memory, and all
         mapped bytes of a corpus with up to 64 MiB of them. Of a larger corpus it covers 64 pages of
-        4 KiB of each mapped part, evenly spaced, the first and the last included: a change
+        4 KiB of each mapped segment, evenly spaced, the first and the last included: a change
         elsewhere that keeps the sizes is not noticed. A file that records where documents begin is
-        covered like a part. Raises a DataError if a file is gone or has shrunk.
+        covered like a segment. Raises a DataError if a file is gone or has shrunk.
         """
-        mapped_bytes = sum(part.tokens.nbytes for part in self.parts if part.mapped)
+        mapped_bytes = sum(segment.tokens.nbytes for segment in self.segments if segment.mapped)
         digest = hashlib.sha256()
-        indices = [part.documents.index for part in self.parts if part.documents is not None]
-        for part in (*self.parts, *(index for index in indices if index is not None)):
-            digest.update(f"{part.tokens.itemsize} {len(part)}\n".encode())
-            content = part.read(0, len(part)).view(np.uint8)
-            whole = not part.mapped or mapped_bytes <= HASHED_WHOLE_BYTES
-            if whole or len(content) <= SAMPLED_PAGES * PAGE_BYTES:
+        documents = [segment.documents for segment in self.segments]
+        indices = [None if record is None else record.index for record in documents]
+        for segment in (*self.segments, *(index for index in indices if index is not None)):
+            digest.update(f"{segment.tokens.itemsize} {len(segment)}\n".encode())
+            content = segment.read(0, len(segment)).view(np.uint8)
+            covers_all = not segment.mapped or mapped_bytes <= HASHED_WHOLE_BYTES
+            if covers_all or len(content) <= SAMPLED_PAGES * PAGE_BYTES:
                 digest.update(np.ascontiguousarray(content).data)
                 continue
             for page in range(SAMPLED_PAGES):
@@ -226,32 +228,33 @@ class Separator:
     index: ClassVar[None] = None  # the tokens themselves record it
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of `window[first : first + count]` begin a document: bool [count]. If the separator
-        ends documents, the window's first token begins none."""
-        found = np.asarray(window[first : first + count] == self.token)
+        """A mask of the tokens of `window[first : first + count]` that begin a document: bool
+        [count]. If the separator ends documents, the window's first token begins none."""
+        is_separator = np.asarray(window[first : first + count] == self.token)
         if self.leads:
-            return found
+            return is_separator
         before = first > 0 and window[first - 1] == self.token
-        return np.concatenate(([before], found[:-1]))
+        return np.concatenate(([before], is_separator[:-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
     """A file of uint64, ascending: where each document of a file of tokens ends, exclusive."""
 
-    index: Part
+    index: Segment
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of the tokens from `at` to `at + count` of the file begin a document. Raises a
-        DataError if the file of ends is gone or has shrunk."""
+        """A mask of the tokens from `at` to `at + count` of the file that begin a document. Raises
+        a DataError if the file of ends is gone or has shrunk."""
         ends = self.index.read(0, len(self.index))
-        # As uint64: numpy would convert the map to float64, and read all of it, for an int.
+        # uint64 bounds: with an int, numpy would convert the map to float64 and read all of it.
         low, high = np.searchsorted(ends, np.array([at, at + count], dtype=np.uint64))
-        return begun(ends[low:high].astype(np.int64), count, at)
+        return mask_of_starts(ends[low:high].astype(np.int64), count, at)
 
 
-def begun(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
-    """Which tokens from `at` to `at + count` of a file are among `starts`, or its first one."""
+def mask_of_starts(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
+    """A mask of the tokens from `at` to `at + count` of a file that are among `starts`, or the
+    first token of the file."""
     begins = np.zeros(count, dtype=np.bool_)
     # An index that is overwritten while in use may hold any values.
     begins[starts[(starts >= at) & (starts < at + count)] - at] = True
@@ -263,8 +266,8 @@ def begun(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
 def ascends(table: npt.NDArray[np.integer[Any]]) -> bool:
     """Whether a table, which may be a large map, is in ascending order."""
     return all(
-        bool((some[1:] >= some[:-1]).all())
-        for some in (
+        bool((chunk[1:] >= chunk[:-1]).all())
+        for chunk in (
             table[at : at + CHECKED_AT_ONCE + 1] for at in range(0, len(table), CHECKED_AT_ONCE)
         )
     )
@@ -272,10 +275,10 @@ def ascends(table: npt.NDArray[np.integer[Any]]) -> bool:
 
 def require_documents(corpus: Corpus) -> None:
     """Raise a UserError unless all of `corpus` records where its documents end."""
-    for part in corpus.parts:
-        if part.documents is None:
+    for segment in corpus.segments:
+        if segment.documents is None:
             raise UserError(
-                f"{part.path} does not say where its documents end, which document_mask needs. "
+                f"{segment.path} does not say where its documents end, which document_mask needs. "
                 "Make tokens of the text with `fp8stack prepare`, or, where a .bin file has "
                 "end-of-text tokens, name its tokenizer with --tokenizer."
             )

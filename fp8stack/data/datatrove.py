@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from fp8stack.common.errors import UserError
-from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
+from fp8stack.data.corpus import Ends, Segment, ascends, map_tokens
 from fp8stack.data.files import head_and_size
 
 WIDTHS = {2: "<u2", 4: "<u4"}
@@ -22,11 +22,11 @@ def is_ds(path: Path) -> bool:
 
 
 def is_beside_ds(path: Path) -> bool:
-    """Return whether datatrove writes a file of this name beside its tokens."""
+    """Return whether datatrove writes a file of this name next to its tokens."""
     return _BESIDE.search(path.name) is not None
 
 
-def ds_part(path: Path) -> Part:
+def ds_segment(path: Path) -> Segment:
     """The tokens of a `.ds` file, memory-mapped. Raises a UserError if its index is missing, or the
     files are damaged or disagree."""
     index = path.with_name(f"{path.name}.index")
@@ -44,5 +44,5 @@ def ds_part(path: Path) -> Part:
             f"{path} has {size} bytes, and its index of {index_size} bytes does not fit them: it "
             f"ends at token {tokens}, and tokens have 2 or 4 bytes. Copy both files again."
         )
-    documents = Ends(index=Part(path=index, tokens=ends))
-    return Part(path=path, tokens=map_tokens(path, dtype), documents=documents)
+    documents = Ends(index=Segment(path=index, tokens=ends))
+    return Segment(path=path, tokens=map_tokens(path, dtype), documents=documents)

@@ -1,5 +1,4 @@
-"""Checks of files before they are read: which there are, their sizes, how they begin. No torch
-here."""
+"""Checks of files before they are read: their existence, sizes and first bytes. No torch here."""
 
 import codecs
 import os
@@ -11,7 +10,7 @@ from typing import NoReturn
 from fp8stack.common.errors import UserError
 
 SNIFFED_BYTES = 2**16
-BYTE_ORDER_MARKS = {  # some editors begin a text with one; it is no part of the text
+BYTE_ORDER_MARKS = {  # some editors write one before the text
     codecs.BOM_UTF8: "utf-8",
     codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16's, which it begins with
     codecs.BOM_UTF32_BE: "utf-32-be",
@@ -83,6 +82,6 @@ def walk(
     def fail(error: OSError) -> NoReturn:
         refuse(str(error.filename), error)
 
-    for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(here, n))]
-        yield from (Path(here, name) for name in names if not name.startswith("."))
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(parent, n))]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))

@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.common.errors import UserError
-from fp8stack.data.corpus import CHECKED_AT_ONCE, Begins, Part, ascends, begun, map_tokens
+from fp8stack.data.corpus import (
+    CHECKED_AT_ONCE,
+    Begins,
+    Segment,
+    ascends,
+    map_tokens,
+    mask_of_starts,
+)
 from fp8stack.data.files import head_and_size
 
 MAGIC = b"MMIDIDX\0\0"
@@ -51,7 +58,7 @@ def bin_of(data: str) -> Path | None:
 class Index:
     """An `.idx` file, memory-mapped: where the documents of its `.bin` begin."""
 
-    index: Part
+    index: Segment
     sequences: int
     documents: int
     width: int  # bytes of a token
@@ -61,7 +68,7 @@ class Index:
         return self._table(HEADER.size, "<i4", self.sequences)
 
     def positions(self) -> npt.NDArray[np.integer[Any]]:
-        """Where each sequence begins, in bytes: int64 [sequences]."""
+        """The position of each sequence in the `.bin`, in bytes: int64 [sequences]."""
         return self._table(HEADER.size + 4 * self.sequences, "<i8", self.sequences)
 
     def first_sequences(self) -> npt.NDArray[np.integer[Any]]:
@@ -74,8 +81,8 @@ class Index:
         return table
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of the tokens from `at` to `at + count` of the `.bin` begin a document. Raises a
-        DataError if the index is gone or has shrunk."""
+        """A mask of the tokens from `at` to `at + count` of the `.bin` that begin a document.
+        Raises a DataError if the index is gone or has shrunk."""
         positions, first_sequences = self.positions(), self.first_sequences()
 
         def start(document: int) -> int:
@@ -87,18 +94,24 @@ class Index:
         # numpy's search would copy a table that is not aligned, and these are not.
         low = bisect_left(documents, at, key=start)
         high = bisect_left(documents, at + count, lo=low, key=start)
-        return begun(np.array([start(one) for one in range(low, high)], np.int64), count, at)
+        return mask_of_starts(
+            np.array([start(document) for document in range(low, high)], np.int64), count, at
+        )
 
 
-def part(path: Path) -> Part:
-    """The tokens of a `.bin` file beside its index, memory-mapped. Raises a UserError if the index
+def segment(path: Path) -> Segment:
+    """The tokens of a `.bin` file that has an index, memory-mapped. Raises a UserError if the index
     is of another format or version, or damaged, or if the files disagree."""
     index, dtype = _read_index(index_of(path))
     _, size = head_and_size(path)
     tokens = _require_sequence_after_sequence(index)
-    found = index.first_sequences()
-    whole = index.documents > 0 and int(found[0]) == 0 and int(found[-1]) == index.sequences
-    if not (whole and ascends(found)):
+    first_sequences = index.first_sequences()
+    covers_all = (
+        index.documents > 0
+        and int(first_sequences[0]) == 0
+        and int(first_sequences[-1]) == index.sequences
+    )
+    if not (covers_all and ascends(first_sequences)):
         raise UserError(
             f"{index.index.path}: its documents do not go from the first to the last of its "
             f"{index.sequences} sequences. Make the index again."
@@ -108,7 +121,7 @@ def part(path: Path) -> Part:
             f"{path} should hold {tokens} tokens of {index.width} bytes by its index, and has "
             f"{size} bytes. Copy both files again."
         )
-    return Part(path=path, tokens=map_tokens(path, dtype), documents=index)
+    return Segment(path=path, tokens=map_tokens(path, dtype), documents=index)
 
 
 def _read_index(path: Path) -> tuple[Index, str]:
@@ -138,8 +151,8 @@ def _read_index(path: Path) -> tuple[Index, str]:
             f"document indices, and has {size}. Copy it again, or make it again."
         )
     content, width = map_tokens(path, "|u1"), np.dtype(DTYPES[code]).itemsize
-    part = Part(path=path, tokens=content)
-    index = Index(index=part, sequences=sequences, documents=documents, width=width)
+    file = Segment(path=path, tokens=content)
+    index = Index(index=file, sequences=sequences, documents=documents, width=width)
     return index, DTYPES[code]
 
 
@@ -149,9 +162,9 @@ def _require_sequence_after_sequence(index: Index) -> int:
     lengths, positions = index.lengths(), index.positions()
     end = 0
     for at in range(0, index.sequences, CHECKED_AT_ONCE):
-        some = lengths[at : at + CHECKED_AT_ONCE].astype(np.int64)
-        ends = end + np.cumsum(some) * index.width
-        wrong = (some < 0) | (positions[at : at + CHECKED_AT_ONCE] != ends - some * index.width)
+        chunk = lengths[at : at + CHECKED_AT_ONCE].astype(np.int64)
+        ends = end + np.cumsum(chunk) * index.width
+        wrong = (chunk < 0) | (positions[at : at + CHECKED_AT_ONCE] != ends - chunk * index.width)
         if wrong.any():
             raise UserError(
                 f"{index.index.path}: sequence {at + int(wrong.argmax())} does not begin where "

@@ -44,11 +44,11 @@ def mixture_of(name: str, weights: Sequence[float], corpora: Sequence[Corpus]) -
                 f"The weight {weight:g} of {corpus.name} is less than one row in {BLOCK}. "
                 "Give it more weight, or leave it out."
             )
-    parts = tuple(part for corpus in corpora for part in corpus.parts)
-    return Mixture(name=name, parts=parts, sources=tuple(corpora), counts=counts)
+    segments = tuple(segment for corpus in corpora for segment in corpus.segments)
+    return Mixture(name=name, segments=segments, sources=tuple(corpora), counts=counts)
 
 
-def parts_of(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:
+def sources_and_counts(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:
     """The sources of a corpus, with their counts of every 4096 rows. A plain corpus is its own
     source."""
     if isinstance(corpus, Mixture):
@@ -61,7 +61,7 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
     if a weight is missing or not above 0."""
     if not re.match(_WEIGHT, data) or os.path.exists(data):
         return None
-    found: list[tuple[float, str]] = []
+    weighted_paths: list[tuple[float, str]] = []
     for piece in re.split(f",(?={_WEIGHT})", data):
         number, _, path = piece.partition(":")
         weight = 0.0
@@ -72,8 +72,8 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
                 f"{piece!r} in --data {data!r} is not a path with a weight above 0. Write a "
                 "mixture like 0.7:tokens/web,0.3:tokens/code."
             )
-        found.append((weight, path.strip()))
-    return found
+        weighted_paths.append((weight, path.strip()))
+    return weighted_paths
 
 
 def absolute(data: str) -> str:

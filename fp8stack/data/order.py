@@ -26,11 +26,11 @@ def mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def key(*parts: int) -> int:
-    """A 64-bit word that depends on `parts` and their order."""
+def key(*numbers: int) -> int:
+    """A 64-bit word that depends on `numbers` and their order."""
     word = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        word = mixed(word ^ np.array([part & _MASK], dtype=np.uint64))
+    for number in numbers:
+        word = mixed(word ^ np.array([number & _MASK], dtype=np.uint64))
     return int(word[0])
 
 
@@ -45,15 +45,15 @@ def shuffled(places: Ints, length: int, word: int) -> Ints:
     if length == 1:
         return np.zeros_like(places)
     half = np.uint64(((length - 1).bit_length() + 1) // 2)
-    low = np.uint64((1 << int(half)) - 1)
+    mask = np.uint64((1 << int(half)) - 1)
     keys = mixed(np.arange(ROUNDS, dtype=np.uint64) ^ mixed(np.array([word], dtype=np.uint64)))
     values = places.astype(np.uint64)
     outside = np.ones(len(values), dtype=np.bool_)
     while outside.any():
-        left, right = values[outside] >> half, values[outside] & low
-        for one in keys:
-            left, right = right, left ^ (mixed(right ^ one) & low)
-        values[outside] = (left << half) | right
+        upper, lower = values[outside] >> half, values[outside] & mask
+        for round_key in keys:
+            upper, lower = lower, upper ^ (mixed(lower ^ round_key) & mask)
+        values[outside] = (upper << half) | lower
         outside = values >= np.uint64(length)
     return values.astype(np.int64)
 
@@ -62,12 +62,12 @@ def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
     """`total` divided in proportion to `weights`; the largest remainders are rounded up."""
     most = max(weights)  # whose sum may be too large for a float
     relative = [weight / most for weight in weights]
-    exact = [one / sum(relative) * total for one in relative]
-    parts = [int(one) for one in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda at: parts[at] - exact[at])
-    for at in by_remainder[: total - sum(parts)]:
-        parts[at] += 1
-    return tuple(parts)
+    exact = [weight / sum(relative) * total for weight in relative]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])
+    for at in by_remainder[: total - sum(counts)]:
+        counts[at] += 1
+    return tuple(counts)
 
 
 def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
@@ -79,10 +79,10 @@ def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, In
     blocks, places = np.divmod(rows, BLOCK)
     sources, numbers = np.empty_like(rows), np.empty_like(rows)
     for block in np.unique(blocks).tolist():
-        here = blocks == block
+        in_block = blocks == block
         source, rank = _block(block, counts, seed)
-        sources[here] = source[places[here]]
-        numbers[here] = rank[places[here]]
+        sources[in_block] = source[places[in_block]]
+        numbers[in_block] = rank[places[in_block]]
     numbers += blocks * np.array(counts, dtype=np.int64)[sources]
     return sources, numbers
 
@@ -91,12 +91,12 @@ def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, In
 def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
     """The source of each row of a block, and its number among that source's rows there."""
     drawn = mixed(np.arange(BLOCK, dtype=np.uint64) ^ np.uint64(key(seed, block)))
-    of = np.repeat(np.arange(len(counts)), counts)
+    unshuffled = np.repeat(np.arange(len(counts)), counts)
     source = np.empty(BLOCK, dtype=np.int64)
-    source[np.argsort(drawn, kind="stable")] = of
+    source[np.argsort(drawn, kind="stable")] = unshuffled
     rank = np.empty(BLOCK, dtype=np.int64)
-    for one, count in enumerate(counts):
-        rank[source == one] = np.arange(count)
+    for index, count in enumerate(counts):
+        rank[source == index] = np.arange(count)
     return source, rank
 
 
@@ -113,10 +113,10 @@ def epoch_starts(numbers: Ints, length: int, context: int, seed: int, source: in
     epochs, places = np.divmod(numbers, windows)
     starts = np.empty_like(numbers)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
+        in_epoch = epochs == epoch
         word = key(seed, source, epoch)
         shift = key(word, ROUNDS) % (spare + 1)
-        starts[here] = shift + context * shuffled(places[here], windows, word)
+        starts[in_epoch] = shift + context * shuffled(places[in_epoch], windows, word)
     return starts
 
 

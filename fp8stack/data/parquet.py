@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.data.corpus import Part, Separator
+from fp8stack.data.corpus import Segment, Separator
 
 MOST_BYTES = 2 * 2**30
 ROWS_AT_ONCE = 4096
@@ -18,7 +18,7 @@ END_OF_TEXT = 255  # of the bytes tokenizer: no byte of UTF-8
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the name is that of a parquet file."""
+    """Whether the path names a parquet file."""
     return path.suffix.lower() == ".parquet"
 
 
@@ -40,9 +40,10 @@ def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterato
         raise
     # A damaged file may have names that are not UTF-8, or lack a column that it lists.
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UserError(
-            f"Cannot read {quoted(str(path))} as parquet: {quoted(' '.join(why.split()))}. {remedy}"
+            f"Cannot read {quoted(str(path))} as parquet: {quoted(' '.join(reason.split()))}. "
+            f"{remedy}"
         ) from error
 
 
@@ -50,8 +51,8 @@ def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
     """Yield the values of a column from row `start` on, as pyarrow arrays of at most `rows`."""
     first = 0
     for group in range(file.metadata.num_row_groups):
-        here = file.metadata.row_group(group).num_rows
-        if first + here > start:
+        group_rows = file.metadata.row_group(group).num_rows
+        if first + group_rows > start:
             left_out = max(0, start - first)
             # One row group at a time, in one thread, so that memory does not grow with the file.
             for batch in file.iter_batches(
@@ -59,24 +60,24 @@ def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
             ):
                 yield batch.column(0)[left_out:]
                 left_out = max(0, left_out - batch.num_rows)
-        first += here
+        first += group_rows
 
 
-def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
-    """The documents of parquet files, a part for each file: uint8 [bytes].
+def parquet_segments(paths: Sequence[Path]) -> tuple[Segment, ...]:
+    """The documents of parquet files, a segment for each file: uint8 [bytes].
 
     Each document is the UTF-8 bytes of a row's text, then a byte 255. The text is the column
     `text`, or the only string column. An empty text is the byte 255 alone; null is left out. Raises
     a UserError if a file cannot be read or has no text column, or if they hold more than 2 GiB.
     """
-    parts: list[Part] = []
+    segments: list[Segment] = []
     for path in paths:
         tokens = bytearray()
         with open_parquet(path) as file:
             column = _text_column(path, file.schema_arrow)
             for texts in read_column(file, column, 0, ROWS_AT_ONCE):
                 tokens += _documents(texts).data
-                if len(tokens) + sum(map(len, parts)) > MOST_BYTES:
+                if len(tokens) + sum(map(len, segments)) > MOST_BYTES:
                     raise UserError(
                         f"{path} holds too much text to be read into memory: "
                         f"{MOST_BYTES / 2**30:g} GiB is the most. Make tokens of it with `fp8stack "
@@ -87,8 +88,8 @@ def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
                     f"{path} has no text in its column {column!r}. Give a file with text."
                 )
         content = np.frombuffer(tokens, dtype=np.uint8)
-        parts.append(Part(path=path, tokens=content, documents=Separator(token=END_OF_TEXT)))
-    return tuple(parts)
+        segments.append(Segment(path=path, tokens=content, documents=Separator(token=END_OF_TEXT)))
+    return tuple(segments)
 
 
 def is_text(kind: Any) -> bool:

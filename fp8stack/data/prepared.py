@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.io import TEMPORARY, read_json
-from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
+from fp8stack.data.corpus import Ends, Segment, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer, end_token_in, tokenizer_from_json
 
@@ -48,7 +48,7 @@ class TokenizerOf(BaseModel, frozen=True, strict=True):
 
 
 class ShardManifest(BaseModel, frozen=True, strict=True):
-    """The part of a manifest.json that is read; the rest is information."""
+    """The keys of a manifest.json that are read; the others are information."""
 
     format: Literal[1]
     tokenizer: TokenizerOf
@@ -79,18 +79,20 @@ def read_manifest(folder: Path) -> ShardManifest:
     try:
         return ShardManifest.model_validate(read_json(path))
     except ValueError as error:
-        why = str(error)
+        reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             where = ".".join(str(key) for key in first["loc"]) or "its whole"
-            why = f"{where}: {first['msg']}"
+            reason = f"{where}: {first['msg']}"
         raise UserError(
-            f"{path} is not a manifest of prepared data: {' '.join(why.split())}. Run `fp8stack "
+            f"{path} is not a manifest of prepared data: {' '.join(reason.split())}. Run `fp8stack "
             "prepare` again, or remove it to read the folder's files as they are."
         ) from error
 
 
-def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def prepared_segments(
+    folder: Path, vocabulary: int
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """The training and the validation shards, memory-mapped; the latter may be empty. Raises a
     UserError if the model's vocabulary is too small, or a file differs from the manifest."""
     manifest = read_manifest(folder)
@@ -101,16 +103,16 @@ def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tup
             f"{made_for.vocabulary} tokens, and the model has {vocabulary}. Use a model with as "
             f"many, for example with --set model_overrides.vocabulary={made_for.vocabulary}."
         )
-    parts = {
-        name: tuple(_part(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)
+    segments = {
+        name: tuple(_segment(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)
         for name, split in manifest.splits.items()
     }
-    if not parts.get("train"):
+    if not segments.get("train"):
         raise UserError(f"{folder} holds no training data. Run `fp8stack prepare` with more text.")
-    return parts["train"], parts.get("val", ())
+    return segments["train"], segments.get("val", ())
 
 
-def _part(folder: Path, shard: Shard, dtype: str) -> Part:
+def _segment(folder: Path, shard: Shard, dtype: str) -> Segment:
     path = folder / shard.file
     width = int(dtype[-1])
     _require_bytes(path, shard.tokens * width, f"{shard.tokens} tokens")
@@ -122,18 +124,18 @@ def _part(folder: Path, shard: Shard, dtype: str) -> Part:
             f"{index}: the last document ends at token {int(ends[-1])} of {shard.tokens}, or one "
             "ends before it begins. Run `fp8stack prepare` again."
         )
-    documents = Ends(index=Part(path=index, tokens=ends))
-    return Part(path=path, tokens=map_tokens(path, dtype), documents=documents)
+    documents = Ends(index=Segment(path=index, tokens=ends))
+    return Segment(path=path, tokens=map_tokens(path, dtype), documents=documents)
 
 
-def _require_bytes(path: Path, expected: int, what: str) -> None:
+def _require_bytes(path: Path, expected: int, content: str) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
         unreadable(path, error)
     if size != expected:
         raise UserError(
-            f"{path} should hold {what} by {MANIFEST}, {expected} bytes, and has {size} bytes. "
+            f"{path} should hold {content} by {MANIFEST}, {expected} bytes, and has {size} bytes. "
             "Run `fp8stack prepare` again, or copy the folder again."
         )
 
@@ -147,11 +149,11 @@ def tokenizer_of_prepared(folder: Path) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         unreadable(path, error)
-    found = hashlib.sha256(content).hexdigest()
-    if found != manifest.sha256:
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != manifest.sha256:
         raise UserError(
             f"{path} is not the tokenizer that made the tokens beside it: its SHA-256 begins with "
-            f"{found[:8]}, that of {MANIFEST} with {manifest.sha256[:8]}. Copy the folder again."
+            f"{sha256[:8]}, that of {MANIFEST} with {manifest.sha256[:8]}. Copy the folder again."
         )
     text = content.decode(errors="replace")
     return tokenizer_from_json(text, manifest.name, end_token_in(folder))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fp8stack.common.errors import UserError
 from fp8stack.data import megatron, prepared
-from fp8stack.data.bins import bin_part, is_bin, named_splits
+from fp8stack.data.bins import bin_segment, is_bin, named_splits
 from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
-from fp8stack.data.corpus import Corpus, Part
-from fp8stack.data.datatrove import ds_part, is_beside_ds, is_ds
+from fp8stack.data.corpus import Corpus, Segment
+from fp8stack.data.datatrove import ds_segment, is_beside_ds, is_ds
 from fp8stack.data.files import is_empty, status_of, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.nanogpt import META, characters_beside
-from fp8stack.data.parquet import is_parquet, parquet_parts
+from fp8stack.data.parquet import is_parquet, parquet_segments
 from fp8stack.data.texts import (
     STANDARD_LIBRARY,
     encoded,
@@ -27,7 +27,7 @@ from fp8stack.data.texts import (
 from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.data.tokenizer.byte_level import ByteTokenizer
 
-Parts = tuple[Part, ...]
+Segments = tuple[Segment, ...]
 
 
 def load_corpora(
@@ -82,19 +82,20 @@ def holds_text(data: str | None) -> bool:
 def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer | None:
     """The tokenizer that made the tokens of `data`; None if the data do not record it.
 
-    For text and parquet files it is `texts`, by default that of bytes; for a prepared folder its
-    own; for a mixture that of all its sources. Raises a UserError if the data do not exist, if the
-    sources of a mixture differ, or if a prepared folder's tokenizer.json is not the one that made
-    its tokens.
+    Text and parquet files are tokenized by `texts`, or as bytes if it is None; a prepared folder
+    records its tokenizer; the sources of a mixture must have the same tokenizer. Raises a UserError
+    if the data do not exist, if the sources differ, or if a prepared folder's tokenizer.json is not
+    the tokenizer that made its tokens.
     """
-    found = [(path, _tokenizer_of_one(path, texts)) for path in _paths(data)]
-    for (path, one), (other_path, other) in pairwise(found):
-        if (one and one.sha256) != (other and other.sha256):
+    tokenizers = [(path, _tokenizer_of_one(path, texts)) for path in _paths(data)]
+    for (path, tokenizer), (other_path, other_tokenizer) in pairwise(tokenizers):
+        if (tokenizer and tokenizer.sha256) != (other_tokenizer and other_tokenizer.sha256):
             raise UserError(
-                f"{path} is {_tokens_of(one)} and {other_path} is {_tokens_of(other)}: they cannot "
-                "be mixed. Make both with `fp8stack prepare` and one --tokenizer."
+                f"{path} is {_tokens_of(tokenizer)} and {other_path} is "
+                f"{_tokens_of(other_tokenizer)}: they cannot be mixed. Make both with `fp8stack "
+                "prepare` and one --tokenizer."
             )
-    return found[0][1]
+    return tokenizers[0][1]
 
 
 def _paths(data: str | None) -> list[str | None]:
@@ -114,14 +115,14 @@ def vocabulary_of(data: str | None) -> int | None:
     llm.c's header or nanoGPT's `meta.pkl` records it; None if that is not recorded for all
     sources, or one is text. Raises what `load_corpora` raises."""
     sizes = [_vocabulary_of_one(path) for path in _paths(data)]
-    known = [size for size in sizes if size is not None]
-    return max(known) if len(known) == len(sizes) else None
+    recorded = [size for size in sizes if size is not None]
+    return max(recorded) if len(recorded) == len(sizes) else None
 
 
 def _vocabulary_of_one(data: str | None) -> int | None:
     if data is None or _is_text(data):
         return None
-    path = _found(data)
+    path = _path_of(data)
     if prepared.is_prepared(path):
         return prepared.read_manifest(path).tokenizer.vocabulary
     file = _first_bin(path)
@@ -137,7 +138,7 @@ def _first_bin(path: Path) -> Path | None:
 def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | None:
     if data is None or _is_text(data):
         return texts or load_tokenizer("bytes")
-    path = _found(data)
+    path = _path_of(data)
     if prepared.is_prepared(path):
         return prepared.tokenizer_of_prepared(path)
     file = _first_bin(path)
@@ -148,14 +149,14 @@ def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | 
 
 
 def _is_text(data: str | None) -> bool:
-    path = None if data is None else _found(data)
+    path = None if data is None else _path_of(data)
     if path is None or not path.is_dir():
         return path is None or not (is_bin(path) or is_ds(path))
     tokens = prepared.is_prepared(path) or any(is_bin(f) or is_ds(f) for f in walk(path))
     return not tokens
 
 
-def _found(data: str) -> Path:
+def _path_of(data: str) -> Path:
     """The folder or file that `data`, which is no mixture, names."""
     status = status_of(data)
     folder = status is not None and stat.S_ISDIR(status.st_mode)
@@ -169,7 +170,7 @@ def _found(data: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loader:
-    """What is common to the sources of data; see `load_corpora`."""
+    """Loads sources of data with the same options; see `load_corpora`."""
 
     vocabulary: int
     held_out: float
@@ -179,44 +180,46 @@ class _Loader:
     def splits(self, data: str | None) -> tuple[Corpus, Corpus]:
         """The splits of data that are no mixture."""
         if data is None:
-            parts = self._text(STANDARD_LIBRARY, standard_library(self.vocabulary))
-            return self._cut(STANDARD_LIBRARY, parts)
-        path = _found(data)
+            segments = self._text(STANDARD_LIBRARY, standard_library(self.vocabulary))
+            return self._cut(STANDARD_LIBRARY, segments)
+        path = _path_of(data)
         if not path.is_dir():
             if is_bin(path):
-                parts = self._bins([path])
+                segments = self._bins([path])
             elif is_ds(path):
-                parts = (ds_part(path),)
+                segments = (ds_segment(path),)
             elif is_parquet(path):
-                parts = self._tables(str(path), [path])
+                segments = self._tables(str(path), [path])
             else:
-                parts = self._text(str(path), [text(path, self.vocabulary)])
-            return self._cut(data, parts)
+                segments = self._text(str(path), [text(path, self.vocabulary)])
+            return self._cut(data, segments)
         if prepared.is_prepared(path):
-            train, val = prepared.prepared_parts(path, self.vocabulary)
+            train, val = prepared.prepared_segments(path, self.vocabulary)
             return _named(data, train, val) if val else self._cut(data, train)
         files = path / "train.bin", path / "val.bin"
         if all(map(os.path.exists, files)):
-            first, second = (Corpus(name=str(file), parts=self._bins([file])) for file in files)
+            first, second = (Corpus(name=str(file), segments=self._bins([file])) for file in files)
             return first, second
         return self._folder(data)
 
-    def _cut(self, name: str, parts: Parts) -> tuple[Corpus, Corpus]:
-        whole = Corpus(name=name, parts=parts)
-        return _named(name, *whole.split(len(whole) - int(len(whole) * self.held_out)))
+    def _cut(self, name: str, segments: Segments) -> tuple[Corpus, Corpus]:
+        corpus = Corpus(name=name, segments=segments)
+        return _named(name, *corpus.split(len(corpus) - int(len(corpus) * self.held_out)))
 
-    def _bins(self, paths: list[Path]) -> Parts:
-        return tuple(bin_part(path, self.vocabulary, self.end_of_text) for path in paths)
+    def _bins(self, paths: list[Path]) -> Segments:
+        return tuple(bin_segment(path, self.vocabulary, self.end_of_text) for path in paths)
 
-    def _tables(self, name: str, paths: list[Path]) -> Parts:
+    def _tables(self, name: str, paths: list[Path]) -> Segments:
         require_bytes_fit(self.vocabulary, name)
-        return self._text(name, list(parquet_parts(paths)))
+        return self._text(name, list(parquet_segments(paths)))
 
-    def _text(self, name: str, parts: list[Part]) -> Parts:
-        """The splits of text files or tables: their bytes concatenated, or their tokens."""
+    def _text(self, name: str, segments: list[Segment]) -> Segments:
+        """The segments of text files or tables: their bytes concatenated, or their tokens."""
         if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
-            return encoded(name, parts, self.texts)
-        return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
+            return encoded(name, segments, self.texts)
+        if all(segment.documents is None for segment in segments):
+            return joined(segments)
+        return tuple(segments)
 
     def _folder(self, data: str) -> tuple[Corpus, Corpus]:
         """The splits of a folder of `.bin`, `.ds`, parquet or text files."""
@@ -228,35 +231,37 @@ class _Loader:
         indices = {megatron.index_of(path) for path in bins}
         indices |= {path.parent / META for path in bins} | set(filter(is_beside_ds, files))
         tables = [path for path in files if is_parquet(path)]
-        others = [p for p in files if p not in {*bins, *datatrove, *indices, *tables}]
+        text_files = [p for p in files if p not in {*bins, *datatrove, *indices, *tables}]
         kinds = {".bin files": bins, ".ds files": datatrove, "parquet files": tables}
-        kinds["others"] = others
+        kinds["others"] = text_files
         present = [(kind, paths[0].name) for kind, paths in kinds.items() if paths]
         if len(present) > 1:
-            (kind, name), (other, other_name) = present[:2]
+            (kind, name), (other_kind, other_name) = present[:2]
             raise UserError(
-                f"{folder} mixes {kind} ({name}) with {other} ({other_name}). "
+                f"{folder} mixes {kind} ({name}) with {other_kind} ({other_name}). "
                 "Give a folder with one kind, or name one file."
             )
         if bins:
             if named := named_splits(bins):
                 return _named(data, *map(self._bins, named))
-            parts = self._bins(bins)
+            segments = self._bins(bins)
         elif datatrove:  # an empty one is of a task without documents
-            parts = tuple(ds_part(path) for path in datatrove if not is_empty(path))
+            segments = tuple(ds_segment(path) for path in datatrove if not is_empty(path))
         elif tables:
-            parts = self._tables(data, tables)
+            segments = self._tables(data, tables)
         else:
             # An empty text is harmless; an empty .bin is a shard that was not written.
-            found = [text(path, self.vocabulary) for path in others if not is_empty(path)]
-            parts = self._text(data, found)
-        if not parts:
+            text_segments = [
+                text(path, self.vocabulary) for path in text_files if not is_empty(path)
+            ]
+            segments = self._text(data, text_segments)
+        if not segments:
             raise UserError(f"{folder} holds no data. Put .bin or text files into it.")
-        return self._cut(data, parts)
+        return self._cut(data, segments)
 
 
-def _named(name: str, train: Parts, val: Parts) -> tuple[Corpus, Corpus]:
+def _named(name: str, train: Segments, val: Segments) -> tuple[Corpus, Corpus]:
     return (
-        Corpus(name=f"{name} (training part)", parts=train),
-        Corpus(name=f"{name} (held-out part)", parts=val),
+        Corpus(name=f"{name} (training part)", segments=train),
+        Corpus(name=f"{name} (held-out part)", segments=val),
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import shell_quoted
-from fp8stack.data.corpus import Part, Separator, map_tokens
+from fp8stack.data.corpus import Segment, Separator, map_tokens
 from fp8stack.data.files import encoding_of, head_and_size, is_empty, unreadable, walk
 from fp8stack.data.parquet import END_OF_TEXT
 from fp8stack.data.tokenizer import Tokenizer
@@ -39,61 +39,65 @@ def require_bytes_fit(vocabulary: int, name: str) -> None:
         )
 
 
-def text(path: Path, vocabulary: int) -> Part:
+def text(path: Path, vocabulary: int) -> Segment:
     """The bytes of a text file but for a byte order mark: uint8 [tokens], memory-mapped if large;
     in UTF-8 where the mark is UTF-16's or UTF-32's. Raises a UserError if the file cannot be read,
     is empty or compressed, or is not text."""
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
-    why = next((f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None)
+    problem = next(
+        (f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None
+    )
     if path.suffix.lower() in JSON_LINES:
-        why = "holds JSON lines, not text"
-    if why:
+        problem = "holds JSON lines, not text"
+    if problem:
         raise UserError(
-            f"{path} {why}. Make tokens of it with `fp8stack prepare "
+            f"{path} {problem}. Make tokens of it with `fp8stack prepare "
             f"{shell_quoted(str(path))} --tokenizer bytes "
             "--out tokens` and give `--data tokens`."
         )
     mark, encoding = encoding_of(head)
     if encoding != "utf-8":
         content = _in_memory(path).tokens.tobytes()[len(mark) :].decode(encoding, errors="replace")
-        return Part(path=path, tokens=np.frombuffer(content.encode() or b"\n", dtype=np.uint8))
+        return Segment(path=path, tokens=np.frombuffer(content.encode() or b"\n", dtype=np.uint8))
     if b"\0" in head:
         raise UserError(
             f"{path} looks binary: byte {head.index(0)} is NUL. Give UTF-8 text, "
             "or a .bin file of little-endian uint16 tokens."
         )
     mapped = size >= MAPPED_FROM_BYTES
-    part = Part(path=path, tokens=map_tokens(path, "|u1")) if mapped else _in_memory(path)
-    return part.slice(len(mark), size) if size > len(mark) else part
+    segment = Segment(path=path, tokens=map_tokens(path, "|u1")) if mapped else _in_memory(path)
+    return segment.slice(len(mark), size) if size > len(mark) else segment
 
 
-def _in_memory(path: Path) -> Part:
+def _in_memory(path: Path) -> Segment:
     try:
-        return Part(path=path, tokens=np.frombuffer(path.read_bytes(), dtype=np.uint8))
+        return Segment(path=path, tokens=np.frombuffer(path.read_bytes(), dtype=np.uint8))
     except OSError as error:
         unreadable(path, error)
 
 
-def joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Concatenate texts, with a newline after one that does not end in it."""
     newline = np.array([ord("\n")], dtype=np.uint8)
-    whole = list[Part]()
-    for part in parts:
-        if whole and whole[-1].tokens[-1] != ord("\n"):
-            last = whole[-1]
-            whole.append(Part(path=last.path, tokens=newline, start=last.start + len(last)))
-        whole.append(part)
-    return tuple(whole)
+    with_newlines = list[Segment]()
+    for segment in segments:
+        if with_newlines and with_newlines[-1].tokens[-1] != ord("\n"):
+            last = with_newlines[-1]
+            with_newlines.append(
+                Segment(path=last.path, tokens=newline, start=last.start + len(last))
+            )
+        with_newlines.append(segment)
+    return tuple(with_newlines)
 
 
-def standard_library(vocabulary: int) -> list[Part]:
-    """The standard library's source, about 10 MB, a part for each file, in the order of the SHA-256
-    of each path, so that the held-out end is a mix of packages.
+def standard_library(vocabulary: int) -> list[Segment]:
+    """The standard library's source, about 10 MB, a segment for each file, in the order of the
+    SHA-256 of each path, so that the held-out end is a mix of packages.
 
-    Parts that distributions may add or leave out are excluded, so that the contents depend only on
-    the Python version. Raises a UserError if this Python has no source, or if the vocabulary is too
-    small.
+    Modules that distributions may add or leave out are excluded, so that the contents depend only
+    on the Python version. Raises a UserError if this Python has no source, or if the vocabulary is
+    too small.
     """
     require_bytes_fit(vocabulary, STANDARD_LIBRARY)
     root = Path(sysconfig.get_path("stdlib"))
@@ -106,18 +110,18 @@ def standard_library(vocabulary: int) -> list[Part]:
             name = path.relative_to(root).as_posix()
             if name.endswith(".py"):
                 ordered.append((hashlib.sha256(name.encode()).digest(), path))
-    parts = [_in_memory(path) for _, path in sorted(ordered) if not is_empty(path)]
-    if not parts:
+    segments = [_in_memory(path) for _, path in sorted(ordered) if not is_empty(path)]
+    if not segments:
         raise UserError(f"No source of {STANDARD_LIBRARY} in {root}. Give text with --data.")
-    return parts
+    return segments
 
 
-def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Part, ...]:
-    """Tokenize parts of text, uint8 [bytes], each of one file of the data called `name`: uint16 or
+def encoded(name: str, segments: Sequence[Segment], tokenizer: Tokenizer) -> tuple[Segment, ...]:
+    """Tokenize segments of text, uint8 [bytes], each a file of the data called `name`: uint16 or
     uint32, with the end-of-text token after each document, as `fp8stack prepare` does. A document
     is a file, or a row of a table. Raises a UserError if there is more text than a run tokenizes at
     its start."""
-    size = sum(map(len, parts))
+    size = sum(map(len, segments))
     if size > MOST_BYTES:
         raise UserError(
             f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
@@ -125,16 +129,16 @@ def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Par
             f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and "
             "give --data tokens."
         )
-    return tuple(_tokens_of(part, tokenizer) for part in parts)
+    return tuple(_tokens_of(segment, tokenizer) for segment in segments)
 
 
-def _tokens_of(part: Part, tokenizer: Tokenizer) -> Part:
-    content = part.read(0, len(part)).tobytes()
-    rows = [content] if part.documents is None else content.split(bytes([END_OF_TEXT]))
+def _tokens_of(segment: Segment, tokenizer: Tokenizer) -> Segment:
+    content = segment.read(0, len(segment)).tobytes()
+    rows = [content] if segment.documents is None else content.split(bytes([END_OF_TEXT]))
     ids = tokenizer.encode_batch([row.decode(errors="replace") for row in rows if row])
     end = tokenizer.end_of_text
     if end is not None:
         separator = np.array([end], dtype=np.uint32)
         ids = [piece for document in ids for piece in (document, separator)]
     documents = None if end is None else Separator(token=end)
-    return replace(part, tokens=np.concatenate(ids).astype(tokenizer.dtype), documents=documents)
+    return replace(segment, tokens=np.concatenate(ids).astype(tokenizer.dtype), documents=documents)

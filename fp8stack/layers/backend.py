@@ -213,7 +213,7 @@ class Backend:
         makes."""
 
     def set_matmul_precision(self, model: nn.Module) -> None:
-        """Let `model` multiply float32 exactly, or as TF32 if the plan says so, in its forward and
+        """Make `model` multiply float32 exactly, or as TF32 if the plan says so, in its forward and
         backward passes; other models of the process are not affected."""
         MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
 

@@ -99,7 +99,7 @@ class Slot:
         """The scale to cast with, in a pass that is run `again` if it is one."""
         if again is None or self.operand == "grad_output":
             return self._scales()[self.column]
-        # As many operators as above: selective checkpointing counts them.
+        # Call as many operators as above: selective checkpointing counts them.
         scales = again.weight_scales if self.operand == "weight" else again.scales
         return scales[self.column]
 

@@ -19,7 +19,7 @@ from fp8stack.layers.kernels.matmul_precision import exact_matmul
 from fp8stack.layers.linear import Call, QuantizedLinear, Size
 from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
 from fp8stack.numerics import Quantized
-from fp8stack.numerics.fused import seen
+from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.operators import operator
 from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -236,16 +236,17 @@ class EmulateBackend(Backend):
         return QuantizedLinear(size, self, operands, quantizers)
 
     def cast(
-        self, x: Tensor, quantizers: EmulatedOperand, both: bool, call: Call
+        self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`. On a CPU values are float32, which it multiplies fastest."""
         bf16 = quantizers.bf16 and not x.is_cpu
-        packs = both and quantizers.packs
-        if both and not packs and quantizers.at_once is not None:
+        packs = with_columns and quantizers.packs
+        if with_columns and not packs and quantizers.at_once is not None:
             first, second = quantizers.at_once.round(x, bf16=bf16)
             return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
         copies = []
-        for across in (False, True) if both and not packs and not quantizers.reused else (False,):
+        casts_columns = with_columns and not packs and not quantizers.reused
+        for across in (False, True) if casts_columns else (False,):
             rounding = quantizers.rounding_across if across else quantizers.rounding
             form = quantizers.columns if across else quantizers.rows
             if rounding is None:
@@ -261,7 +262,7 @@ class EmulateBackend(Backend):
             rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
             copies.append(Emulated(*rounded, form))
         rows = copies[0]
-        if not both:
+        if not with_columns:
             if call.record and quantizers.always_records and quantizers.slot_across is not None:
                 quantizers.slot_across.record(numerics.amax(x))
             return rows, None
@@ -293,15 +294,17 @@ class EmulateBackend(Backend):
         rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
         columns = b.factor if b.factor is not None and b.factor.ndim else None
         if not a.values.is_cpu:
-            left = a.values.t() if turn == "a" else a.values
-            right = b.values.t() if turn == "b" else b.values
+            a_matrix = a.values.t() if turn == "a" else a.values
+            b_matrix = b.values.t() if turn == "b" else b.values
             with exact_matmul():  # TF32 would round the operands
-                bf16 = left.dtype == torch.bfloat16
-                y = torch.mm(left, right, out_dtype=torch.float32) if bf16 else left @ right
+                if a_matrix.dtype == torch.bfloat16:
+                    y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
+                else:
+                    y = a_matrix @ b_matrix
             return _scaled(y, scales, rows, columns, bias).to(out_dtype)
         bias = None if bias is None else bias.float()
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _cpu_gemm if seen(a.values) else _gemm
+        multiply = _cpu_gemm if needs_operator(a.values) else _gemm
         if rows is None and columns is None:
             y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
             return y.to(out_dtype)

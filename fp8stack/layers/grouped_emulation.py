@@ -23,7 +23,7 @@ from fp8stack.layers.kernels.grouped_gemm import (
 from fp8stack.layers.linear import Call
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.numerics.cast import record_amax
-from fp8stack.numerics.fused import seen
+from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.groups import GroupRounding
 from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.numerics.rounding import Rounding
@@ -157,7 +157,7 @@ class GroupedEmulation:
         assert a.ends is not None
         turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _operator if seen(a.values) else _emulated_gemm
+        multiply = _operator if needs_operator(a.values) else _emulated_gemm
         y: Tensor = multiply(
             a.values, b.values, a.ends, turn, a.form.multiple, a.factor, b.factor, a.form.by_row,
             bias, in_bf16, out_dtype,

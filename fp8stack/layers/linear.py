@@ -228,19 +228,21 @@ class GemmBackend(Protocol):
     """The casts and GEMMs of a backend's linears.
 
     Copies of an operand are NamedTuples of the class `Copy`: two tensors, their form, which is no
-    tensor, and further tensors; None in place of a tensor that the form does not have. `sums`, of
-    the row copy of dy: its sums over rows, float32, where the cast gives them.
+    tensor, and further tensors; None stands for a tensor that the form lacks. `sums`, in the row
+    copy of dy, holds its sums over rows in float32, where the cast computes them.
     """
 
     Copy: Any
 
-    def cast(self, x: Any, quantizers: Any, both: bool, call: Call) -> tuple[Any, Any | None]:
+    def cast(
+        self, x: Any, quantizers: Any, with_columns: bool, call: Call
+    ) -> tuple[Any, Any | None]:
         """Cast an operand of a linear.
 
         Args:
             x: [rows, columns].
             quantizers: the operand's, one of `QuantizedLinear.quantizers`.
-            both: whether the second copy is needed.
+            with_columns: whether the column copy is needed.
             call: the call of the linear.
 
         Returns:

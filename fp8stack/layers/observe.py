@@ -41,14 +41,14 @@ def observing(
 
     A linear gives its input and weight in the forward pass and its grad_output in the backward
     pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
-    have the dtype that is cast: the compute dtype, weights that of their masters. A block that is
-    recomputed for the backward pass is seen the first time. Losses, gradients and FP8 state are
-    those of a pass that nobody observes, to the bit.
+    have the dtype that is cast: the compute dtype, for weights the master's. A block that is
+    recomputed for the backward pass is observed the first time. Observing changes no bit of the
+    losses, the gradients or the FP8 state.
 
-    Of Transformer Engine's fused modules: a LayerNormLinear's input is the norm's output, computed
+    In Transformer Engine's fused modules, a LayerNormLinear's input is the norm's output, computed
     once more; between the linears of a LayerNormMLP, the input of the second and the grad_output of
-    the first are recomputed by GEMMs in the compute dtype, so they lack the noise of FP8. There is
-    no grad_input of what follows a fused norm, and none of the two within a LayerNormMLP.
+    the first are recomputed by GEMMs in the compute dtype, so they lack the noise of FP8. A linear
+    after a fused norm has no grad_input, and neither have the two of a LayerNormMLP.
 
     `see` is called without gradients and without autocast. `layers` are the linears to observe by
     path; those in FP8 if left out.

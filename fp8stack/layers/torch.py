@@ -148,7 +148,9 @@ class _MultiplyTwice(torch.autograd.Function):
         return *of_up, *of_down[1:], None, None, None, None, None
 
 
-def _both(data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None) -> Copies:
+def _scaled_pair(
+    data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
+) -> Copies:
     """Both copies of an operand that was cast with one scale."""
     rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
     columns = None if transposed is None else rows._replace(data=transposed, sums=None)
@@ -207,16 +209,16 @@ class TorchBackend(Backend):
         return linear
 
     def cast(
-        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, call: Call
+        self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
     ) -> Copies:
         """See `GemmBackend.cast`; weights are cast once until they change."""
         if isinstance(x, FullWeight):
-            turned = x.data8.t().contiguous() if both else None
-            return _both(x.data8, turned, x.scale, None)
+            turned = x.data8.t().contiguous() if with_columns else None
+            return _scaled_pair(x.data8, turned, x.scale, None)
         if quantizers.cached is not None and self._serves(quantizers, quantizers.cached):
             rows, columns = quantizers.cached.copies
-            return rows, columns if both else None
-        return self.quantize(x, quantizers, both, call)
+            return rows, columns if with_columns else None
+        return self.quantize(x, quantizers, with_columns, call)
 
     def _serves(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
         """Whether the copies of a weight are up to date."""
@@ -235,7 +237,7 @@ class TorchBackend(Backend):
         return cached.version == version_of(own_weight(quantizers.layer))
 
     def quantize(
-        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, call: Call
+        self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
     ) -> Copies:
         """`cast` of values that are not cast yet. In compiled code the compiler fuses a cast by a
         known scale with the computation of `x`; not the transpose where a reduction over rows
@@ -247,13 +249,13 @@ class TorchBackend(Backend):
         if kind is ScaleLayout.PER_TENSOR:
             # Compiled, a cast is not fused with the computation of x where the amax comes first.
             if isinstance(x, Tensor) and torch.compiler.is_compiling():
-                by_kernel = has_kernel(x.device) and both
+                by_kernel = has_kernel(x.device) and with_columns
                 if quantizer.delayed or not by_kernel:
-                    return self._compiled_cast(x, quantizers, both, call, by_kernel)
-            return self._cast(x, quantizers, both, call.record, sums)
+                    return self._compiled_cast(x, quantizers, with_columns, call, by_kernel)
+            return self._cast(x, quantizers, with_columns, call.record, sums)
         if kind in _BY_BLOCKS and (not isinstance(x, Tensor) or has_kernel(x.device)):
             product = Product("cast", x) if isinstance(x, Tensor) else x
-            copies = cast_blocks(product, quantizer, across=both, sums=sums)
+            copies = cast_blocks(product, quantizer, across=with_columns, sums=sums)
             assert copies.inv_scale is not None
             rows = Scaled(copies.data, copies.inv_scale, kind, None, copies.sums)
             if copies.transposed is None or copies.inv_scale_across is None:
@@ -262,16 +264,21 @@ class TorchBackend(Backend):
         assert isinstance(x, Tensor)
         total = x.sum(0, dtype=torch.float32) if sums else None
         if kind is ScaleLayout.NV:
-            across = quantizers.across if both else None
+            across = quantizers.across if with_columns else None
             assert across != "forward"
             bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
             rows, columns = cast_nvfp4(x, quantizer, across, bits)
         else:
-            rows, columns = _copies(x, quantizer, kind, both)
+            rows, columns = _copies(x, quantizer, kind, with_columns)
         return rows._replace(sums=total), columns
 
     def _cast(
-        self, x: Tensor | Product, quantizers: ScaledOperand, both: bool, record: bool, sums: bool
+        self,
+        x: Tensor | Product,
+        quantizers: ScaledOperand,
+        with_columns: bool,
+        record: bool,
+        sums: bool,
     ) -> Copies:
         """`quantize` with one scale."""
         slot, quantizer = quantizers.slot, quantizers.quantizer
@@ -286,20 +293,21 @@ class TorchBackend(Backend):
         observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if isinstance(x, Tensor) and x.is_cpu and not observed:
             data = cast_scaled(x.contiguous(), scale, quantizers.target)
-            turned = data.t().clone(memory_format=torch.contiguous_format) if both else None
+            turned = data.t().clone(memory_format=torch.contiguous_format) if with_columns else None
             if recorded is not None:
                 record_amax(recorded, numerics.amax(x), counts)
-            return _both(data, turned, scale, total)
+            return _scaled_pair(data, turned, scale, total)
         product = Product("cast", x) if isinstance(x, Tensor) else x
-        options = {"across": both, "record": recorded is not None, "sums": sums and total is None}
+        options = {"across": with_columns, "sums": sums and total is None}
+        options["record"] = recorded is not None
         copies = cast_product(product, scale, quantizer.format, **options)
         if copies.amax is not None and recorded is not None:
             record_amax(recorded, copies.amax, counts)
         sums_of_rows = copies.sums if total is None else total
-        return _both(copies.data, copies.transposed, scale, sums_of_rows)
+        return _scaled_pair(copies.data, copies.transposed, scale, sums_of_rows)
 
     def _compiled_cast(
-        self, x: Tensor, quantizers: ScaledOperand, both: bool, call: Call, by_kernel: bool
+        self, x: Tensor, quantizers: ScaledOperand, with_columns: bool, call: Call, by_kernel: bool
     ) -> Copies:
         """`_cast` in code that the compiler can see, except for the transpose by a kernel where a
         reduction computes `x`, or sums it."""
@@ -313,10 +321,10 @@ class TorchBackend(Backend):
         assert dtype is not None
         if not (by_kernel and reduced):
             data = numerics.cast_to_fp8(x, scale, format).contiguous()
-            return _both(data, data.t().contiguous() if both else None, scale, total)
+            return _scaled_pair(data, data.t().contiguous() if with_columns else None, scale, total)
         codes = codes_of_cast(x, scale, format)
         turned = transpose_bytes(codes)  # before the view: so it is of what was stored
-        return _both(codes.view(dtype), turned.view(dtype), scale, total)
+        return _scaled_pair(codes.view(dtype), turned.view(dtype), scale, total)
 
     def keep_weight(self, layer: QuantizedLinear, record: bool) -> None:
         """Quantize the weight of a layer, to be used until it changes."""

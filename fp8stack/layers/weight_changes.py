@@ -81,16 +81,16 @@ class WeightChanges:
     """Whether the weights of some layers changed since a pass last trained with them.
 
     Attributes:
-        first: whether the pass under way trains and is to quantize weights anew.
-        generation: counts those passes.
-        copied: whether quantized copies of the weights are to be used: they serve until the weights
+        first: whether the pass under way trains and quantizes weights again.
+        generation: the number of such passes.
+        copied: whether the pass uses quantized copies of the weights: they serve until the weights
             change, within training. An evaluation makes its own.
         fresh: whether no layer's backward pass ran since copies were made or a training pass began.
-        versions: of the weights that are watched, at the last pass.
+        versions: versions of the watched weights at the last pass.
         flag: bool and 0-dim, tells the device that weights changed.
         certain: whether they are known to have changed, where `first` says so.
         has_amaxes: whether amaxes of weights are recorded, once per change.
-        agree: makes one of what the ranks found out that share weights out.
+        agree: combines the findings of ranks that shard weights.
         only_told: whether the weights change by torch's optimizers and operations in place alone,
             so that no values need be compared.
     """

@@ -60,8 +60,8 @@ def rule(number: int) -> RoundingRule:
     return _RULES[number]
 
 
-def seen(x: Tensor) -> bool:
-    """Whether a compiler, mode or profiler looks at the operators on `x` and has to see ours.
+def needs_operator(x: Tensor) -> bool:
+    """Whether a compiler, mode or profiler records the operators on `x`, and so has to get ours.
     Without one the eager function is called: an operator costs as much as the work on a small
     matrix."""
     return (
@@ -82,7 +82,7 @@ def implementation(x: Tensor) -> Callable[..., list[Tensor]] | None:
         return op if torch._C._len_torch_dispatch_stack() > 0 else None
     if not x.is_cpu or (_KERNELS or _loaded())[1] is not None:
         return None
-    return op if seen(x) else round
+    return op if needs_operator(x) else round
 
 
 def why_not() -> str | None:

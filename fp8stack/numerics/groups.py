@@ -60,7 +60,7 @@ class GroupRounding:
         if bits is not None:
             assert isinstance(bits.stream, Tensor)
             counter, seed, streams, first_row = bits.counter, bits.seed, bits.stream, bits.first_row
-        run = round_groups if fused.seen(x) else _round_groups
+        run = round_groups if fused.needs_operator(x) else _round_groups
         tensors = run(
             x, ends, self._number, scale, counter, seed, streams, int(first_row), bf16, amaxes
         )

@@ -101,7 +101,7 @@ class Cast:
         return self.target.split(" ")[0] in get_args(FormatName)
 
 
-def held(dtype: str) -> str:
+def stored_dtype(dtype: str) -> str:
     """The dtype in which tensors are stored: float32 for TF32."""
     return "fp32" if dtype == "tf32" else dtype
 
@@ -138,7 +138,7 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
     if name in ("linear", "cast"):
         return
     if name == "attention":
-        operands, output, reason = (plan.attention,) * 3, held(plan.attention), ""
+        operands, output, reason = (plan.attention,) * 3, stored_dtype(plan.attention), ""
         if recipe.fp8_attention:
             operands = ("e4m3",) * 3
         if plan.attention_precision != plan.compute_dtype:
@@ -149,7 +149,7 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
         # Transformer Engine runs all layers in FP8 or below, so each has a quantizer of its input.
         assert recipe.quantizers is not None
         assert recipe.quantizers.input is not None
-        quantizer, dtype = recipe.quantizers.input, held(plan.compute_dtype)
+        quantizer, dtype = recipe.quantizers.input, stored_dtype(plan.compute_dtype)
         name, operands = "norm", (dtype,)
         # The cast is fused with the norm, without rounding in between, if it needs no amax of all.
         is_fused = quantizer.delayed or quantizer.scale == "e8m0"
@@ -163,7 +163,7 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
 
 def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
     """Yield the three GEMMs of a linear, and the gradient of its bias."""
-    layer, dtype = plan.layer(path), held(plan.compute_dtype)
+    layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
     exact = layer.fp8 and plan.runs(layer) in ("torch", "emulate")
     gradient = "fp32" if exact else dtype
@@ -300,7 +300,7 @@ def _forth_and_back(step: TracedStep) -> Iterator[Cast]:
 
 def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
     """Yield the casts of a linear to FP8, FP6 or FP4."""
-    layer, dtype = plan.layer(path), held(plan.compute_dtype)
+    layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
     for place, quantizer in layer.quantizers.casts.items() if layer.quantizers else ():
         operand, _, gemm = place.partition(".")
         name = operand.replace("grad_output", "output gradient")

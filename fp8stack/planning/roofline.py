@@ -273,6 +273,7 @@ def predict_all(
     step benchmark are added. Raises a UserError as `measured_steps` does."""
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
+    measured = measured_steps(results, model) if results else {}
     predictions, left_out = [], {}
     fp8 = [name for name in presets.names("recipes") if load_recipe(name).is_fp8]
     sizes: dict[str, Any] = {"batch": batch, "context": context}
@@ -283,7 +284,6 @@ def predict_all(
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
             left_out[name] = plan.reasons[0]
-    measured = measured_steps(results, model) if results else {}
     return Roofline(
         model=model,
         gpu=gpu,

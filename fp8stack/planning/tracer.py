@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = {_storage(x) for x in self._model.parameters()}
         counted |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
         for _, copies in self._caches():
-            tensors = [x for copy in copies for x in (copy.whole, copy.data, copy.inv_scale)]
+            tensors = [x for copy in copies for x in (copy.upper_scale, copy.data, copy.inv_scale)]
             counted.update(_storage(x) for x in tensors if x is not None)
         activations, weight_copies = self._te_saved.copy(), Counter[str]()
         for packed in filter(None, (reference() for reference in self._packed)):

@@ -1,4 +1,4 @@
-"""The benchmark of a busy machine: what it goes on with, makes again and judges."""
+"""The benchmark of a busy machine: results that it continues, repeats and judges."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KNOWN: dict[str, Any] = {
     for arm in busy.ARMS
 } | {
     f"{busy.FIRST} | {arm} | {way}": seconds
-    for arm, found in {busy.BEFORE: (20.0, None, None), busy.AFTER: (20.0, 50.0, 101.0)}.items()
-    for way, seconds in zip(busy.WAYS, found, strict=True)
+    for arm, times in {busy.BEFORE: (20.0, None, None), busy.AFTER: (20.0, 50.0, 101.0)}.items()
+    for way, seconds in zip(busy.WAYS, times, strict=True)
 }
 
 
@@ -29,20 +29,20 @@ def test_ratios_are_of_the_quiet_machine_and_held_to_the_bars():
     assert [(bar["found"], bar["holds"]) for bar in bars] == [
         (0.5, True), (0.5, True), (2.5, True), (5.05, False),
     ]  # fmt: skip
-    found = {**facts, "results": rows, "bars": bars}
-    text = busy.table(found)
+    measured = {**facts, "results": rows, "bars": bars}
+    text = busy.table(measured)
     assert "4.00 (0.50)" in text
     assert "| 20.0 s (1.00) | too long | too long |" in text
     assert "| 20.0 s (1.00) | 50.0 s (2.50) | 101.0 s (5.05) |" in text
-    assert len(busy.figure(found).axes) == 2
+    assert len(busy.figure(measured).axes) == 2
 
 
 def test_it_goes_on_with_what_was_measured(tmp_path, monkeypatch):
-    made: list[str] = []
+    measured: list[str] = []
 
-    def found(*name: str) -> Any:
-        made.append(" | ".join(name))
-        return KNOWN[made[-1]]
+    def seconds_of(*name: str) -> Any:
+        measured.append(" | ".join(name))
+        return KNOWN[measured[-1]]
 
     def measure(*words: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
@@ -51,31 +51,31 @@ def test_it_goes_on_with_what_was_measured(tmp_path, monkeypatch):
         arguments.cells = Cells(tmp_path / "cells.jsonl", "here")
         return busy.measure(arguments)
 
-    monkeypatch.setattr(busy, "steps_of", lambda case, arm, seconds: found(case, arm))
+    monkeypatch.setattr(busy, "steps_of", lambda case, arm, seconds: seconds_of(case, arm))
     monkeypatch.setattr(
-        busy, "first_command", lambda arm, way, steps, limit: found(busy.FIRST, arm, way)
+        busy, "first_command", lambda arm, way, steps, limit: seconds_of(busy.FIRST, arm, way)
     )
     monkeypatch.setattr(busy, "undisturbed", lambda job: job())
     assert f"{len(KNOWN)} of {len(KNOWN)} are left" in refusal(measure, "--minutes", "-1")
     assert measure()["results"] == busy.rows_of(KNOWN)
-    assert made == list(KNOWN)
-    made.clear()
+    assert measured == list(KNOWN)
+    measured.clear()
     assert measure("--minutes", "-1")["results"] == busy.rows_of(KNOWN)
-    assert made == []
+    assert measured == []
 
 
-@pytest.mark.parametrize(("others", "tries"), [([0.1], 1), ([0.5, 0.3, 0.1], 3)])
-def test_a_measurement_that_others_disturbed_is_made_again(others, tries, monkeypatch):
+@pytest.mark.parametrize(("disturbances", "tries"), [([0.1], 1), ([0.5, 0.3, 0.1], 3)])
+def test_a_measurement_that_others_disturbed_is_made_again(disturbances, tries, monkeypatch):
     now = [Clocks(0.0, 0.0, 0.0)]
     monkeypatch.setattr(busy, "clocks", lambda: now[-1])
-    made = iter(others)
+    remaining = iter(disturbances)
 
     def job() -> int:
-        wall, spent, own = now[-1]  # 15 seconds of two cores are its own
-        now.append(Clocks(wall + 10, spent + 15 + 10 * next(made), own + 15))
-        return len(others)
+        wall, spent, own_seconds = now[-1]  # 15 seconds of two cores are its own
+        now.append(Clocks(wall + 10, spent + 15 + 10 * next(remaining), own_seconds + 15))
+        return len(disturbances)
 
     assert busy.undisturbed(job) == tries
-    assert next(made, None) is None
-    made = iter([0.3] * 9)
+    assert next(remaining, None) is None
+    remaining = iter([0.3] * 9)
     assert "Go on when it is quiet" in refusal(busy.undisturbed, job)

@@ -45,21 +45,21 @@ class Timed:
                              samples_ms=(1.0,)) for name in arms}  # fmt: skip
 
 
-def built(arm: Any, *given: Any) -> Callable[[], None]:
+def built(arm: Any, *arguments: Any) -> Callable[[], None]:
     """Stands in for `build_step`: a step that computes nothing."""
     return lambda: None
 
 
-def broken(arm: Any, *given: Any) -> Callable[[], None]:
+def broken(arm: Any, *arguments: Any) -> Callable[[], None]:
     if arm.name in ("block", "fp32"):
         raise RuntimeError("self must be row_major\nat somewhere")
     return lambda: None
 
 
-def write_json(found: dict[str, Any], text: str, figure: object, folder: Path) -> None:
+def write_json(measured: dict[str, Any], text: str, figure: object, folder: Path) -> None:
     """Stands in for `report.write`, which draws."""
-    (folder / f"{found['scenario']}.json").write_text(json.dumps(found))
-    (folder / f"{found['scenario']}.md").write_text(text)
+    (folder / f"{measured['scenario']}.json").write_text(json.dumps(measured))
+    (folder / f"{measured['scenario']}.md").write_text(text)
 
 
 def bench(
@@ -80,12 +80,12 @@ def bench(
 
 
 @pytest.mark.parametrize(
-    ("changed", "left"), [([], 1), (["--rounds", "7"], 3), (["--recipes", "delayed,block"], 3)]
+    ("changed", "calls"), [([], 1), (["--rounds", "7"], 3), (["--recipes", "delayed,block"], 3)]
 )
 def test_a_run_that_was_ended_continues_with_the_cells_that_are_missing(
-    changed, left, tmp_path, monkeypatch, capsys
+    changed, calls, tmp_path, monkeypatch, capsys
 ):
-    """What was measured otherwise is not used."""
+    """Cells that were measured under other conditions are not used."""
     monkeypatch.setattr(report, "write", write_json)
     words = ["grid", *WORDS, "--out", tmp_path]
     assert bench(monkeypatch, Timed(stops_in=3), *words) == 130
@@ -93,25 +93,25 @@ def test_a_run_that_was_ended_continues_with_the_cells_that_are_missing(
     partial_file = tmp_path / "grid.partial.jsonl"
     with partial_file.open("a") as file:
         file.write('\n{"conditions": {"mach')  # killed while it wrote
-    rest = Timed()
-    assert bench(monkeypatch, rest, *words, *changed) == 0
-    assert len(rest.calls) == left
-    found = json.loads((tmp_path / "grid.json").read_text())
-    cases = list(dict.fromkeys(row["case"] for row in found["results"]))
+    second_run = Timed()
+    assert bench(monkeypatch, second_run, *words, *changed) == 0
+    assert len(second_run.calls) == calls
+    measured = json.loads((tmp_path / "grid.json").read_text())
+    cases = list(dict.fromkeys(row["case"] for row in measured["results"]))
     assert cases == ["width 16", "width 32", "width 48"]
     assert not partial_file.exists()
-    anew = Timed()
-    bench(monkeypatch, anew, *words)
-    assert len(anew.calls) == 3
+    third_run = Timed()
+    bench(monkeypatch, third_run, *words)
+    assert len(third_run.calls) == 3
 
 
 def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
-    """Each arm takes turns with the baseline, and what was measured before one that ends the run is
+    """Each arm takes turns with the baseline, and pairs that were measured before the run ended are
     not measured again."""
-    made: list[str] = []
+    built_arms: list[str] = []
 
-    def build(arm: Any, *given: Any) -> Callable[[], None]:
-        made.append(arm.name)
+    def build(arm: Any, *options: Any) -> Callable[[], None]:
+        built_arms.append(arm.name)
         return lambda: None
 
     monkeypatch.setattr(step, "build_step", build)
@@ -129,14 +129,14 @@ def test_on_a_gpu_every_pair_is_kept_as_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "interleaved", Timed(stops_in=3))
     with pytest.raises(KeyboardInterrupt):
         measured()
-    made.clear()
-    rest = Timed()
-    monkeypatch.setattr(step, "interleaved", rest)
+    built_arms.clear()
+    timed = Timed()
+    monkeypatch.setattr(step, "interleaved", timed)
     names = measured()
     assert names[0] == "bf16"
     assert {"delayed", "current", "block", "mxfp8"} <= set(names)
-    assert rest.calls == [["bf16", name] for name in names[3:]]
-    assert made == ["bf16", *names[3:]]  # the baseline once
+    assert timed.calls == [["bf16", name] for name in names[3:]]
+    assert built_arms == ["bf16", *names[3:]]  # the baseline once
 
 
 def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
@@ -144,14 +144,14 @@ def test_an_arm_that_fails_takes_no_other_with_it(tmp_path, monkeypatch, capsys)
     words = ["step", "--tiny", "--device", "cpu", "--compiled", ",", "--out", tmp_path]
     assert bench(monkeypatch, Timed(), *words, build=broken) == 1
     assert "tiny, block: failed: RuntimeError: self must be row_major" in capsys.readouterr().err
-    found = json.loads((tmp_path / "step.json").read_text())
-    assert {"delayed", "current", "mxfp8", "plain GPT"} <= {r["arm"] for r in found["results"]}
-    said = "- block (tiny): failed: RuntimeError: self must be row_major\n"
-    assert said in (tmp_path / "step.md").read_text()
-    # It works by now: what it was measured with is measured again.
+    results = json.loads((tmp_path / "step.json").read_text())
+    assert {"delayed", "current", "mxfp8", "plain GPT"} <= {r["arm"] for r in results["results"]}
+    line = "- block (tiny): failed: RuntimeError: self must be row_major\n"
+    assert line in (tmp_path / "step.md").read_text()
+    # The arm works now: it is measured again with its baseline.
     assert bench(monkeypatch, Timed(), *words) == 0
-    found = json.loads((tmp_path / "step.json").read_text())
-    assert "block" in {row["arm"] for row in found["results"]}
+    results = json.loads((tmp_path / "step.json").read_text())
+    assert "block" in {row["arm"] for row in results["results"]}
 
 
 def test_a_baseline_that_fails_is_an_error(monkeypatch):
@@ -161,6 +161,7 @@ def test_a_baseline_that_fails_is_an_error(monkeypatch):
         runner.measured(grid, "grid", WORDS)
 
 
+@pytest.mark.slow
 def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
     code = f"""
 import sys
@@ -186,9 +187,9 @@ def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsy
     monkeypatch.delitem(sys.modules, "bench.gpu.golden", raising=False)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert bench(monkeypatch, Timed(), "golden") == 2
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     expected = "bench golden needs safetensors, which is not installed: pip install -e '.[test]'\n"
-    assert said == expected
+    assert printed == expected
 
 
 def test_the_seconds_to_build_an_arm_and_call_it_once_are_kept(monkeypatch):

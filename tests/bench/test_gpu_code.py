@@ -1,5 +1,5 @@
-"""The code that torch makes for a GPU: counted on a machine without one, and held to what is
-committed."""
+"""The code that torch compiles for a GPU: counted on a machine without a GPU, and compared with
+the committed results."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_no_figure_is_larger_than_the_committed_one(case, recipe):
 
 def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
     recipes = ["bf16", "block", "mxfp8", "mxfp4"]
-    asked = Namespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])
-    found = [(recipe, capability) for _, recipe, capability in gpu_code._chosen(asked)]
-    assert found == [("bf16", "9.0"), ("block", "9.0"), ("bf16", "10.0"), ("mxfp8", "10.0")]
+    arguments = Namespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])
+    pairs = [(recipe, capability) for _, recipe, capability in gpu_code._chosen(arguments)]
+    assert pairs == [("bf16", "9.0"), ("block", "9.0"), ("bf16", "10.0"), ("mxfp8", "10.0")]
     assert (
         "left out on 9.0, where they do not run natively: mxfp8, mxfp4" in capsys.readouterr().out
     )
@@ -76,43 +76,47 @@ def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
 
 @pytest.mark.parametrize("key", ["block_bytes", "weights_bytes", "launches"])
 def test_a_figure_that_grew_by_four_percent_is_named(key):
-    found = copy.deepcopy(COMMITTED)
+    grown = copy.deepcopy(COMMITTED)
     (row,) = [
         row
-        for row in found["results"]
+        for row in grown["results"]
         if row["case"] == "llama-8b on 9.0" and row["arm"] == "delayed"
     ]
-    assert gpu_code.grown(COMMITTED, found) == []
+    assert gpu_code.grown(COMMITTED, grown) == []
     row[key] = row[key] * 1.04 + 1
-    (line,) = gpu_code.grown(COMMITTED, found)
+    (line,) = gpu_code.grown(COMMITTED, grown)
     assert line.startswith(f"llama-8b on 9.0, delayed: {key}")
 
 
 def test_what_is_counted_is_what_a_block_reads_and_writes():
-    """By hand: what the residual sum after the MLP moves."""
+    """The bytes that the residual sum after the MLP moves, counted by hand."""
     kernels = kernels_of("llama-8b", "delayed", "9.0")
-    block = [one for one in kernels if one["part"] == "block"]
-    gemms = [one for one in block if one["kind"] == "GEMM"]
+    block = [kernel for kernel in kernels if kernel["part"] == "block"]
+    gemms = [kernel for kernel in block if kernel["kind"] == "GEMM"]
     assert len(gemms) == 12  # of four linears
-    assert sum(one["kind"] == "attention" for one in block) == 2
-    last = [one for one in block if not one["backward"]][-1]
+    assert sum(kernel["kind"] == "attention" for kernel in block) == 2
+    last = [kernel for kernel in block if not kernel["backward"]][-1]
     elements = 8192 * 4096
     # The stream in float32, read and written; attention's and the MLP's output in bf16.
     assert last["bytes"] == pytest.approx(elements * (4 + 4 + 2 + 2), rel=0.01)
 
 
 def test_a_cast_is_written_once_beside_its_transpose():
-    """By hand: the first norm reads the stream in float32, and what it gives is written in FP8."""
-    first = next(one for one in kernels_of("llama-8b", "delayed", "9.0") if one["part"] == "block")
+    """The first norm reads the stream in float32, and its output is written in FP8."""
+    first = next(
+        kernel for kernel in kernels_of("llama-8b", "delayed", "9.0") if kernel["part"] == "block"
+    )
     assert first["bytes"] == pytest.approx(8192 * 4096 * (4 + 1), rel=0.01)
 
 
 def test_the_gradient_of_a_norms_weight_is_summed_where_that_of_its_input_is():
-    """By hand: the first norm's backward pass reads the stream and the gradient of what follows it,
-    and writes their sum, in float32; what the linear after it gives is in bf16."""
-    block = [one for one in kernels_of("llama-8b", "delayed", "9.0") if one["part"] == "block"]
-    generated = [one for one in block if one["backward"] and one["kind"] == "generated"]
-    last = [one["bytes"] for one in generated if one["bytes"] > 2**20][-1]
+    """The first norm's backward pass reads the residual stream and the stream's gradient, and
+    writes the new gradient of the stream, in float32; the gradient of the norm's output is bf16."""
+    block = [
+        kernel for kernel in kernels_of("llama-8b", "delayed", "9.0") if kernel["part"] == "block"
+    ]
+    generated = [kernel for kernel in block if kernel["backward"] and kernel["kind"] == "generated"]
+    last = [kernel["bytes"] for kernel in generated if kernel["bytes"] > 2**20][-1]
     assert last == pytest.approx(8192 * 4096 * (4 + 4 + 4 + 2), rel=0.01)
 
 
@@ -120,31 +124,32 @@ def test_an_ideal_gpu_moves_what_is_committed_and_no_code_less():
     rows = {(row["case"], row["arm"]): row for row in COMMITTED["results"]}
     for row in rows.values():
         assert row["ideal_bytes"] < row["block_bytes"] + row["weights_bytes"]
-    found = gpu_code.ideal_bytes("llama-8b", "delayed", "9.0")
-    assert found == rows["llama-8b on 9.0", "delayed"]["ideal_bytes"]
+    moved = gpu_code.ideal_bytes("llama-8b", "delayed", "9.0")
+    assert moved == rows["llama-8b on 9.0", "delayed"]["ideal_bytes"]
 
 
 @pytest.mark.slow
 def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own():
     """Inductor writes columns byte by byte in a kernel that sums over rows."""
     kernels = kernels_of("gpt2-124m", "delayed", "9.0")
-    turned = [one for one in kernels if one["name"] == "fp8stack::transpose_bytes"]
-    # The inputs of qkv, output and up; the gradients of what down, output and qkv gave.
-    assert [one["backward"] for one in turned] == 3 * [False] + 3 * [True]
+    turned = [kernel for kernel in kernels if kernel["name"] == "fp8stack::transpose_bytes"]
+    # The inputs of qkv, output and up; the output gradients of down, output and qkv.
+    assert [kernel["backward"] for kernel in turned] == 3 * [False] + 3 * [True]
 
 
+@pytest.mark.slow
 def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
-    """One cast of all weights; scales taken and the history updated, each a graph; the guard's two;
-    and what inductor's own code and our operators launch in a block."""
-    found = gpu_code._told("gpt2-124m", "delayed", "9.0", "--host")
-    launches = {part["part"]: part["launches"] for part in found}
+    """One cast of all weights; a graph that takes scales and a graph that updates the history; the
+    guard's two; and the launches of inductor's code and our operators in a block."""
+    rows = gpu_code._told("gpt2-124m", "delayed", "9.0", "--host")
+    launches = {row["part"]: row["launches"] for row in rows}
     backward = launches.pop("backward")
     kernels = kernels_of("gpt2-124m", "delayed", "9.0")
     block = [k["backward"] for k in kernels if k["part"] == "block" and k["kind"] != "attention"]
     assert launches == {"weights": 1, "amaxes": 2, "guard": 2, "forward": block.count(False)}
     # A narrow block's sums over rows need some kernels less.
     assert block.count(True) - 4 <= backward <= block.count(True)
-    assert all(part["ms"] > 0 and part["calls"] > 0 for part in found)
+    assert all(row["ms"] > 0 and row["calls"] > 0 for row in rows)
 
 
 def test_the_committed_time_of_the_host_holds_its_bar():
@@ -187,14 +192,6 @@ def check_gemms(model: str, recipes: list[str], capability: str) -> None:
         assert Counter(gemm["part"] for gemm in gemms).keys() == {"block"}
 
 
-@pytest.mark.parametrize(
-    ("capability", "recipes"), [("9.0", ["block"]), ("10.0", ["mxfp8", "nvfp4"])]
-)
-def test_torch_takes_every_scaled_gemm_with_scales_by_block(capability, recipes):
-    """`kernels_of` checks other scales; every recipe is checked by the slow test below."""
-    check_gemms("llama-8b", recipes, capability)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-8b", "gpt2-124m"])
 @pytest.mark.parametrize("capability", gpu_code.CAPABILITIES)
@@ -212,9 +209,10 @@ scaled_gemms_of("llama-8b", plan_of("llama-8b", "block", "9.0"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="inductor is mended there")
 def test_the_scales_that_inductor_hands_to_another_gemm_are_refused():
-    """It makes _scaled_mm of scaled_mm, with the scales as they are."""
+    """Inductor replaces scaled_mm by _scaled_mm, with the scales as they are."""
     command = [sys.executable, "-W", "ignore", "-c", BLOCKS_COMPILED_BY_INDUCTOR]
     done = subprocess.run(command, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
@@ -257,9 +255,9 @@ WRONG = {
 def test_torch_takes_the_scales_of_every_layout(first, second):
     from bench.gpu_code.gemms import ScaledGemms
 
-    with ScaledGemms("block") as seen:
+    with ScaledGemms("block") as recorded:
         scaled_gemm(operand(256, first), operand(384, second), torch.bfloat16)
-    (gemm,) = seen.gemms
+    (gemm,) = recorded.gemms
     assert gemm.operator == ("_scaled_mm" if first in LAYOUTS[1] + LAYOUTS[0] else "_scaled_mm_v2")
 
 

@@ -1,6 +1,6 @@
 """`python -m bench gpu` as far as a CPU can run it: the same functions, on small sizes.
 
-Where Transformer Engine is needed, its stand-in is asked.
+A stand-in replaces Transformer Engine.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def exit_code(call: Callable[[], object]) -> object:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("gpu", "python -m bench gpu needs a CUDA GPU, and torch finds none here.\n"),
         ("golden", "python -m bench golden needs a CUDA GPU and Transformer Engine: "),
     ],
 )
-def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(name, said, tmp_path, capsys):
+def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(name, message, tmp_path, capsys):
     assert exit_code(lambda: runner.run(name, ["--out", str(tmp_path)])) == 2
     printed = capsys.readouterr()
-    assert printed.out.startswith(said)
+    assert printed.out.startswith(message)
     assert (printed.out.count("\n"), printed.err) == (1, "")
     assert list(tmp_path.iterdir()) == []
 
@@ -67,9 +67,9 @@ def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks():
     command += ["-p", "tests.support.pretend_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(found) > 150
-    assert all(line.startswith("tests/gpu/") for line in found)
+    collected = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(collected) > 150
+    assert all(line.startswith("tests/gpu/") for line in collected)
 
 
 def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_fp8(
@@ -79,9 +79,9 @@ def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_
         monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
         assert steps.main() == 0
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    found = [(row["recipe"], row["head"]) for row in rows]
+    measured = [(row["recipe"], row["head"]) for row in rows]
     first = [(name, False) for name in ("bf16", "delayed", "current")]
-    assert found == [*first, ("delayed", True), ("current", True)]
+    assert measured == [*first, ("delayed", True), ("current", True)]
     assert all(row["median_ms"] > 0 for row in rows)
     assert "lm_head" not in str(rows[3]["plan"])
     assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
@@ -90,10 +90,10 @@ def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_
 @pytest.mark.slow
 def test_all_parts_run_through_on_a_cpu(tmp_path):
     assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
-    for number, part in visit.PARTS.items():
+    for number, visit_part in visit.PARTS.items():
         report = json.loads((tmp_path / f"part-{number}.json").read_text())
         assert report["dry_run"]
-        assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
+        assert [task["ended"] for task in report["tasks"]] == ["done"] * len(visit_part.tasks)
 
 
 def python(code: str, seconds: float = 60.0) -> visit.Task:
@@ -101,14 +101,14 @@ def python(code: str, seconds: float = 60.0) -> visit.Task:
 
 
 @pytest.fixture
-def part(monkeypatch) -> visit.Part:
+def four_tasks(monkeypatch) -> visit.Part:
     tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 3), python("print(2)"))
-    made = visit.Part("four tasks", tasks)
-    monkeypatch.setitem(visit.PARTS, 1, made)
-    return made
+    visit_part = visit.Part("four tasks", tasks)
+    monkeypatch.setitem(visit.PARTS, 1, visit_part)
+    return visit_part
 
 
-def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_path, capsys):
+def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(four_tasks, tmp_path, capsys):
     assert exit_code(lambda: visit.run(1, tmp_path, False)) == 1
     report = json.loads((tmp_path / "part-1.json").read_text())
     ended = ["done", "failed with exit code 1", "stopped after 3 s", "done"]
@@ -158,8 +158,8 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
     assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
     assert (visit.WHOLE < 540, visit.PARTS.keys()) == (True, {1, 2, 3, 4, 5})  # nine minutes each
     assert sorted(sum(gpu.CONFORM.values(), ())) == sorted(suite.GROUPS)
-    whole = gpu.WHOLE + gpu.GRACE
-    assert sum(gpu.BUDGETS[name] for name in gpu.BUDGETS if name != "losses") < whole < 480
+    limit_s = gpu.WHOLE + gpu.GRACE
+    assert sum(gpu.BUDGETS[name] for name in gpu.BUDGETS if name != "losses") < limit_s < 480
 
 
 # Losses
@@ -170,10 +170,10 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     arms = [losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
     monkeypatch.setattr(losses, "ARMS", arms)
     training = losses.Training("gpt-nano", steps=2, batch=2, context=32)
-    found = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
-    assert ["skipped" in row for row in found] == [False, True, False, False]
-    assert not any(map(broken, found))
-    bf16, _, delayed, _ = found
+    results = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
+    assert ["skipped" in row for row in results] == [False, True, False, False]
+    assert not any(map(broken, results))
+    bf16, _, delayed, _ = results
     assert len(delayed["losses"]) == delayed["steps"] == 2
     assert (delayed["fp8_layers"], delayed["layers"], delayed["fp8_gemms"]) == (16, 17, 96)
     gap = 100 * (delayed["mean_of_last"] / bf16["mean_of_last"] - 1)
@@ -181,10 +181,10 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     monkeypatch.setattr(losses, "MOST_APART_PERCENT", 1e-9)
     monkeypatch.setattr(losses, "ARMS", [losses.BF16, ("emulate", "delayed")])
     again = {"bf16": bf16, "delayed": delayed}
-    monkeypatch.setattr(losses, "train", lambda *given, **options: dict(again[given[3]]))
-    found = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
-    assert [broken(row) for row in found] == [False, True]
-    # One that the time does not suffice for has no final loss.
+    monkeypatch.setattr(losses, "train", lambda *arguments, **options: dict(again[arguments[3]]))
+    results = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
+    assert [broken(row) for row in results] == [False, True]
+    # Training that runs out of time has no final loss.
     monkeypatch.undo()
     training = losses.Training("gpt-nano", steps=9, batch=2, context=32)
     facts = losses.train(CPU, training, "reference", "bf16", time.monotonic())
@@ -198,10 +198,15 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
 
 
 def report(**sections: list[Facts]) -> gpu_report.Report:
-    made = gpu_report.new_report(Hardware("cuda", (9, 0), name="NVIDIA H200"), quick=True)
+    gpu_results = gpu_report.new_report(Hardware("cuda", (9, 0), name="NVIDIA H200"), quick=True)
     for name, cases in sections.items():
-        made["sections"][name] = {"seconds": 1.5, "budget_s": 9.0, "problem": "", "cases": cases}
-    return made
+        gpu_results["sections"][name] = {
+            "seconds": 1.5,
+            "budget_s": 9.0,
+            "problem": "",
+            "cases": cases,
+        }
+    return gpu_results
 
 
 def fail() -> Facts:
@@ -212,14 +217,14 @@ def test_the_report_is_written_as_json_and_as_tables(tmp_path):
     db = {"worst": {"y": 1.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
     losses = {"steps": 20, "final_loss": None, "ms_per_step": 81.5, "losses": [1.0, math.inf]}
     differing = same_bits({"x": (torch.zeros(2), torch.ones(2))})
-    made = report(
+    gpu_results = report(
         casts=[{"check": "a | b", "seconds": 0.1, **differing}, run_check(Check("broken", fail))],
         layers=[{"check": "linear", "seconds": 0.1, "holds": False, **db}],
         losses=[{"check": "bf16", "seconds": 1, "holds": True, **losses}],
         golden=[{"check": "late", "seconds": 0, "skipped": TIME_IS_UP}],
     )
-    made["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
-    gpu_report.write(made, tmp_path)
+    gpu_results["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
+    gpu_report.write(gpu_results, tmp_path)
     data = json.loads((tmp_path / "gpu.json").read_text())
     assert (data["gpu"], data["capability"]) == ("NVIDIA H200", "9.0")
     assert data["versions"]["torch"] == torch.__version__
@@ -266,9 +271,9 @@ def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
 
 def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
-    made = report()
-    gpu.add_section(made, gpu.Section("casts", CPU, tmp_path, budget=0.001))
-    section = made["sections"]["casts"]
+    gpu_results = report()
+    gpu.add_section(gpu_results, gpu.Section("casts", CPU, tmp_path, budget=0.001))
+    section = gpu_results["sections"]["casts"]
     assert section["problem"] == ""
     groups = gpu.CONFORM["casts"]
     assert len(section["cases"]) == sum(len(list(suite.GROUPS[group](CPU))) for group in groups)
@@ -277,9 +282,9 @@ def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, mon
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, capsys):
-    def add(made: gpu_report.Report, section: gpu.Section) -> None:
+    def add(gpu_results: gpu_report.Report, section: gpu.Section) -> None:
         row = {"check": "c", "seconds": 0.0, "holds": holds or section.name != "layers"}
-        made["sections"][section.name] = {"seconds": 0.0, "problem": "", "cases": [row]}
+        gpu_results["sections"][section.name] = {"seconds": 0.0, "problem": "", "cases": [row]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "probe", lambda device: CPU.hardware)
@@ -295,7 +300,7 @@ def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, ca
     assert bool(data["problems"]) == (not holds)
 
 
-# Bringing what a machine lacks
+# Wheels for a machine that lacks packages
 
 
 NOW = "python_version <= '{}.{}'".format(*sys.version_info)
@@ -314,8 +319,8 @@ def test_what_is_missing_is_named_with_what_installed_packages_want():
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    found = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
-    assert list(found) == ["pydantic", "ml-dtypes", "triton", "shellingham", "now", "pygments"]
+    missing = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
+    assert list(missing) == ["pydantic", "ml-dtypes", "triton", "shellingham", "now", "pygments"]
     assert list(wheels.missing(wheels.dependencies())) == []  # these tests run
     assert any(name.startswith("pydantic") for name in wheels.dependencies())
 
@@ -323,9 +328,9 @@ def test_what_is_missing_is_named_with_what_installed_packages_want():
 def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path):
     command = wheels.download(tmp_path, wheels.USUALLY_MISSING, "3.12")
     assert command[1:4] == ["-m", "pip", "download"]
-    given = dict(itertools.pairwise(command))
-    assert given["--python-version"] == "3.12"
-    assert (given["-c"], given["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
+    options = dict(itertools.pairwise(command))
+    assert options["--python-version"] == "3.12"
+    assert (options["-c"], options["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
     assert command[-1] == "pydantic"
 
 

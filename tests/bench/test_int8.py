@@ -11,7 +11,7 @@ from bench import runner
 from bench.quality import int8
 
 QUERIES, KEYS, SPREAD = 256, 384, 3.0
-"""Where INT8 loses 93 % and E4M3 16 or 17 %: see docs/numerics.md."""
+"""Sizes at which INT8 loses 93 % and E4M3 16 or 17 %: see docs/numerics.md."""
 
 
 def _probabilities(seed: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def _e4m3(x: np.ndarray, scale: np.float32) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_int8_loses_93_percent_to_zero_and_e4m3_about_16(seed):
-    """And our shares of zeros are those of numpy and ml_dtypes."""
+    """Our shares of zeros also equal the shares by numpy and ml_dtypes."""
     x = _probabilities(seed)
     expected = {
         "INT8": _int8(x),
@@ -45,21 +45,21 @@ def test_int8_loses_93_percent_to_zero_and_e4m3_about_16(seed):
     assert zeros["E4M3 without a scale"] > 0.8  # it is the scale that does it
     assert expected.keys() == int8.ARMS.keys()
     for arm, give_back in int8.ARMS.items():
-        ours = give_back(torch.from_numpy(x)).numpy()
-        assert np.array_equal(ours == 0, expected[arm] == 0), arm
-        np.testing.assert_allclose(ours, expected[arm], rtol=1e-6, atol=0)
-        found = int8.figures(torch.from_numpy(x), torch.from_numpy(expected[arm]))
-        assert found["zeros"] == pytest.approx(zeros[arm], abs=1e-6)
+        rounded = give_back(torch.from_numpy(x)).numpy()
+        assert np.array_equal(rounded == 0, expected[arm] == 0), arm
+        np.testing.assert_allclose(rounded, expected[arm], rtol=1e-6, atol=0)
+        figures = int8.figures(torch.from_numpy(x), torch.from_numpy(expected[arm]))
+        assert figures["zeros"] == pytest.approx(zeros[arm], abs=1e-6)
         noise = np.sum((expected[arm].astype(np.float64) - x) ** 2)
         power = np.sum(x.astype(np.float64) ** 2)
-        assert found["sqnr_db"] == pytest.approx(10 * np.log10(power / noise), abs=1e-3)
+        assert figures["sqnr_db"] == pytest.approx(10 * np.log10(power / noise), abs=1e-3)
 
 
 def test_the_scenarios_table_has_every_case_and_its_middle_is_the_one_that_is_tested():
-    found = runner.measured(int8, "int8", [])
-    rows = {(row["case"], row["arm"]): row["zeros"] for row in found["results"]}
-    assert len(rows) == len(found["results"]) == len(int8.CASES) * len(int8.ARMS)
+    measured = runner.measured(int8, "int8", [])
+    rows = {(row["case"], row["arm"]): row["zeros"] for row in measured["results"]}
+    assert len(rows) == len(measured["results"]) == len(int8.CASES) * len(int8.ARMS)
     case = "384 keys, s = 3"
     assert rows[case, "INT8"] == pytest.approx(0.93, abs=0.01)
     assert rows[case, "E4M3"] == pytest.approx(0.16, abs=0.02)
-    assert f"| {case} | INT8 | {rows[case, 'INT8']:.1%} |" in int8.table(found)
+    assert f"| {case} | INT8 | {rows[case, 'INT8']:.1%} |" in int8.table(measured)

@@ -19,29 +19,29 @@ TRUE = Law(
 
 def cells(seed: int, count: int) -> list[law.Cell]:
     draw = np.random.default_rng(seed)
-    found = []
+    drawn_cells = []
     for number in range(count):
         forward = 0.0 if number % 6 == 0 else float(10 ** draw.uniform(-3.5, -1.5))
         backward = float(10 ** draw.uniform(-3, -1.5))
         gap = TRUE.mean(forward, backward) * (1 + TRUE.deviation * draw.normal())
         error = 0.05 * gap
-        found.append(
+        drawn_cells.append(
             law.Cell(
                 size="0.1M", ratio=8, recipe=law.FITTED[0], parameters=100_000, pairs=3,
                 gap=gap + error * draw.normal(), error=error, forward=forward, backward=backward,
             )
         )  # fmt: skip
-    return found
+    return drawn_cells
 
 
 def test_a_known_law_is_found_again_and_judged_as_it_is():
-    found = law.fit(cells(0, 120))
-    assert found.forward == pytest.approx(TRUE.forward, rel=0.35)
-    assert found.power == pytest.approx(TRUE.power, rel=0.05)
-    assert found.backward == pytest.approx(TRUE.backward, rel=0.15)
-    assert found.deviation == pytest.approx(TRUE.deviation, rel=0.3)
-    assert (found.parameters, found.ratio, found.runs) == ((100_000, 100_000), (8, 8), 360)
-    judged = law.judge(found, cells(1, 400))
+    fitted = law.fit(cells(0, 120))
+    assert fitted.forward == pytest.approx(TRUE.forward, rel=0.35)
+    assert fitted.power == pytest.approx(TRUE.power, rel=0.05)
+    assert fitted.backward == pytest.approx(TRUE.backward, rel=0.15)
+    assert fitted.deviation == pytest.approx(TRUE.deviation, rel=0.3)
+    assert (fitted.parameters, fitted.ratio, fitted.runs) == ((100_000, 100_000), (8, 8), 360)
+    judged = law.judge(fitted, cells(1, 400))
     assert judged.cells == judged.resolved == 400
     assert judged.median_error == pytest.approx(0.6745 * np.hypot(0.12, 0.05), rel=0.15)
     assert 0.86 < judged.covered < 0.95
@@ -61,18 +61,18 @@ def runs() -> tuple[list[dict], list[dict]]:
         for name in ("a", "b"):
             place = {"name": name, "size": "0.1M", "ratio": 8, "recipe": recipe}
             measured.append(place | {"forward": gap / 2, "backward": 0.01})
-    return rows, [one for one in measured if one["recipe"] != "fp32"]
+    return rows, [row for row in measured if row["recipe"] != "fp32"]
 
 
 def test_cells_are_means_over_pairs_and_models():
-    found = {cell.recipe: cell for cell in law.cells_of(*runs())}
-    assert found["mxfp4"].gap == pytest.approx(0.04)
-    assert found["mxfp4"].forward == pytest.approx(0.02)
-    assert (found["mxfp4"].fitted, found["block"].fitted) == (True, False)
-    own = 0.004**2 * 4  # the sum of squares
-    variances = [own / 3, own / 3 / 400]
-    expected = ((own + 2 * np.mean(variances)) / 5 / 4) ** 0.5
-    assert found["mxfp4"].error == pytest.approx(expected)
+    by_recipe = {cell.recipe: cell for cell in law.cells_of(*runs())}
+    assert by_recipe["mxfp4"].gap == pytest.approx(0.04)
+    assert by_recipe["mxfp4"].forward == pytest.approx(0.02)
+    assert (by_recipe["mxfp4"].fitted, by_recipe["block"].fitted) == (True, False)
+    sum_of_squares = 0.004**2 * 4
+    variances = [sum_of_squares / 3, sum_of_squares / 3 / 400]
+    expected = ((sum_of_squares + 2 * np.mean(variances)) / 5 / 4) ** 0.5
+    assert by_recipe["mxfp4"].error == pytest.approx(expected)
 
 
 def test_the_page_tells_the_halves_apart():
@@ -84,11 +84,11 @@ def test_the_page_tells_the_halves_apart():
     assert "gap = 1.400 KL^0.900 + 0.1200 e, within 12%" in page
     assert "are known less well than the law" not in page
     assert "90 % interval" not in page
-    vague = [law.Cell(**{**vars(one), "error": 10 * one.error}) for one in held_out]
+    vague = [law.Cell(**{**vars(cell), "error": 10 * cell.error}) for cell in held_out]
     page = law.page(TRUE, TRUE, cells(1, 30) + vague)
     assert "Of 20 gaps held out, 20 are known less well than the law says them" in page
     assert "is therefore no test of the interval" in page
-    short = [law.Cell(**{**vars(one), "ratio": 2}) for one in cells(3, 30)]
+    short = [law.Cell(**{**vars(cell), "ratio": 2}) for cell in cells(3, 30)]
     page = law.page(TRUE, TRUE, cells(1, 400) + short)
     assert re.search(
         r"Fitted to 2 tokens per parameter alone, its 90 % interval holds (8[5-9]|9\d)% of the 400 "

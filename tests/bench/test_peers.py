@@ -1,4 +1,4 @@
-"""What stands beside our own steps computes the same, or the same recipe."""
+"""Models that are benchmarked against ours compute the same, or the same recipe."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ LLAMA = {"kv_heads": 2, "mlp_width": 48, "norm": "rmsnorm", "activation": "swigl
 )
 def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
     config = GPTConfig(**SIZES | more)
-    mine, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
-    plain.load_state_dict(mine.state_dict())
-    counts = [sum(p.numel() for p in model.parameters()) for model in (mine, plain)]
+    gpt, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
+    plain.load_state_dict(gpt.state_dict())
+    counts = [sum(p.numel() for p in model.parameters()) for model in (gpt, plain)]
     assert counts == [config.parameters()] * 2
     tokens = torch.randint(100, (3, 25), generator=torch.Generator().manual_seed(0))
-    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (mine, plain)]
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (gpt, plain)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     for loss in losses:
         loss.backward()
-    gradients = [model.embedding.weight.grad for model in (plain, mine)]
+    gradients = [model.embedding.weight.grad for model in (plain, gpt)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts(monkeypatch):
-    # Else the optimizer's step tells the models of other tests, too.
+    # Otherwise the optimizer's step also marks the models of other tests.
     monkeypatch.setattr(weights, "_WATCHES", WeakSet())
     work = StepWork(model="gpt-nano", config=load_config("gpt-nano"), batch=2, context=16)
     hardware = Hardware("cpu")
@@ -53,7 +53,7 @@ def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts(monkeypatch
     steps = {"ours": build_step(arm, work, hardware), "plain": peers.step(work, "cpu", "", False)}
     counts = {}
     for name, step in steps.items():
-        step()  # the first one makes what later ones have
+        step()  # the first step creates state that later steps reuse
         with Operations() as operations:
             step()
         counts[name] = operations.count
@@ -66,10 +66,10 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked():
 
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
-    theirs, ours = torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
-    ours.load_state_dict(theirs.state_dict())
+    peer, linear = torchao.TorchaoMxfp8(64, 96), emulation.fp8stack_linear("mxfp8", 64, 96)
+    linear.load_state_dict(peer.state_dict())
     results = []
-    for layer in (theirs, ours):
+    for layer in (peer, linear):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x)
         y.backward(torch.ones_like(y) / 7)

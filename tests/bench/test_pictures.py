@@ -34,8 +34,8 @@ def test_every_value_of_a_format_is_on_the_number_line(name):
     size = np.dtype(ORACLES[name]).itemsize
     with np.errstate(invalid="ignore"):  # of its NaNs
         values = np.arange(256**size, dtype=f"u{size}").view(ORACLES[name]).astype(float)
-    seen = (values >= 2.0**pictures.LOWEST) & (values <= 2.0**pictures.HIGHEST)
-    assert pictures.formats(name) == sorted(values[seen])
+    in_picture = (values >= 2.0**pictures.LOWEST) & (values <= 2.0**pictures.HIGHEST)
+    assert pictures.formats(name) == sorted(values[in_picture])
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -74,9 +74,9 @@ def test_the_spike_costs_what_another_library_says():
         }
         assert largest.keys() == courses.keys()
         for name, course in courses.items():
-            wanted = _oracle(tensors[step], largest[name])
-            found = (course.clipped[step], course.zeroed[step], course.sqnr[step])
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-9), (name, step)
+            expected = _oracle(tensors[step], largest[name])
+            figures = (course.clipped[step], course.zeroed[step], course.sqnr[step])
+            assert figures == pytest.approx(expected, rel=1e-4, abs=1e-9), (name, step)
             assert course.limit[step] == pytest.approx(largest[name], rel=1e-6)
 
 
@@ -89,11 +89,11 @@ def test_the_error_maps_are_those_of_the_definition():
         "one scale": np.full_like(blocks, np.float32(448) / np.abs(x).max()),
         "MXFP8": (1 / power).astype(np.float32),
     }
-    found = pictures.blocks(pictures.outlier_matrix())
+    maps = pictures.blocks(pictures.outlier_matrix())
     for name, scale in scales.items():
         q = (blocks * scale).astype(ORACLES["e4m3"]).astype(np.float64) / scale
-        wanted = (np.abs(q - blocks) / np.abs(blocks)).reshape(x.shape)
-        np.testing.assert_allclose(found[name], wanted, rtol=1e-6, atol=1e-7)
+        expected = (np.abs(q - blocks) / np.abs(blocks)).reshape(x.shape)
+        np.testing.assert_allclose(maps[name], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_drawn_is_the_data(drawn):
@@ -101,10 +101,10 @@ def test_what_is_drawn_is_the_data(drawn):
     amaxes, courses = pictures.spike()
     marks, *lines = figure.axes[0].lines
     assert list(marks.get_ydata()) == list(amaxes)
-    shown = [lines, *(axes.lines for axes in figure.axes[1:])]
-    for panel, (name, unit) in zip(shown, UNITS.items(), strict=True):
-        wanted = [list(unit * getattr(course, name)) for course in courses.values()]
-        assert [list(line.get_ydata()) for line in panel] == wanted, name
+    panels = [lines, *(axes.lines for axes in figure.axes[1:])]
+    for panel, (name, unit) in zip(panels, UNITS.items(), strict=True):
+        expected = [list(unit * getattr(course, name)) for course in courses.values()]
+        assert [list(line.get_ydata()) for line in panel] == expected, name
     error = drawn["formats"][0].axes[1]
     curves = [line for line in error.lines if len(line.get_ydata()) > 2]
     low, high = error.get_ylim()

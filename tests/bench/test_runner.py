@@ -1,5 +1,5 @@
-"""`python -m bench check` compares like with like and finds what got worse; what is committed is
-whole and holds its bars."""
+"""`python -m bench check` compares like with like and finds regressions; the committed results are
+complete and hold their bars."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _grid_at(
     monkeypatch: pytest.MonkeyPatch, slowdown: float, noise: Sequence[float] = (1.0,)
 ) -> None:
-    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of
-    the others, times `slowdown` and, round by round, `noise`."""
+    """Replace the times of the grid's arms, which compute nothing: delayed takes 1.2 times as long
+    as the others, times `slowdown` and, round by round, `noise`."""
 
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
-        return timed(seconds | {"delayed": [1.2 * slowdown * of for of in noise]})
+        return timed(seconds | {"delayed": [1.2 * slowdown * factor for factor in noise]})
 
     monkeypatch.setattr(step, "interleaved", fake)
-    monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(step, "build_step", lambda *arguments: lambda: None)
     monkeypatch.setattr(step, "free_memory", lambda device: None)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
 
@@ -67,9 +67,9 @@ def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch
     assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.5, (1.0, 1.05))
     assert runner.check(committed) == 1
-    said = capsys.readouterr().out
-    assert "grid, width 16: delayed takes 1.800 of fp32, committed 1.200 (+50%)" in said
-    assert said.count(" takes ") == 3  # delayed in three sizes
+    printed = capsys.readouterr().out
+    assert "grid, width 16: delayed takes 1.800 of fp32, committed 1.200 (+50%)" in printed
+    assert printed.count(" takes ") == 3  # delayed in three sizes
     assert runner.check([*committed, "--tolerance", "0.6"]) == 0
 
 
@@ -82,12 +82,12 @@ def test_noise_within_the_interval_or_the_tolerance_and_a_gain_pass_the_gate(
         assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.0, (1.18, 1.19, 1.2, 1.25, 1.3))
     assert runner.check(committed) == 0
-    # The same without intervals does fail: the fastest rounds are all that there is.
+    # The same without intervals fails: only the fastest rounds are compared.
     path = Path(committed[-1]) / "grid.json"
-    known = json.loads(path.read_text())
-    for row in known["results"]:
+    results = json.loads(path.read_text())
+    for row in results["results"]:
         del row["paired_high"]
-    path.write_text(json.dumps(known))
+    path.write_text(json.dumps(results))
     assert runner.check(committed) == 1
 
 
@@ -99,11 +99,11 @@ def test_ratios_to_another_baseline_are_refused(kinds):
         {"scenario": "grid", "results": report.rows_of("a", timings, to)} for to in kinds
     )
     assert runner.regressions(now, now, 0.1) == []
-    said = refusal(runner.regressions, before, now, 0.1)
-    assert f"ratios are to {kinds[0]}, those of this machine to {kinds[1]}. " in said
-    assert said.endswith("Measure it here first: python -m bench grid")
-    said = refusal(runner.regressions, {"results": []}, now, 0.1)
-    assert "no arm was measured that has a committed result" in said
+    message = refusal(runner.regressions, before, now, 0.1)
+    assert f"ratios are to {kinds[0]}, those of this machine to {kinds[1]}. " in message
+    assert message.endswith("Measure it here first: python -m bench grid")
+    message = refusal(runner.regressions, {"results": []}, now, 0.1)
+    assert "no arm was measured that has a committed result" in message
 
 
 def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
@@ -128,38 +128,38 @@ def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(QuantizedLinear, "multiply", often)
         capsys.readouterr()
         assert runner.check(check) == 1
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for size in (16, 32, 48):
-        assert f"grid, width {size}: delayed takes " in said
-    assert "fp32 takes" not in said
+        assert f"grid, width {size}: delayed takes " in printed
+    assert "fp32 takes" not in printed
 
 
-# What is committed
+# The committed results
 
 
-# What other commands write, or what a table is made of more than.
+# Results of other commands, or with tables that need more than the results.
 OTHERS = {"compare", "fp4", "reliability", "study"}
 PAGES = [page for page in sorted(RESULTS.parent.glob("*/*.json")) if page.stem not in OTHERS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_a_committed_page_is_what_the_scenario_makes_of_its_results(page):
-    made = runner.imported(page.stem).table(json.loads(page.read_text()))
-    assert page.with_suffix(".md").read_text() == made
+    text = runner.imported(page.stem).table(json.loads(page.read_text()))
+    assert page.with_suffix(".md").read_text() == text
 
 
 def _committed(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    assert found["machine"]["slug"] == "cpu"
-    assert not [row for row in found["left_out"] if row.get("failed")]
-    return found
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    assert results["machine"]["slug"] == "cpu"
+    assert not [row for row in results["left_out"] if row.get("failed")]
+    return results
 
 
 def test_the_committed_operations_and_memory_are_whole():
-    found = _committed("operations")["results"]
-    kinds = {row["case"].partition(",")[0] for row in found}
+    rows = _committed("operations")["results"]
+    kinds = {row["case"].partition(",")[0] for row in rows}
     assert kinds == {"cast", "scaling", "history", "judging"}
-    assert {row["rounds"] for row in found} == {100}
+    assert {row["rounds"] for row in rows} == {100}
     memory = _committed("memory")
     assert {r["arm"] for r in memory["results"]} >= {"fp32", "delayed", "current", "block", "mxfp8"}
     assert all(row["peak_gib"] > row["floor_gib"] for row in memory["results"])
@@ -174,17 +174,19 @@ MISSED = {
 
 
 def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_missed():
-    found = json.loads((RESULTS.parent / "cpu-epyc-bf16" / "emulation.json").read_text())
-    judged = report.judged(emulation.BARS, found["results"])
-    assert len(judged) == len(found["bars"]) == len(emulation.BARS) > 0
+    committed_results = json.loads(
+        (RESULTS.parent / "cpu-epyc-bf16" / "emulation.json").read_text()
+    )
+    judged = report.judged(emulation.BARS, committed_results["results"])
+    assert len(judged) == len(committed_results["bars"]) == len(emulation.BARS) > 0
     missed: dict[tuple[str, str], set[str]] = {}
     for bar in judged:
         if not bar["holds"]:
             missed.setdefault((bar["case"], bar["of"]), set()).add(bar["arm"])
     assert missed == MISSED
     names = ("case", "arm", "of", "at_most")
-    for bar, was in zip(judged, found["bars"], strict=True):
-        assert [bar[name] for name in names] == [was[name] for name in names]
+    for bar, committed_bar in zip(judged, committed_results["bars"], strict=True):
+        assert [bar[name] for name in names] == [committed_bar[name] for name in names]
 
 
 # The command
@@ -205,23 +207,23 @@ def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
     assert "emulation: " in bench("--help")[1]
     assert "--rounds" in bench("step", "--help")[1]
     assert bench("nonsense")[0] == 2
-    code, _, said = bench("step", "--device", "cpu", "--models", "gpt9")
+    code, _, errors = bench("step", "--device", "cpu", "--models", "gpt9")
     assert code == 2
-    assert said.splitlines()[-1].startswith("No model 'gpt9'")
+    assert errors.splitlines()[-1].startswith("No model 'gpt9'")
 
 
 def test_tiny_sizes_overwrite_no_committed_results():
     before = (RESULTS / "operations.json").read_bytes()
-    said = refusal(lambda: runner.run("operations", ["--tiny"]))
-    assert said.startswith("--tiny would overwrite results")
+    message = refusal(lambda: runner.run("operations", ["--tiny"]))
+    assert message.startswith("--tiny would overwrite results")
     assert (RESULTS / "operations.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("scenario", ["grid", "gpu"])
 def test_a_folder_that_cannot_be_made_is_named_before_anything_is_measured(scenario, tmp_path):
     (tmp_path / "file").write_text("")
-    said = refusal(lambda: runner.run(scenario, ["--out", str(tmp_path / "file/results")]))
-    assert said == f"--out {tmp_path}/file/results cannot be made: Not a directory."
+    message = refusal(lambda: runner.run(scenario, ["--out", str(tmp_path / "file/results")]))
+    assert message == f"--out {tmp_path}/file/results cannot be made: Not a directory."
 
 
 @pytest.mark.parametrize("words", [("grid", "--rounds", "0"), ("study", "--workers", "-1")])

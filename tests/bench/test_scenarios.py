@@ -41,13 +41,13 @@ SCENARIOS = {
 def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "CASES", {"import torch": "pass", "nothing": "pass"})
     module = runner.imported(name)
-    found = runner.measured(module, name, SCENARIOS[name])
-    text = module.table(found)
-    report.write(found, text, module.figure(found), tmp_path)
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == found
+    measured = runner.measured(module, name, SCENARIOS[name])
+    text = module.table(measured)
+    report.write(measured, text, module.figure(measured), tmp_path)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == measured
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
-    rows = {(row["case"], row["arm"]): row for row in found["results"]}
-    assert len(rows) == len(found["results"]) > 1
+    rows = {(row["case"], row["arm"]): row for row in measured["results"]}
+    assert len(rows) == len(measured["results"]) > 1
     key = "peak_gib" if name == "memory" else "fastest_ms"
     for row in rows.values():
         base = rows[row["case"], row["ratio_to"]]
@@ -62,7 +62,7 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monke
 
 
 def test_a_scenario_calls_what_it_times(monkeypatch):
-    """Numbers are of measurements: with a clock of our own they are that clock's."""
+    """The numbers come from the clock: a stand-in clock determines them."""
 
     def fake(arms: dict, **options: object) -> dict[str, Timing]:
         assert options["rounds"] == 2
@@ -93,12 +93,13 @@ def test_a_profile_of_a_step_is_a_table_and_a_trace(tmp_path):
     assert all(file.stat().st_size > 100 for file in files)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_larger_model_is_larger_and_above_its_floor():
     config = GPTConfig(vocabulary=256, context=32, layers=2, width=512, heads=8)
     work = training_step.StepWork(model="larger", config=config, batch=2, context=32)
-    taken = memory.in_a_process(training_step.arms(CPU, ["fp32"], ())[0], work, CPU)
+    peak_gib = memory.in_a_process(training_step.arms(CPU, ["fp32"], ())[0], work, CPU)
     assert memory.floor_gib(work) == pytest.approx(16 * config.parameters() / 2**30)
-    assert memory.floor_gib(work) < taken < memory.floor_gib(work) + 0.25
+    assert memory.floor_gib(work) < peak_gib < memory.floor_gib(work) + 0.25
 
 
 def test_modules_are_counted_when_the_code_has_run():
@@ -123,8 +124,8 @@ def test_bars_are_judged_by_the_rows():
     assert not [row for row in rows if "paired" in row]  # they did not take turns
     arms = ("fast", "slow", "not there")
     bars = [report.Bar(case="case", arm=arm, of="fp32", at_most=1.2) for arm in arms]
-    found = report.judged(bars, rows)
-    assert [(bar["arm"], bar["holds"]) for bar in found] == [("fast", True), ("slow", False)]
+    judged = report.judged(bars, rows)
+    assert [(bar["arm"], bar["holds"]) for bar in judged] == [("fast", True), ("slow", False)]
 
 
 def test_a_gpus_bars_are_of_the_fastest_fp8_arm():
@@ -132,8 +133,8 @@ def test_a_gpus_bars_are_of_the_fastest_fp8_arm():
           "torchao tensorwise": 76.0}  # fmt: skip
     timings = {name: summarize([value]) for name, value in ms.items()}
     rows = report.rows_of("gpt2-1.5b", timings, "bf16")
-    found = report.judged(step.bars(rows), rows)
-    assert [(bar["arm"], bar["of"], bar["holds"]) for bar in found] == [
+    judged = report.judged(step.bars(rows), rows)
+    assert [(bar["arm"], bar["of"], bar["holds"]) for bar in judged] == [
         ("delayed by torch", "bf16", True),
         ("bf16", "plain GPT", True),
         ("delayed by torch", "torchao tensorwise", False),
@@ -149,19 +150,21 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
         return timed({name: [1.0] for name in arms}, rounds=6)
 
     monkeypatch.setattr(step, "interleaved", fake)
-    monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(step, "build_step", lambda *arguments: lambda: None)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=bf16))
-    found = runner.measured(grid, "grid", ["--tiny", "--device", "cpu"])
+    measured = runner.measured(grid, "grid", ["--tiny", "--device", "cpu"])
     precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8", "rowwise")
     sizes = [work.model for work in grid.sizes("cpu", tiny=True)]
     assert len(sizes) >= 3
-    assert {(row["case"], row["arm"]) for row in found["results"]} == {
+    assert {(row["case"], row["arm"]) for row in measured["results"]} == {
         (size, precision) for size in sizes for precision in precisions
     }
-    assert {row["ratio_to"] for row in found["results"]} == {"bf16" if bf16 else "fp32"}
+    assert {row["ratio_to"] for row in measured["results"]} == {"bf16" if bf16 else "fp32"}
     # A CPU has no TF32: said in each size, with the plan's reason.
-    assert [(row["case"], row["arm"]) for row in found["left_out"]] == [(s, "tf32") for s in sizes]
-    text = grid.table(found)
+    assert [(row["case"], row["arm"]) for row in measured["left_out"]] == [
+        (s, "tf32") for s in sizes
+    ]
+    text = grid.table(measured)
     assert "| tf32 | runs as fp32 here | runs as fp32 here | runs as fp32 here |" in text
     assert "runs as fp32 here: tf32 needs a GPU of compute capability 8.0, this is a CPU" in text
     for device in ("cpu", "cuda"):
@@ -191,53 +194,53 @@ def test_gigabytes_per_second_are_those_read_and_written():
 
 def test_every_cast_gives_its_format():
     x = torch.randn(128, 128)
-    found: dict[str, Any] = {name: arm() for name, arm in operations.casts(x).items()}
-    assert found.keys() == operations.WRITTEN.keys()
+    copies: dict[str, Any] = {name: arm() for name, arm in operations.casts(x).items()}
+    assert copies.keys() == operations.WRITTEN.keys()
     scale = tensor_scale(x.abs().max(), "e4m3")
-    assert torch.equal(found["e4m3"].float(), cast_to_fp8(x, scale, "e4m3").float())
-    assert found["e5m2"].dtype == torch.float8_e5m2
+    assert torch.equal(copies["e4m3"].float(), cast_to_fp8(x, scale, "e4m3").float())
+    assert copies["e5m2"].dtype == torch.float8_e5m2
     for name in operations.WRITTEN:
-        data = found[name][0] if isinstance(found[name], tuple) else found[name]
+        data = copies[name][0] if isinstance(copies[name], tuple) else copies[name]
         assert data.element_size() == operations.WRITTEN[name], name
     for name in ("mxfp8", "block"):
-        assert (dequantize(found[name]) - x).abs().max() < 0.1 * x.abs().max(), name
+        assert (dequantize(copies[name]) - x).abs().max() < 0.1 * x.abs().max(), name
 
 
-def kept(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """What `operations` makes of the class of that name from here on."""
-    made: list[Any] = []
+def instances_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """The instances of the class `name` that `operations` creates from here on."""
+    instances: list[Any] = []
     original = getattr(operations, name)
 
-    def make(*given: Any, **options: Any) -> Any:
-        made.append(original(*given, **options))
-        return made[-1]
+    def make(*arguments: Any, **options: Any) -> Any:
+        instances.append(original(*arguments, **options))
+        return instances[-1]
 
     monkeypatch.setattr(operations, name, make)
-    return made
+    return instances
 
 
 def test_ways_to_a_scale_end_in_the_same_bytes_and_an_update_moves_what_was_recorded(monkeypatch):
     x = torch.randn(64, 64)
-    found: dict[str, Any] = {name: arm() for name, arm in operations.scaled_casts(x).items()}
-    bare = found[operations.BARE].float()
-    assert torch.equal(found["current: amax, then its scale"].float(), bare)
+    results: dict[str, Any] = {name: arm() for name, arm in operations.scaled_casts(x).items()}
+    bare = results[operations.BARE].float()
+    assert torch.equal(results["current: amax, then its scale"].float(), bare)
     # Delayed scaling casts with the scale known before, here none: 1.
-    first = found["delayed: amax noted, scale known"].float()
+    first = results["delayed: amax noted, scale known"].float()
     assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
-    assert found["amax alone"] == x.abs().max()
-    made = kept(monkeypatch, "AmaxHistory")
+    assert results["amax alone"] == x.abs().max()
+    histories = instances_of(monkeypatch, "AmaxHistory")
     arms = operations.updates(3, 4, "cpu")
     arms["record"]()
-    assert made[0].scales.tolist() == [1.0] * 3
+    assert histories[0].scales.tolist() == [1.0] * 3
     arms["record and update"]()
-    assert made[0].scales.tolist() == pytest.approx([448.0, 224.0, 448 / 3])
+    assert histories[0].scales.tolist() == pytest.approx([448.0, 224.0, 448 / 3])
 
 
 @pytest.mark.parametrize("arm", ["norm, judged by the guard", "the same, and the host waits"])
 def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
-    made = kept(monkeypatch, "Monitor")
+    monitors = instances_of(monkeypatch, "Monitor")
     arms = operations.judging(16, "cpu")
-    optimizer = made[0]._optimizer
+    optimizer = monitors[0]._optimizer
     arms[arm]()
     assert optimizer.found_inf == 0
     optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
@@ -245,7 +248,7 @@ def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
     assert optimizer.found_inf == 1
 
 
-# What others take
+# Other processes
 
 
 @pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])

@@ -1,4 +1,4 @@
-"""`python -m bench study`: its jobs, what it makes of runs, and a tiny one, stopped half-way."""
+"""`python -m bench study`: its jobs, its tables of runs, and a tiny study, stopped half-way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.cells import json_lines
 from bench.quality import study, study_tables
 from fp8stack.analysis.compare.intervals import always_valid_factor
 from fp8stack.common.errors import UserError
-from tests.support.made_runs import write_lines
+from tests.support.run_folders import write_lines
 
 ROOT = Path(study.__file__).parents[2]
 
@@ -41,16 +41,16 @@ def law(parameters: int, tokens: int) -> float:
 
 def ladder(factor: float) -> list[dict[str, Any]]:
     """Runs whose fp32 losses follow a power law, and of a recipe that is `factor` above."""
-    found = []
+    rows = []
     for size, parameters in (("0.1M", 100), ("0.3M", 300)):
         for ratio in (2, 8):
             loss = law(parameters, ratio * parameters)
             more = {"size": size, "ratio": ratio, "parameters": parameters}
             more["tokens"] = ratio * parameters
             for seed in range(3):
-                found.append(row("fp32", seed, loss, **more))
-                found.append(row("mxfp4", seed, loss * (factor + 0.001 * (seed - 1)), **more))
-    return found
+                rows.append(row("fp32", seed, loss, **more))
+                rows.append(row("mxfp4", seed, loss * (factor + 0.001 * (seed - 1)), **more))
+    return rows
 
 
 def test_every_cell_has_its_gap_and_the_model_that_would_be_as_good():
@@ -108,7 +108,8 @@ def test_the_designs_are_compared_by_the_spread_of_their_gaps():
 
 
 def test_false_alarms_are_counted_over_all_looks():
-    """Of two comparisons, one whose gaps are all alike but small, and one about zero."""
+    """Two comparisons: the gaps of the first are small and almost equal, the second's are about
+    zero."""
     rows = []
     for seed in range(2 * study_tables.AA_PAIRS):
         gap = (
@@ -132,38 +133,40 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
     }
     assert len(ladder) == 2 * (2 * (1 + 14) + 10) + 5
     assert {job.steps for job in jobs if (job.size, job.ratio) == ("0.9M", 8)} == {7179}
-    own = [
+    cell_jobs = [
         job for job in jobs if (job.size, job.ratio, job.design) == ("0.1M", 2, study_tables.SHARED)
     ]
-    assert [job.seed for job in own] == sorted(job.seed for job in own)
-    keys = next(job.keys for job in own if job.recipe == "mxfp4")
+    assert [job.seed for job in cell_jobs] == sorted(job.seed for job in cell_jobs)
+    keys = next(job.keys for job in cell_jobs if job.recipe == "mxfp4")
     assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
 
 
 def test_pairs_of_another_kind_of_cpu_are_not_made_again():
     jobs = study.jobs(["0.1M"])
-    of = {job.name: job for job in jobs}
+    by_name = {job.name: job for job in jobs}
     assert study.left_of(jobs, [], "here") == jobs
 
-    def made(*names: str) -> list[dict[str, str]]:
-        return [{"key": of[name].content("there"), "cpu": "there"} for name in names]
+    def rows_of(*names: str) -> list[dict[str, str]]:
+        return [{"key": by_name[name].content("there"), "cpu": "there"} for name in names]
 
     # A pair, half a pair, a float32 run alone; one of two designs that share a float32 run.
-    rows = made("0.1M-2-fp32-seed0", "0.1M-2-mxfp4-seed0", "0.1M-2-nvfp4-seed1")
-    rows += made("0.1M-1-fp32-seed0-plain", "0.1M-1-fp32-seed0-gradients-in-two-parts")
-    rows += made("0.1M-1-fp32-seed1-plain", "0.1M-8-fp32-seed0")
-    rows += made("0.1M-8-current-seed0-first-half-in-fp32")
-    gone = {
+    rows = rows_of("0.1M-2-fp32-seed0", "0.1M-2-mxfp4-seed0", "0.1M-2-nvfp4-seed1")
+    rows += rows_of("0.1M-1-fp32-seed0-plain", "0.1M-1-fp32-seed0-gradients-in-two-parts")
+    rows += rows_of("0.1M-1-fp32-seed1-plain", "0.1M-8-fp32-seed0")
+    rows += rows_of("0.1M-8-current-seed0-first-half-in-fp32")
+    unneeded = {
         "0.1M-2-mxfp4-seed0", "0.1M-1-fp32-seed0-plain", "0.1M-1-fp32-seed0-gradients-in-two-parts",
         "0.1M-8-current-seed0-first-half-in-fp32",
     }  # fmt: skip
-    left = study.left_of(jobs, rows, "here")
-    assert left == [job for job in jobs if job.name not in gone]
-    # All of a seed's pairs: its float32 run is not needed here either.
-    rows += made(*(name for name in of if name.startswith("0.1M-2-") and name.endswith("seed0")))
-    gone |= {name for name in of if name.startswith("0.1M-2-") and name.endswith("seed0")}
-    left = study.left_of(jobs, rows, "here")
-    assert left == [job for job in jobs if job.name not in gone]
+    remaining = study.left_of(jobs, rows, "here")
+    assert remaining == [job for job in jobs if job.name not in unneeded]
+    # If all pairs of a seed are done there, its float32 run is not needed here either.
+    rows += rows_of(
+        *(name for name in by_name if name.startswith("0.1M-2-") and name.endswith("seed0"))
+    )
+    unneeded |= {name for name in by_name if name.startswith("0.1M-2-") and name.endswith("seed0")}
+    remaining = study.left_of(jobs, rows, "here")
+    assert remaining == [job for job in jobs if job.name not in unneeded]
 
 
 def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tmp_path):
@@ -176,28 +179,29 @@ def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tm
 
 
 def test_what_is_committed_says_that_eight_bits_cost_little():
-    """And that what costs most are four bits in the forward pass."""
-    found = json.loads((ROOT / "bench" / "results" / "cpu" / "study.json").read_text())
-    cells = [cell for cell in found["cells"] if cell["gap"]["samples"] >= 3]
+    """Four bits in the forward pass cost most."""
+    committed = json.loads((ROOT / "bench" / "results" / "cpu" / "study.json").read_text())
+    cells = [cell for cell in committed["cells"] if cell["gap"]["samples"] >= 3]
     eight = [cell for cell in cells if cell["recipe"] in ("mxfp8", "rowwise", "block", "current")]
     assert len(eight) >= 4
     assert all(cell["gap"]["mean"] < 1.0 for cell in eight)
     ladder = [cell for cell in cells if cell["recipe"] in study.LADDER]
     for place in {(c["size"], c["ratio"]) for c in ladder if c["recipe"] == "nvfp4"}:
-        of = [cell for cell in ladder if (cell["size"], cell["ratio"]) == place]
-        worst = max(of, key=lambda cell: cell["gap"]["mean"])["recipe"]
+        cell_group = [cell for cell in ladder if (cell["size"], cell["ratio"]) == place]
+        worst = max(cell_group, key=lambda cell: cell["gap"]["mean"])["recipe"]
         assert "fp4" in worst, place
 
 
 def command(out: Path, *words: str) -> list[str]:
-    own = ["--tiny", "--workers", "1", "--out", str(out), "--runs", str(out / "runs"), *words]
-    return [sys.executable, "-m", "bench", "study", *own]
+    options = ["--tiny", "--workers", "1", "--out", str(out), "--runs", str(out / "runs"), *words]
+    return [sys.executable, "-m", "bench", "study", *options]
 
 
+@pytest.mark.slow
 def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
-    own = tmp_path / "tmp"  # where no other process measures times
-    own.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(own)}
+    tmpdir = tmp_path / "tmp"  # where no other process measures times
+    tmpdir.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmpdir)}
     process = subprocess.Popen(command(tmp_path), cwd=ROOT, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     results, deadline = tmp_path / "study.jsonl", time.monotonic() + 600
@@ -206,8 +210,8 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=600)
-    assert "stopping: the same command goes on" in said
+    printed, _ = process.communicate(timeout=600)
+    assert "stopping: the same command goes on" in printed
     done = json_lines(results)
     assert 1 <= len(done) < 4
     with results.open("a") as file:
@@ -217,7 +221,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     assert again.returncode == 0, again.stderr
     assert f"{4 - len(done)} runs are to do, {len(done)} are there" in again.stdout
     rows = json_lines(results)
-    assert sorted((one["recipe"], one["seed"]) for one in rows) == [
+    assert sorted((result_row["recipe"], result_row["seed"]) for result_row in rows) == [
         ("fp32", 0), ("fp32", 1), ("mxfp4", 0), ("mxfp4", 1)
     ]  # fmt: skip
     assert "| mxfp4 | " in (tmp_path / "study.md").read_text()

@@ -35,7 +35,7 @@ FACTS = [
         "pytorch/tensor/mxfp8_tensor.py:MXFP8Quantizer.get_scale_shape",
         "round_up_to_nearest_multiple(math.prod(shape[:-1]), 128)",
     ),
-    # Why `te_raw.forget`: the key of TE's buffers leaves the algorithm out.
+    # `te_raw.forget` is needed because the key of TE's buffers leaves the algorithm out.
     (f"{MANAGER}.get_unique_autocast_key", "recipe_repr = str(recipe)"),
     (f"{MANAGER}.reset", "cls.quantization_state = FP8GlobalState()"),
     ("pytorch/module/linear.py:Linear.forward", "self._fp8_workspaces.get(cache_name)"),

@@ -133,7 +133,7 @@ def test_a_dotted_key_of_100_kb_is_refused_in_one_line(flag, refused, tmp_path):
     key = ".".join("a" * 50_000)
     (tmp_path / "deep.toml").write_text(f"{key} = 1\n")
     value = f"{key}=1" if flag == "--set" else "deep.toml"
-    assert len(refused("pretrain", flag, value, said="is nested too deeply")) < 500
+    assert len(refused("pretrain", flag, value, message="is nested too deeply")) < 500
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_is_allocated(
 ):
     shape = "vocabulary = 256\ncontext = 64\nwidth = 32\nheads = 2\n"
     (tmp_path / "large.toml").write_text(shape + sizes)
-    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", said=message)
+    refused("pretrain", "--model", "large.toml", "--recipe", "fp32", "--out", "r", message=message)
 
 
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])

@@ -72,7 +72,9 @@ def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
     assert "fp8stack pretrain --resume runs/a" in details
 
 
-def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(command, capsys, run):
+def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(
+    command, capsys, run, undrawn
+):
     assert command("report", "runs/a", "--json") == 0
     (facts,) = json.loads(capsys.readouterr().out)
     assert (facts["run"], facts["state"], facts["steps"]) == ("runs/a", "done", "2 of 2")
@@ -103,7 +105,7 @@ def test_there_may_be_no_runs(command, capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, message):
-    refused(*words, said=message)
+    refused(*words, message=message)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,8 @@ def test_a_shell_completes_commands_and_presets(command, capsys, monkeypatch, ty
 
 def test_a_shell_without_completion_is_named(refused, monkeypatch):
     monkeypatch.setenv("SHELL", "/bin/csh")
-    refused("--completion", said="No completion for the shell csh. Set SHELL to bash, zsh or fish.")
+    refused(
+        "--completion", message="No completion for the shell csh. Set SHELL to bash, zsh or fish."
+    )
     monkeypatch.setenv("SHELL", "")
-    refused("--completion", said="No completion for the shell (SHELL is not set). Set SHELL to")
+    refused("--completion", message="No completion for the shell (SHELL is not set). Set SHELL to")

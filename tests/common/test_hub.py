@@ -70,11 +70,11 @@ def test_weights_come_from_the_hub_to_the_bit_and_once(hub: Hub, files, capsys):
     assert all(torch.equal(source.weights[name], weights[name]) for name in weights)
     assert source.name == f"hf:a/b@{sha}"
     assert capsys.readouterr().err == ""
-    fetched = {path.rsplit("/", 1)[1] for path in hub.asked("GET", "/resolve/")}
+    fetched = {path.rsplit("/", 1)[1] for path in hub.requested("GET", "/resolve/")}
     assert fetched == {"config.json", "model.safetensors"}
     hub.requests.clear()
     assert find_source(f"hf:a/b@{sha}").name == source.name
-    assert not hub.asked("GET", "/resolve/")
+    assert not hub.requested("GET", "/resolve/")
 
 
 def test_a_revision_is_that_commit_whatever_came_after_it(hub: Hub, files):
@@ -107,9 +107,9 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused
         ("a/fine@v7", "hf:a/fine has no revision 'v7'. Give a branch, a tag or a commit"),
     ):
         refused(
-            "pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", said=message
+            "pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", message=message
         )
-        refused("forecast", f"hf:{name}", "--data", "x.txt", said=message)
+        refused("forecast", f"hf:{name}", "--data", "x.txt", message=message)
     for name, message in (
         ("a/pickled", "has no safetensors file; pickled weights are not read. Give"),
         ("a/empty", "hf:a/empty has no safetensors file"),

@@ -1,4 +1,4 @@
-"""Data in the formats of others are read token by token, and what is damaged is named."""
+"""Data in other projects' formats are read token by token, and damage is named."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
     path = write_llmc(tmp_path / "a.bin", tokens, llama=llama)
     splits = load_corpora(str(path), 130_000)
     assert everything(splits) == tokens
-    assert all(part.mapped for split in splits for part in split.parts)
-    assert splits[0].parts[0].tokens.itemsize == (4 if llama else 2)
+    assert all(segment.mapped for split in splits for segment in split.segments)
+    assert splits[0].segments[0].tokens.itemsize == (4 if llama else 2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
             ([1, 2, 3, 4], [7]),
         ),
         ({"tiny_train.bin": [1, 2], "tiny_val.bin": [7]}, ([1, 2], [7])),
-        # Without a validation file the end is held out.
+        # The end is held out if there is no validation file.
         ({f"a_train_{n}.bin": [n] * 3 for n in range(3)}, ([0, 0, 0, 1, 1, 1, 2, 2], [2])),
     ],
     ids=["shards", "a pair", "no validation"],
@@ -59,8 +59,8 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
 def test_files_named_as_llmc_does_are_its_splits(tmp_path, files, splits):
     for name, tokens in files.items():
         write_llmc(tmp_path / name, tokens)
-    found = load_corpora(str(tmp_path), 300, held_out=0.12)
-    assert tuple(split.window(0, len(split)).tolist() for split in found) == splits
+    loaded = load_corpora(str(tmp_path), 300, held_out=0.12)
+    assert tuple(split.window(0, len(split)).tolist() for split in loaded) == splits
     if "tiny_val.bin" in files:
         write_llmc(tmp_path / "b.bin", [7])
         assert "b.bin is beside files that are named as training and val" in refusal(tmp_path)
@@ -77,7 +77,7 @@ def _header(*fields: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "phrase"),
     [
         (_header(20240520, 2, 4) + bytes(8), "is of version 2 of llm.c's format, and only 1"),
         (_header(20240801, 1, 4) + bytes(16), "is of version 1 of llm.c's format, and only 7"),
@@ -90,9 +90,9 @@ def _header(*fields: int) -> bytes:
         (_header(20240522, 1, 4) + bytes(8), "holds llm.c's multiple-choice questions"),
     ],
 )
-def test_a_bad_header_of_llmc_is_named(tmp_path, content, said):
+def test_a_bad_header_of_llmc_is_named(tmp_path, content, phrase):
     (tmp_path / "a.bin").write_bytes(content)
-    assert f"{tmp_path / 'a.bin'} {said}" in refusal(tmp_path / "a.bin")
+    assert f"{tmp_path / 'a.bin'} {phrase}" in refusal(tmp_path / "a.bin")
 
 
 # Megatron-LM
@@ -108,7 +108,7 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, s
     assert everything((train, val)) == list(range(1, 11))
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
-    assert train.parts[0].mapped
+    assert train.segments[0].mapped
 
 
 def test_a_folder_of_megatron_pairs_is_joined(tmp_path):
@@ -123,20 +123,20 @@ def test_a_bad_token_is_named_with_its_offset_in_the_file(tmp_path):
     path = write_llmc(tmp_path / "a.bin", [1] * 30 + [400] + [1] * 9)
     assert np.fromfile(path, "<u2")[542] == 400
     prefix = write_megatron(tmp_path / "b", [[[1, 2, -3] + [4] * 40]], "int32")
-    for data, said in (
+    for data, pattern in (
         (path, r"a\.bin: token 400 at offset 542 "),
         (prefix, r"b\.bin: token -3 at offset 2 is outside"),
     ):
         train, _ = load_corpora(str(data), 300)
         bad = StepBatches(train, batch=99, context=8, seed=0, vocabulary=300)
-        assert re.search(said, refused_by(bad.__getitem__, 1))
+        assert re.search(pattern, refused_by(bad.__getitem__, 1))
 
 
 def _patched(at: int, content: bytes) -> Change:
     def change(index: Path) -> None:
-        whole = bytearray(index.read_bytes())
-        whole[at : at + len(content)] = content
-        index.write_bytes(whole)
+        patched = bytearray(index.read_bytes())
+        patched[at : at + len(content)] = content
+        index.write_bytes(patched)
 
     return change
 
@@ -145,7 +145,7 @@ LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "phrase"),
     [
         (_patched(0, b"TNTIDX\0\0"), "a.idx is not an index of Megatron-LM"),
         (lambda index: index.write_bytes(b""), "a.idx is empty"),
@@ -170,11 +170,11 @@ LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
         (lambda index: index.with_suffix(".bin").unlink(), "a.bin is missing"),
     ],
 )
-def test_a_bad_index_of_megatron_is_named(tmp_path, change, said):
+def test_a_bad_index_of_megatron_is_named(tmp_path, change, phrase):
     prefix = write_megatron(tmp_path / "a", SEQUENCES)
     load_corpora(str(prefix), 256)
     change(tmp_path / "a.idx")
-    assert said in refusal(prefix)
+    assert phrase in refusal(prefix)
 
 
 # Folders that `fp8stack prepare` wrote
@@ -190,7 +190,7 @@ def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path, dtype):
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert train.documents(1, train.window(1, 4)).tolist() == [0, 0, 1, 1]
     assert val.window(0, 2).tolist() == [9, 0]
-    assert all(part.mapped for part in train.parts)
+    assert all(segment.mapped for segment in train.segments)
 
 
 def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path):
@@ -198,12 +198,12 @@ def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path):
     assert (len(train), len(val)) == (18, 2)
     assert val.documents(0, val.window(0, 2)).tolist() == [0, 0]
     # Other ends of documents are other data.
-    one, other = (
+    first, second = (
         load_corpora(str(write_prepared(tmp_path / str(number), [documents])), 256)[0]
         for number, documents in enumerate(([[1, 0], [0]], [[1], [0, 0]]))
     )
-    assert everything((one, one)) == everything((other, other))
-    assert one.fingerprint() != other.fingerprint()
+    assert everything((first, first)) == everything((second, second))
+    assert first.fingerprint() != second.fingerprint()
 
 
 def _manifest(key: str, value: object) -> Change:
@@ -212,8 +212,8 @@ def _manifest(key: str, value: object) -> Change:
         manifest = json.loads(path.read_text())
         *outer, last = key.split(".")
         inner = manifest
-        for one in outer:
-            inner = inner[int(one) if one.isdigit() else one]
+        for step in outer:
+            inner = inner[int(step) if step.isdigit() else step]
         inner[last] = value
         path.write_text(json.dumps(manifest))
 
@@ -221,7 +221,7 @@ def _manifest(key: str, value: object) -> Change:
 
 
 def _put(name: str, content: bytes | None) -> Change:
-    """The file gets other contents; None: it goes."""
+    """Give the file other contents; None: remove it."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -232,7 +232,7 @@ def _put(name: str, content: bytes | None) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "phrase"),
     [
         (_manifest("format", 2), "manifest.json is not a manifest of prepared data: format: "),
         (_manifest("dtype", "float32"), "manifest.json is not a manifest of prepared data: dtype"),
@@ -269,11 +269,11 @@ def _put(name: str, content: bytes | None) -> Change:
         ),
     ],
 )
-def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(tmp_path, change, said):
+def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(tmp_path, change, phrase):
     folder = write_prepared(tmp_path / "p", [[[1, 2, 0], [3, 0]]])
     load_corpora(str(folder), 256)
     change(folder)
-    assert said in refusal(folder, 256)
+    assert phrase in refusal(folder, 256)
 
 
 @pytest.mark.parametrize("form", ["prepared", "megatron"])
@@ -289,12 +289,12 @@ def test_an_index_that_changes_while_training_harms_nothing_but_documents(tmp_pa
     for _ in range(20):
         index.write_bytes(random.bytes(index.stat().st_size))
         for start in range(0, 880, 40):
-            found = train.documents(start, train.window(start, 20))
-            assert found[0] == 0
-            assert set(np.diff(found)) <= {0, 1}
-    os.truncate(index, 8)  # is named before it is touched
-    said = refused_by(train.documents, 0, train.window(0, 9))
-    assert f"{index.name} shrank while in use" in said
+            numbers = train.documents(start, train.window(start, 20))
+            assert numbers[0] == 0
+            assert set(np.diff(numbers)) <= {0, 1}
+    os.truncate(index, 8)  # the size is checked before the map is read
+    message = refused_by(train.documents, 0, train.window(0, 9))
+    assert f"{index.name} shrank while in use" in message
 
 
 # Parquet
@@ -331,7 +331,7 @@ def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "phrase"),
     [
         ({"n": [1], "tokens": [[1, 2]]}, "has no column of text, only n, tokens."),
         ({"a": ["x"], "b": ["y"]}, "has several columns of text (a, b) and"),
@@ -340,9 +340,9 @@ def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined
         ({"text": pyarrow.array([], pyarrow.string())}, "has no text in its column 'text'"),
     ],
 )
-def test_a_parquet_file_without_a_text_is_refused(tmp_path, table, said):
+def test_a_parquet_file_without_a_text_is_refused(tmp_path, table, phrase):
     path = write_parquet(tmp_path / "a.parquet", table)
-    assert f"{path} {said}" in refusal(path)
+    assert f"{path} {phrase}" in refusal(path)
 
 
 def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, monkeypatch):
@@ -381,7 +381,7 @@ def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
-def test_what_is_no_parquet_file_is_refused(tmp_path, content):
+def test_a_file_that_is_not_parquet_is_refused(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
 
@@ -396,7 +396,7 @@ def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(
     assert "pip install pyarrow" in refusal(path)
 
 
-# Which tokenizer the tokens are of
+# The tokenizer of the tokens
 
 
 def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_are(tmp_path):
@@ -404,8 +404,8 @@ def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_ar
     text.write_text("text")
     write_parquet(table, {"text": ["x"]})
     for data in (None, str(text), str(table)):
-        found = tokenizer_of(data)
-        assert found.sha256 == load_tokenizer("bytes").sha256
+        tokenizer = tokenizer_of(data)
+        assert tokenizer.sha256 == load_tokenizer("bytes").sha256
     prefix = write_megatron(tmp_path / "t" / "a", [[[1, 2]]])
     bin_file = write_llmc(tmp_path / "t" / "b.bin", [1])
     for path in (prefix, f"{prefix}.idx", f"{prefix}.bin", bin_file, tmp_path / "t"):
@@ -415,11 +415,11 @@ def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_ar
 def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path):
     text = load_tokenizer("bytes").to_json()
     folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=text)
-    found = tokenizer_of(str(folder))
-    assert found.sha256 == load_tokenizer("bytes").sha256
-    assert found.decode([72, 105]) == "Hi"
+    tokenizer = tokenizer_of(str(folder))
+    assert tokenizer.sha256 == load_tokenizer("bytes").sha256
+    assert tokenizer.decode([72, 105]) == "Hi"
     (folder / "tokenizer.json").write_text(text + " ")
-    said = refused_by(tokenizer_of, str(folder))
-    assert "tokenizer.json is not the tokenizer that made" in said
+    message = refused_by(tokenizer_of, str(folder))
+    assert "tokenizer.json is not the tokenizer that made" in message
     (folder / "tokenizer.json").unlink()
     assert "tokenizer.json: No such file" in refused_by(tokenizer_of, str(folder))

@@ -48,7 +48,7 @@ def test_a_folder_of_tasks_is_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "phrase"),
     [
         (None, "has no a.ds.index beside it"),
         (b"", "is empty"),
@@ -58,14 +58,14 @@ def test_a_folder_of_tasks_is_read_in_order(tmp_path):
         (b"123", "does not fit them"),
     ],
 )
-def test_an_index_that_is_missing_or_does_not_fit_is_refused(index, said, tmp_path):
+def test_an_index_that_is_missing_or_does_not_fit_is_refused(index, phrase, tmp_path):
     path = write_ds(tmp_path / "a.ds", DOCUMENTS)
-    beside = path.with_name("a.ds.index")
-    beside.unlink()
+    index_file = path.with_name("a.ds.index")
+    index_file.unlink()
     if index is not None:
-        beside.write_bytes(index)
+        index_file.write_bytes(index)
     message = refusal(load_corpora, str(path), 300)
-    assert said in message
+    assert phrase in message
     assert str(path) in message
 
 

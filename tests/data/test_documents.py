@@ -1,4 +1,4 @@
-"""Windows that say which document each token is of."""
+"""Windows with the document of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.data_writers import write_llmc, write_megatron, write_prepare
 
 END = 0
 LENGTHS = [3, 1, 5, 2, 9, 1, 1, 4, 30, 2, 6, 7]
-"""Of some documents, the token that separates them included."""
+"""The lengths of some documents, the separating token included."""
 
 
 def documents() -> list[list[int]]:
@@ -26,17 +26,19 @@ def documents() -> list[list[int]]:
 
 
 def as_llmc(folder: Path) -> str:
-    tokens = [token for one in documents() for token in (50256, *one[:-1])]
+    tokens = [token for document in documents() for token in (50256, *document[:-1])]
     return str(write_llmc(folder / "a.bin", tokens))
 
 
 def as_megatron(folder: Path) -> str:
-    return str(write_megatron(folder / "a", [[one] for one in documents()]))
+    return str(write_megatron(folder / "a", [[document] for document in documents()]))
 
 
 def as_megatron_of_many_sequences(folder: Path) -> str:
-    # Two sequences a document, of which one may be empty.
-    return str(write_megatron(folder / "a", [[one[:2], one[2:]] for one in documents()]))
+    # Two sequences a document, the second of them possibly empty.
+    return str(
+        write_megatron(folder / "a", [[document[:2], document[2:]] for document in documents()])
+    )
 
 
 def as_prepared(folder: Path) -> str:
@@ -44,9 +46,9 @@ def as_prepared(folder: Path) -> str:
 
 
 def as_nanogpt(folder: Path) -> str:
-    tokens = [token for one in documents() for token in one]
-    for name, some in (("a", tokens[:20]), ("b", tokens[20:])):  # cut within a document
-        np.array(some, dtype="<u2").tofile(folder / f"{name}.bin")
+    tokens = [token for document in documents() for token in document]
+    for name, file_tokens in (("a", tokens[:20]), ("b", tokens[20:])):  # cut within a document
+        np.array(file_tokens, dtype="<u2").tofile(folder / f"{name}.bin")
     return str(folder)
 
 
@@ -71,9 +73,9 @@ def test_every_window_knows_the_document_of_each_token(form, tmp_path):
     for split, before in ((train, 0), (val, len(train))):
         assert split.has_documents
         for start, length in itertools.product(range(len(split) - 16), (1, 2, 16)):
-            found = split.documents(start, split.window(start, length))
-            assert found.dtype == np.int64
-            assert found.tolist() == expected(before + start, length), (start, length)
+            numbers = split.documents(start, split.window(start, length))
+            assert numbers.dtype == np.int64
+            assert numbers.tolist() == expected(before + start, length), (start, length)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -97,7 +99,7 @@ def test_corpora_reach_workers_as_paths(form, tmp_path):
     pickled = pickle.dumps((train, val))
     assert len(pickled) < 3000
     again, held = pickle.loads(pickled)
-    assert all(part.mapped for part in (*again.parts, *held.parts))
+    assert all(segment.mapped for segment in (*again.segments, *held.segments))
     assert again.fingerprint() == train.fingerprint()
     assert (held.fingerprint(), held.locate(3)) == (val.fingerprint(), val.locate(3))
     window = again.window(5, 40)
@@ -116,7 +118,7 @@ def test_validation_windows_hold_documents_too(tmp_path):
     assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
 
 
-def test_documents_of_a_mixture_are_those_of_its_sources(tmp_path, monkeypatch):
+def test_a_mixture_has_the_documents_of_its_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     as_llmc(tmp_path)
     (tmp_path / "m").mkdir()
@@ -140,9 +142,9 @@ def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path):
 def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     np.arange(99, dtype="<u2").tofile(tmp_path / "b.bin")
-    # Text has none even if its tokenizer has an end.
+    # Text has no documents even if its tokenizer has an end token.
     assert not load_corpora(str(tmp_path / "a.txt"), 256, end_of_text=255)[0].has_documents
-    for data, said in (
+    for data, phrase in (
         (None, "does not say where its documents end"),
         ("a.txt", "a.txt does not say where its documents end, which document_mask needs"),
         ("b.bin", "name its tokenizer with --tokenizer"),
@@ -156,4 +158,4 @@ def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path):
             refusal(validation_windows, val, count=1, **usual),
         ):
             assert "fp8stack prepare" in message
-            assert said in message
+            assert phrase in message

@@ -1,4 +1,4 @@
-"""Mixtures: which source a row is of, their shares, and that nothing else depends on more."""
+"""Mixtures: the source of each row, the shares of sources, and their independence of steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prep
 
 @pytest.fixture
 def mixed(tmp_path, monkeypatch) -> str:
-    """Three sources whose tokens are 10, 20 and 30 and something, in shares of 5 : 3 : 2."""
+    """Three sources with tokens 10 to 19, 20 to 29 and 30 to 39, in shares of 5 : 3 : 2."""
     monkeypatch.chdir(tmp_path)
     for number, length in ((1, 2000), (2, 500), (3, 3000)):
         tokens = [10 * number + at % 10 for at in range(length)]
@@ -35,7 +35,7 @@ def mixed(tmp_path, monkeypatch) -> str:
     return "0.5:1.bin,0.3:2.bin,0.2:3.bin"
 
 
-def made(data: str, **changes: Any) -> StepBatches:
+def batches_of(data: str, **changes: Any) -> StepBatches:
     corpus = load_corpora(data, 256)[0]
     usual = {"batch": 64, "context": 8, "seed": 7, "vocabulary": 256}
     return StepBatches(corpus, **usual | changes)
@@ -47,7 +47,7 @@ def counts_of(batches: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("order", ["random", "epochs"])
 def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed, order):
-    batches = made(mixed, order=order)
+    batches = batches_of(mixed, order=order)
     steps = BLOCK // 64
     for block in range(3):
         rows = torch.cat([batches[1 + step] for step in range(block * steps, (block + 1) * steps)])
@@ -55,37 +55,37 @@ def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed, 
 
 
 def test_rows_do_not_cross_from_one_source_into_another_however_they_are_cut_into_steps(mixed):
-    rows = torch.cat([made(mixed, batch=60)[step] for step in range(1, 5)])
+    rows = torch.cat([batches_of(mixed, batch=60)[step] for step in range(1, 5)])
     assert (rows // 10 == rows[:, :1] // 10).all()
-    parts = [made(mixed, batch=24)[step] for step in range(1, 11)]
-    assert torch.equal(rows[:, 0] // 10, torch.cat(parts)[:, 0] // 10)
+    smaller_steps = [batches_of(mixed, batch=24)[step] for step in range(1, 11)]
+    assert torch.equal(rows[:, 0] // 10, torch.cat(smaller_steps)[:, 0] // 10)
 
 
 def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed):
     counts = shares((5.0, 3.0, 2.0), BLOCK)
     rows = np.arange(3 * BLOCK)
     sources, _ = sources_of(rows, counts, seed=0)
-    other, _ = sources_of(rows, counts, seed=1)
+    reseeded, _ = sources_of(rows, counts, seed=1)
     blocks = sources.reshape(3, BLOCK)
-    for one, two in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (sources, other)):
-        assert 0.2 < (one == two).mean() < 0.6  # by chance 0.38
+    for first, second in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (sources, reseeded)):
+        assert 0.2 < (first == second).mean() < 0.6  # by chance 0.38
     # No stretch of a block is poor in a source: of 256 rows, 128, 77 and 51 are expected.
     stretches = sources.reshape(-1, 256)
     for source, share in enumerate((0.5, 0.3, 0.2)):
-        found = (stretches == source).sum(axis=1)
-        assert abs(found - 256 * share).max() < 5 * (256 * share) ** 0.5
+        counts_in_stretches = (stretches == source).sum(axis=1)
+        assert abs(counts_in_stretches - 256 * share).max() < 5 * (256 * share) ** 0.5
 
 
-def test_a_row_has_its_number_among_those_of_its_source():
+def test_a_row_has_its_number_among_the_rows_of_its_source():
     counts = shares((5.0, 3.0, 2.0), BLOCK)
     sources, numbers = sources_of(np.arange(3 * BLOCK), counts, seed=3)
     for source in range(3):
-        own = numbers[sources == source]
-        assert own.tolist() == list(range(len(own)))
-    some = np.array([2 * BLOCK + 5, 17, 2 * BLOCK + 5])
-    again = sources_of(some, counts, seed=3)
-    assert again[0].tolist() == sources[some].tolist()
-    assert again[1].tolist() == numbers[some].tolist()
+        source_numbers = numbers[sources == source]
+        assert source_numbers.tolist() == list(range(len(source_numbers)))
+    rows = np.array([2 * BLOCK + 5, 17, 2 * BLOCK + 5])
+    again = sources_of(rows, counts, seed=3)
+    assert again[0].tolist() == sources[rows].tolist()
+    assert again[1].tolist() == numbers[rows].tolist()
 
 
 def test_shares_are_whole_and_add_up():
@@ -101,11 +101,15 @@ def test_the_fingerprint_follows_sources_and_shares(mixed):
         return load_corpora(data, 256)[0].fingerprint()
 
     same = [mixed, "5:1.bin,3:2.bin,2:3.bin", " 0.5 : 1.bin , 0.3 : 2.bin , 0.2 : 3.bin"]
-    others = ["0.5:1.bin,0.2:2.bin,0.3:3.bin", "0.5:1.bin,0.3:3.bin,0.2:2.bin", "1:1.bin,1:2.bin"]
+    different = [
+        "0.5:1.bin,0.2:2.bin,0.3:3.bin",
+        "0.5:1.bin,0.3:3.bin,0.2:2.bin",
+        "1:1.bin,1:2.bin",
+    ]
     assert len({fingerprint(data) for data in same}) == 1
-    assert len({fingerprint(data) for data in [mixed, *others]}) == 4
+    assert len({fingerprint(data) for data in [mixed, *different]}) == 4
     assert fingerprint("3:1.bin") == fingerprint("1.bin")  # a mixture of one is that one
-    assert torch.equal(made("1.bin")[5], made("3:1.bin")[5])
+    assert torch.equal(batches_of("1.bin")[5], batches_of("3:1.bin")[5])
     again = pickle.loads(pickle.dumps(load_corpora(mixed, 256)[0]))
     assert isinstance(again, Mixture)
     assert again.fingerprint() == fingerprint(mixed)
@@ -150,7 +154,7 @@ def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "phrase"),
     [
         ("0.5:1.bin,0.5:gone", "No data at 'gone'"),
         ("0.5:1.bin,0:2.bin", "'0:2.bin' in --data '0.5:1.bin,0:2.bin' is not a path with a"),
@@ -163,17 +167,17 @@ def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
         ("nan:1.bin,1:2.bin", "No data at 'nan:1.bin,1:2.bin'"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(mixed, data, said):
-    assert said in refusal(load_corpora, data, 256)
+def test_a_mixture_that_cannot_be_is_refused(mixed, data, phrase):
+    assert phrase in refusal(load_corpora, data, 256)
 
 
 def test_a_source_that_holds_no_window_is_named(mixed):
     train, val = load_corpora(mixed, 256)
     sizes = {"batch": 1, "context": 460, "seed": 0, "vocabulary": 256}
-    said = refusal(StepBatches, train, **sizes)
-    assert said.startswith("2.bin (training part) has 450 tokens")
-    said = refusal(validation_windows, val, count=9, context=60, vocabulary=256)
-    assert said.startswith("2.bin (held-out part) has 50 tokens")
+    message = refusal(StepBatches, train, **sizes)
+    assert message.startswith("2.bin (training part) has 450 tokens")
+    message = refusal(validation_windows, val, count=9, context=60, vocabulary=256)
+    assert message.startswith("2.bin (held-out part) has 50 tokens")
 
 
 def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monkeypatch):
@@ -186,24 +190,24 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
     write_prepared(tmp_path / "bytes", [[[1] * 50]], tokenizer=of_bytes.to_json())
     for data in ("1:a,1:c", "1:text,1:bytes"):
         assert isinstance(load_corpora(data, 256)[0], Mixture)
-    found = tokenizer_of("1:text,1:bytes")
-    assert found is not None
-    assert found.sha256 == of_bytes.sha256
-    for data, said in (
+    tokenizer = tokenizer_of("1:text,1:bytes")
+    assert tokenizer is not None
+    assert tokenizer.sha256 == of_bytes.sha256
+    for data, phrase in (
         ("1:a,1:c,1:b", "c is of the tokenizer made up ("),
         ("1:text,2:bin.bin", "text is of the tokenizer bytes ("),
         ("1:text,2:bin.bin", "and bin.bin is of a tokenizer that it does not name: they cannot"),
     ):
         message = refusal(load_corpora, data, 256)
         assert "cannot be mixed" in message
-        assert said in message
+        assert phrase in message
 
 
-def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed):
+def test_describe_gives_a_sentence_for_each_source_of_a_mixture(mixed):
     train: Corpus = load_corpora(mixed, 256)[0]
-    told = describe(train, batch=64, context=8, steps=100, order="epochs")
-    assert len(told) == 3
-    assert told[0] == (
+    sentences = describe(train, batch=64, context=8, steps=100, order="epochs")
+    assert len(sentences) == 3
+    assert sentences[0] == (
         "1.bin (training part): 1,800 tokens, 50.00% of the rows, 224 windows of 8 an epoch, "
         "14.29 epochs in 100 steps"
     )

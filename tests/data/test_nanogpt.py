@@ -23,13 +23,13 @@ class Runs:
 def test_characters_are_read_from_every_protocol(protocol, tmp_path):
     assert characters_beside(tmp_path / "train.bin") is None
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(META, protocol))
-    found = characters_beside(tmp_path / "train.bin")
-    assert found is not None
-    assert found.vocabulary == found.tokenizer.vocabulary == len(CHARACTERS)
+    characters = characters_beside(tmp_path / "train.bin")
+    assert characters is not None
+    assert characters.vocabulary == characters.tokenizer.vocabulary == len(CHARACTERS)
     text = "abc é\n!😀 'e"
-    assert found.tokenizer.encode(text) == [IDS[character] for character in text]
-    assert found.tokenizer.decode(found.tokenizer.encode(text)) == text
-    assert found.tokenizer.encode("aZb") == [IDS["a"], IDS["b"]]
+    assert characters.tokenizer.encode(text) == [IDS[character] for character in text]
+    assert characters.tokenizer.decode(characters.tokenizer.encode(text)) == text
+    assert characters.tokenizer.encode("aZb") == [IDS["a"], IDS["b"]]
 
 
 def test_a_size_alone_is_a_vocabulary(tmp_path):

@@ -19,13 +19,13 @@ SHUFFLED = [24, 87, 69, 42, 11, 13]
 STARTS = [186, 642, 618, 426, 18, 434]
 
 
-def made(length: int, **changes: Any) -> StepBatches:
+def batches_of(length: int, **changes: Any) -> StepBatches:
     usual = {"batch": 5, "context": 8, "seed": 7, "vocabulary": 2**31}
     return StepBatches(in_memory(range(length), "numbers"), **usual | changes, order="epochs")
 
 
 def starts(batches: StepBatches, rows: int) -> list[int]:
-    """Where the first `rows` rows of a run begin."""
+    """The positions at which the first `rows` rows of a run begin."""
     steps = range(1, 2 + rows // batches.batch)
     return torch.cat([batches[step][:, 0] for step in steps]).tolist()[:rows]
 
@@ -34,18 +34,18 @@ def starts(batches: StepBatches, rows: int) -> list[int]:
 def test_a_shuffle_holds_every_number_once_and_is_read_at_any_place_alone(length):
     places = np.arange(length)
     for word in range(5):
-        whole = shuffled(places, length, word)
-        assert sorted(whole.tolist()) == places.tolist()
+        values = shuffled(places, length, word)
+        assert sorted(values.tolist()) == places.tolist()
         for place in {0, length // 2, length - 1}:
-            assert shuffled(np.array([place]), length, word).tolist() == [whole[place]]
+            assert shuffled(np.array([place]), length, word).tolist() == [values[place]]
 
 
 def test_a_shuffle_of_more_than_fits_in_memory_is_read_at_a_few_places():
     length = 10**15
-    found = shuffled(np.array([0, 1, 2, length // 2, length - 2, length - 1]), length, 5)
-    assert len(set(found.tolist())) == 6
-    assert 0 <= found.min() <= found.max() < length
-    assert abs(np.diff(found)).min() > 1000
+    values = shuffled(np.array([0, 1, 2, length // 2, length - 2, length - 1]), length, 5)
+    assert len(set(values.tolist())) == 6
+    assert 0 <= values.min() <= values.max() < length
+    assert abs(np.diff(values)).min() > 1000
 
 
 def test_the_orders_never_change_between_releases():
@@ -54,66 +54,66 @@ def test_the_orders_never_change_between_releases():
         0x910A2DEC89025CC1,  # and with 1
     ]
     assert shuffled(np.arange(6), 100, key(3, 4)).tolist() == SHUFFLED
-    assert starts(made(1003), 6) == STARTS
+    assert starts(batches_of(1003), 6) == STARTS
 
 
 def test_numbers_are_spread_evenly_over_places():
     """Chi-square of the number at each place, over many keys: 63 degrees of freedom."""
     length, keys = 64, 3200
     places = np.array([0, 1, 31, 63])
-    found = np.stack([shuffled(places, length, key(0, number)) for number in range(keys)])
+    values = np.stack([shuffled(places, length, key(0, number)) for number in range(keys)])
     expected = keys / length
     for at in range(len(places)):
-        counts = np.bincount(found[:, at], minlength=length)
+        counts = np.bincount(values[:, at], minlength=length)
         chi_square = ((counts - expected) ** 2 / expected).sum()
         assert 30 < chi_square < 109  # 1 in 10,000 is outside on either side
 
 
 def test_neighbours_do_not_stay_neighbours():
-    """Chi-square of the distance between what stands at two places, over one long shuffle."""
+    """Chi-square of the distance between the numbers at neighbouring places of a long shuffle."""
     length = 2**16
-    found = shuffled(np.arange(length), length, key(1))
-    distance = np.diff(found) % length
+    values = shuffled(np.arange(length), length, key(1))
+    distance = np.diff(values) % length
     counts = np.bincount(distance // (length // 64), minlength=64)
     expected = (length - 1) / 64
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert 30 < chi_square < 109
-    in_place = (found == np.arange(length)).sum()
+    in_place = (values == np.arange(length)).sum()
     assert in_place < 8  # 1 is expected
 
 
 @pytest.mark.parametrize("length", [9, 10, 16, 17, 100, 1003, 4001])
 def test_an_epoch_reads_every_window_once_and_none_overlap(length):
-    batches = made(length)
+    batches = batches_of(length)
     windows = windows_of_epoch(length, 8)
-    found = starts(batches, 3 * windows)
+    run_starts = starts(batches, 3 * windows)
     for epoch in range(3):
-        own = sorted(found[epoch * windows : (epoch + 1) * windows])
-        assert own == [own[0] + 8 * number for number in range(windows)]
-        assert 0 <= own[0] <= own[-1] < length - 8
+        epoch_starts = sorted(run_starts[epoch * windows : (epoch + 1) * windows])
+        assert epoch_starts == [epoch_starts[0] + 8 * number for number in range(windows)]
+        assert 0 <= epoch_starts[0] <= epoch_starts[-1] < length - 8
 
 
 def test_epochs_and_seeds_have_different_orders():
-    found = np.array(starts(made(1601), 5 * 200)).reshape(5, 200)
-    assert len({tuple(epoch) for epoch in found.tolist()}) == 5
-    assert (found[0] == found[1]).sum() < 12  # 1 is expected
-    seeds = {tuple(starts(made(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
+    epochs = np.array(starts(batches_of(1601), 5 * 200)).reshape(5, 200)
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 5
+    assert (epochs[0] == epochs[1]).sum() < 12  # 1 is expected
+    seeds = {tuple(starts(batches_of(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
     assert len(seeds) == 4
 
 
 def test_the_tokens_left_over_at_the_end_have_their_turn():
     length = 8 * 20 + 1 + 7  # 7 tokens more than the windows and the last label need
-    batches = made(length, batch=20)
+    batches = batches_of(length, batch=20)
     shifts = [int(batches[1 + epoch][:, 0].min()) for epoch in range(60)]
     assert set(shifts) == set(range(8))
-    other_seeds = [int(made(length, batch=20, seed=seed)[1].min()) for seed in range(60)]
+    other_seeds = [int(batches_of(length, batch=20, seed=seed)[1].min()) for seed in range(60)]
     assert set(other_seeds) == set(range(8))
 
 
-def test_rows_are_those_of_the_run_however_they_are_cut_into_steps():
-    assert starts(made(1003, batch=5), 300) == starts(made(1003, batch=7), 300)
-    assert starts(made(9), 12) == [0] * 12  # the only window is read again and again
-    batch = made(1003)[0]  # step 0 reads windows too
+def test_rows_of_a_run_do_not_depend_on_how_they_are_cut_into_steps():
+    assert starts(batches_of(1003, batch=5), 300) == starts(batches_of(1003, batch=7), 300)
+    assert starts(batches_of(9), 12) == [0] * 12  # the only window is read again and again
+    batch = batches_of(1003)[0]  # step 0 reads windows too
     assert batch.shape == (5, 9)
     assert (batch - batch[:, :1] == torch.arange(9)).all()
 
@@ -131,21 +131,23 @@ def test_sources_of_one_length_are_read_in_different_orders(tmp_path, monkeypatc
     length = min(map(len, sources.values()))
     assert length > 70
     assert sources[False][:length] != sources[True][:length]
-    for own in sources.values():
-        assert len(set(own)) == len(own)
+    for source_starts in sources.values():
+        assert len(set(source_starts)) == len(source_starts)
 
 
 def test_an_unknown_order_is_refused():
     usual = {"batch": 1, "context": 8, "seed": 0, "vocabulary": 99}
-    said = refusal(StepBatches, in_memory(range(99)), **usual, order="epoch")
-    assert re.search("'epoch'.*Did you mean 'epochs'", said)
+    message = refusal(StepBatches, in_memory(range(99)), **usual, order="epoch")
+    assert re.search("'epoch'.*Did you mean 'epochs'", message)
 
 
-def test_what_a_run_reads_is_told():
+def test_describe_gives_the_windows_and_epochs_of_a_run():
     corpus = in_memory(range(1601), "numbers")
-    told = describe(corpus, batch=5, context=8, steps=100, order="epochs")
-    assert told == ("numbers: 1,601 tokens, 200 windows of 8 an epoch, 2.50 epochs in 100 steps",)
-    told = describe(corpus, batch=5, context=8, steps=100)
-    assert told == (
+    sentences = describe(corpus, batch=5, context=8, steps=100, order="epochs")
+    assert sentences == (
+        "numbers: 1,601 tokens, 200 windows of 8 an epoch, 2.50 epochs in 100 steps",
+    )
+    sentences = describe(corpus, batch=5, context=8, steps=100)
+    assert sentences == (
         "numbers: 1,601 tokens, windows of 8 at random places, 2.50 times its tokens in 100 steps",
     )

@@ -1,4 +1,4 @@
-"""The data package: what is read, what is refused, and which windows make a step."""
+"""The data package: inputs that are read or refused, and the windows of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fp8stack.data import (
     Corpus,
-    Part,
+    Segment,
     StepBatches,
     corpus,
     load_corpora,
@@ -46,7 +46,9 @@ def refusal(data: object, vocabulary: int = GPT2, **options: float) -> str:
 
 
 def in_memory(tokens: object, name: str = "some tokens") -> Corpus:
-    return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint32)),))
+    return Corpus(
+        name=name, segments=(Segment(path=Path("x"), tokens=np.array(tokens, np.uint32)),)
+    )
 
 
 def batches(of: Corpus, **changes: Any) -> StepBatches:
@@ -74,20 +76,20 @@ def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_ha
     assert len(val) == int(0.1 * (len(train) + len(val)))
     assert b"import" in bytes(train.window(0, 100_000).tolist())
     root = Path(sysconfig.get_path("stdlib"))
-    for part in train.parts[:20]:
-        assert part.path.read_bytes().startswith(part.tokens.tobytes())
-    names = {p.path.relative_to(root).as_posix() for split in library for p in split.parts}
+    for segment in train.segments[:20]:
+        assert segment.path.read_bytes().startswith(segment.tokens.tobytes())
+    names = {p.path.relative_to(root).as_posix() for split in library for p in split.segments}
     assert {"argparse.py", "json/decoder.py"} <= names
     for name in names:
         assert not set(name.split("/")) & NOT_READ
         assert not name.startswith("_sysconfigdata")
     # Ordered by hash and not by folder.
-    assert len({part.path.relative_to(root).parts[0] for part in val.parts}) > 15
+    assert len({segment.path.relative_to(root).parts[0] for segment in val.segments}) > 15
 
 
 def test_the_default_corpus_is_the_same_in_another_process(library):
-    code = "from fp8stack.data.sources import load_corpora; found = load_corpora(None, 256);"
-    command = [sys.executable, "-c", f"{code} print(*[c.fingerprint() for c in found])"]
+    code = "from fp8stack.data.sources import load_corpora; splits = load_corpora(None, 256);"
+    command = [sys.executable, "-c", f"{code} print(*[c.fingerprint() for c in splits])"]
     environment = {**os.environ, "PYTHONHASHSEED": "99"}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert output.stdout.split() == [split.fingerprint() for split in library]
@@ -113,7 +115,7 @@ def test_a_text_file_is_its_bytes_its_end_is_held_out_and_a_large_one_is_mapped(
     assert (train.name, val.name) == (f"{path} (training part)", f"{path} (held-out part)")
     monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", 800)
     mapped, _ = load_corpora(str(path), 256, held_out=0.25)
-    assert [part.mapped for part in (*train.parts, *mapped.parts)] == [False, True]
+    assert [segment.mapped for segment in (*train.segments, *mapped.segments)] == [False, True]
     assert (train.window(0, len(train)) == mapped.window(0, len(mapped))).all()
     assert train.fingerprint() == mapped.fingerprint()
 
@@ -123,11 +125,11 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, mapped_fr
     monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", mapped_from)
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + name.encode() * 20)
-    parts = [texts.text(tmp_path / f"{name}.txt", 256) for name in ("a", "b")]
-    assert {part.mapped for part in parts} == {mapped_from == 1}
-    whole = [pickle.loads(pickle.dumps(part)) for part in texts.joined(parts)]
-    found = b"".join(part.read(0, len(part)).tobytes() for part in whole)
-    assert found == b"a" * 20 + b"\n" + b"b" * 20
+    segments = [texts.text(tmp_path / f"{name}.txt", 256) for name in ("a", "b")]
+    assert {segment.mapped for segment in segments} == {mapped_from == 1}
+    joined = [pickle.loads(pickle.dumps(segment)) for segment in texts.joined(segments)]
+    content = b"".join(segment.read(0, len(segment)).tobytes() for segment in joined)
+    assert content == b"a" * 20 + b"\n" + b"b" * 20
 
 
 def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
@@ -136,9 +138,9 @@ def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
     train, val = load_corpora(str(path), GPT2)
     assert train.window(0, 9).tolist() == [0x0201] * 9
     assert (len(train), len(val)) == (9, 1)
-    assert train.parts[0].mapped
+    assert train.segments[0].mapped
     with pytest.raises(ValueError, match="read-only"):
-        train.parts[0].tokens[0] = 1
+        train.segments[0].tokens[0] = 1
 
 
 def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path):
@@ -165,7 +167,7 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
     assert len(val) == 0
 
 
-# What is refused while loading; more of it is in tests/faults/inputs/input_data.py
+# Refusals while loading; more of them are in tests/faults/inputs/input_data.py
 
 
 @pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
@@ -176,7 +178,7 @@ def test_a_missing_path_is_named(data):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "phrase"),
     [
         ("a.txt", b"", "is empty. Give a file with tokens"),
         ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
@@ -186,13 +188,13 @@ def test_a_missing_path_is_named(data):
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],
 )
-def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, said):
+def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, phrase):
     (tmp_path / name).write_bytes(content)
-    assert f"{tmp_path / name} {said}" in refusal(tmp_path / name)
+    assert f"{tmp_path / name} {phrase}" in refusal(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "phrase"),
     [
         ({"a.bin": b"\1\0", "b.bin": b""}, "b.bin is empty"),
         ({".hidden": b"x", "empty.txt": b""}, "holds no data"),
@@ -201,24 +203,24 @@ def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, said)
     ],
     ids=["an empty shard", "nothing", "two kinds", "a broken link"],
 )
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, said):
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, phrase):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     if not files:
         (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
     message = refusal(tmp_path)
     assert str(tmp_path) in message
-    assert said in message
+    assert phrase in message
 
 
-def test_what_is_neither_file_nor_folder_is_refused(tmp_path):
+def test_a_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for data in (tmp_path, tmp_path / "pipe"):
         assert "pipe is not a regular file" in refusal(data)
 
 
 @pytest.mark.parametrize("name", ["a.bin", ""])
-def test_what_may_not_be_read_is_named(tmp_path, name, monkeypatch):
+def test_a_path_that_may_not_be_read_is_named(tmp_path, name, monkeypatch):
     def denied(path: object, *more: object):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -235,8 +237,8 @@ def test_a_vocabulary_that_data_do_not_fit_is_refused(tmp_path):
     assert re.search("128256.*wrapped", refusal(path, vocabulary=128256))
     (tmp_path / "a.txt").write_text("text")
     assert "a.txt do not fit a vocabulary of 255" in refusal(tmp_path / "a.txt", vocabulary=255)
-    said = refused_by(load_corpora, None, 255)
-    assert re.search("Python standard library.*255.*256 tokens or more", said)
+    message = refused_by(load_corpora, None, 255)
+    assert re.search("Python standard library.*255.*256 tokens or more", message)
     for held_out in (0.0, 1.0, -1.0, float("nan")):
         assert "Use a share between 0 and 1" in refusal("x", held_out=held_out)
     # A .bin file of zeros is not taken for wider tokens.
@@ -275,8 +277,8 @@ def test_the_fingerprint_follows_contents_and_not_names(tmp_path):
     prints = [load_corpora(str(path), GPT2)[1].fingerprint() for path in (a, b, c)]
     assert prints[0] == prints[1] != prints[2]
     assert len(bytes.fromhex(prints[0])) == 32
-    wide = Corpus(name="", parts=(Part(path=a, tokens=np.array([1], np.uint16)),))
-    narrow = Corpus(name="", parts=(Part(path=a, tokens=np.array([1, 0], np.uint8)),))
+    wide = Corpus(name="", segments=(Segment(path=a, tokens=np.array([1], np.uint16)),))
+    narrow = Corpus(name="", segments=(Segment(path=a, tokens=np.array([1, 0], np.uint8)),))
     assert wide.fingerprint() != narrow.fingerprint()
 
 
@@ -294,10 +296,10 @@ def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(tmp_pa
         write_bin(path, tokens)
         return load_corpora(str(tmp_path), GPT2)[0].fingerprint()
 
-    seen = {fingerprint_with(c) for c in (None, 0, 4, 499, 995, 999)}
-    assert len(seen) == 6
+    fingerprints = {fingerprint_with(c) for c in (None, 0, 4, 499, 995, 999)}
+    assert len(fingerprints) == 6
     assert fingerprint_with(200) == fingerprint_with(None)  # between the pages, as documented
-    assert fingerprint_with(None, 1001) not in seen
+    assert fingerprint_with(None, 1001) not in fingerprints
 
 
 def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path):
@@ -339,12 +341,12 @@ def test_every_start_is_drawn_and_equally_often():
 
 
 def loaded(of: StepBatches, steps: range, **options: Any) -> list[torch.Tensor]:
-    found: Any = iter(DataLoader(of, sampler=steps, batch_size=None, **options))
+    iterator: Any = iter(DataLoader(of, sampler=steps, batch_size=None, **options))
     try:
-        return list(found)
+        return list(iterator)
     finally:
         if options["num_workers"]:  # after an error the garbage collector would wait 5 s for each
-            found._shutdown_workers()
+            iterator._shutdown_workers()
 
 
 def test_batches_and_errors_are_the_same_for_any_workers_and_from_any_step(tmp_path):
@@ -355,8 +357,8 @@ def test_batches_and_errors_are_the_same_for_any_workers_and_from_any_step(tmp_p
         options = {"num_workers": workers, "multiprocessing_context": way}
         assert all(map(torch.equal, loaded(dataset, range(4), **options), expected))
         assert all(map(torch.equal, loaded(dataset, range(2, 4), **options), expected[2:]))
-        said = refused_by(loaded, bad, range(2), **options)
-        assert said == refused_by(bad.__getitem__, 0)
+        message = refused_by(loaded, bad, range(2), **options)
+        assert message == refused_by(bad.__getitem__, 0)
     spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
     assert all(map(torch.equal, loaded(dataset, range(4), **spawned), expected))
 
@@ -378,8 +380,8 @@ def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has():
     for n in (0, 1, 2, 8):
         short = in_memory([0] * n)
         sizes = {"count": 1, "context": 8, "vocabulary": 9}
-        said = [refused_by(batches, short), refused_by(validation_windows, short, **sizes)]
-        for message in said:
+        messages = [refused_by(batches, short), refused_by(validation_windows, short, **sizes)]
+        for message in messages:
             assert f"some tokens has {n} tokens; --context 8 needs 9" in message
             assert (f"Lower --context to {n - 1} or give" in message) == (n > 1)
 
@@ -398,7 +400,7 @@ def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(
     (tmp_path / "a.bin").write_bytes(np.full(40, -100, "<i2").tobytes())
     train, val = load_corpora(str(tmp_path / "a.bin"), GPT2)
     assert "a.bin: token 65436 at offset" in refused_by(batches(train).__getitem__, 0)
-    # The place is that in the file and not in the split.
+    # The offset is counted in the file, not in the split.
     sizes = {"count": 9, "context": 3, "vocabulary": 300}
     assert "token 65436 at offset 36" in refused_by(validation_windows, val, **sizes)
 
@@ -435,8 +437,10 @@ def test_validation_windows_are_evenly_spaced_from_first_to_last_token():
     assert windows[-1].tolist() == [96, 97, 98, 99, 100]
     windows = validation_windows(in_memory(range(50)), count=1, context=4, vocabulary=50)
     assert windows.tolist() == [[0, 1, 2, 3, 4]]
-    said = refused_by(validation_windows, in_memory(range(50)), count=0, context=4, vocabulary=50)
-    assert "0 validation windows" in said
+    message = refused_by(
+        validation_windows, in_memory(range(50)), count=0, context=4, vocabulary=50
+    )
+    assert "0 validation windows" in message
 
 
 def test_no_label_stands_in_two_validation_windows():

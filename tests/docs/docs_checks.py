@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import runner
-from tests.docs.docs_found import ROOT
+from tests.docs.docs_commands import ROOT
 
 # Packages that documented commands use and no extra installs.
 OTHERS_PACKAGES = {"vllm", "lm-eval", "lm_eval", "twine"}

@@ -2,7 +2,7 @@
 
 The flags of a command are kept; flags added at the end override them and make it cheap. As a
 program, this file stands in for `fp8stack` or a launcher in a shell script of a document.
-docs_found.py finds the commands.
+docs_commands.py finds the commands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.docs.docs_found import Command
+from tests.docs.docs_commands import Command
 
 Invoke = Callable[..., int]  # `fp8stack` with these words, in this process: its exit code
 

@@ -22,6 +22,7 @@ from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
+from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]
@@ -211,7 +212,7 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(name, marks=[] if name == "gpt2-1.5b" else pytest.mark.slow) for name in MODELS],
+    [case(name, quick=name == "gpt2-1.5b") for name in MODELS],
 )
 def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, capsys):
     sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]

@@ -21,7 +21,7 @@ from fp8stack.training.pretrain import pretrain
 from tests.conftest import exit_code
 from tests.docs import docs_checks as checks
 from tests.docs import docs_runner as runner
-from tests.docs.docs_found import PAGES, ROOT, Command, blocks, commands
+from tests.docs.docs_commands import PAGES, ROOT, Command, blocks, commands
 from tests.faults import harness
 
 ALL = [command for page in PAGES for command in commands(page)]

@@ -16,11 +16,11 @@ import pytest
 
 from tests.conftest import exit_code
 from tests.docs import docs_runner as runner
-from tests.docs.docs_found import ROOT
+from tests.docs.docs_commands import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-# What makes a script small, and what it prints then.
+# The arguments that make a script small, and a piece of its output.
 SMALL = {
     "01_first_run.py": ("--tiny --steps 2", "parameters"),
     "02_your_own_text.py": ("README.md --tiny --steps 2", "The "),
@@ -28,7 +28,7 @@ SMALL = {
     "04_your_own_recipe.py": ("--tiny --steps 2", "fast     validation loss"),
     "05_two_gpus_torchrun.py": ("--steps 5", "ranks have the same FP8 state"),
 }
-# What torchrun tells the only rank.
+# The variables that torchrun sets for a single rank.
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 RANK |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 # Packages that the test extra does not have.
@@ -39,20 +39,20 @@ def commands(name: str) -> list[str]:
     """The commands at the top of a script, without those that install or download something."""
     doc = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     lines = [line.partition("  #")[0].strip() for line in doc.splitlines()[1:]]
-    found = [line for line in lines if line.startswith(("python", "torchrun"))]
-    return [line for line in found if "--model" not in line]  # which would download one
+    runs = [line for line in lines if line.startswith(("python", "torchrun"))]
+    return [line for line in runs if "--model" not in line]  # --model downloads a model
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_script_runs(name, tmp_path, monkeypatch, capsys, one_thread):
-    words, said = SMALL[name]
-    given = [str(ROOT / word) if word == "README.md" else word for word in words.split()]
+    words, output = SMALL[name]
+    arguments = [str(ROOT / word) if word == "README.md" else word for word in words.split()]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [name, *given])
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     for key, value in RANK.items() if "torchrun" in name else ():
         monkeypatch.setenv(key, value)
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    assert said in capsys.readouterr().out
+    assert output in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_the_list_has_every_example_and_the_scripts_say_how_they_are_run():
 def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
     code, requeued, tmp_path
 ):
-    """The job runs with programs of these names that note what they were called with."""
+    """Stand-ins for the programs of the job record their arguments."""
     for name, body in {
         "fp8stack": f'echo "$@" >> called; exit {code}',
         "srun": '"$@"',
@@ -134,15 +134,15 @@ def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
 
 @pytest.mark.parametrize("launch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_slurm_script_for_several_nodes_trains(launch, tmp_path, monkeypatch, one_thread):
-    """On one node, made small: here torchrun's words go to one rank, in the slow form to two."""
+    """On one node, with a small model: a rank in this process, two by torchrun if slow."""
     text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
     np.random.default_rng(0).integers(0, 256, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
     calls = runner.run_script(text, tmp_path, launch=launch)
     monkeypatch.chdir(tmp_path)
     if not launch:
         (words,) = calls
-        _, given = runner.launched(words)
-        assert exit_code(*runner.scaled(given)) == 0
+        _, arguments = runner.launched(words)
+        assert exit_code(*runner.scaled(arguments)) == 0
     assert (tmp_path / "runs" / "long" / "plan.json").is_file()
     assert not (tmp_path / "requeued.txt").exists()
 

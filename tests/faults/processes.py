@@ -292,12 +292,12 @@ def telling_states(folder: str, rank: int) -> Iterator[None]:
     """A change: the rank writes its FP8 state into `folder` when all steps are done."""
     finish = finalize.finish
 
-    def told(run: Run, *arguments: Any) -> None:
+    def finished(run: Run, *arguments: Any) -> None:
         state = {name: tensor.contiguous() for name, tensor in fp8_state(run.model).items()}
         save_file(state, Path(folder) / f"fp8-{rank}.safetensors")
         finish(run, *arguments)
 
-    with patch.object(loop, "finish", told):
+    with patch.object(loop, "finish", finished):
         yield
 
 

@@ -22,7 +22,7 @@ from fp8stack.analysis.forecast import forecast as forecasts
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from tests.faults.processes import Change, run_ranks, unchanged
-from tests.support.made_runs import make_run
+from tests.support.run_folders import make_run
 
 PAGE = f'<!doctype html>{page.MARK}">\n'
 
@@ -103,7 +103,9 @@ def without_exchange(rank: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", [unchanged, without_exchange])
+@pytest.mark.parametrize(
+    "change", [unchanged, pytest.param(without_exchange, marks=pytest.mark.slow)]
+)
 def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweeps(
     change, pristine, tmp_path
 ):

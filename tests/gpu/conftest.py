@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: nothing of one is left over for the next."""
+"""Restores the state of torch and of the GPU after each test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _as_found() -> Iterator[None]:
-    """torch's global settings are put back, and the GPU's memory."""
+def _restored_state() -> Iterator[None]:
+    """Restore torch's global settings and free the GPU's memory."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     precision = torch.get_float32_matmul_precision()
     yield

@@ -22,7 +22,7 @@ CONTEXT = Context(probe())
 
 
 def require(check: Check) -> None:
-    """The check holds; the test is skipped where it does not apply to this machine."""
+    """Assert that the check holds; skip the test if it does not apply to this machine."""
     row = run_check(check)
     if "skipped" in row:
         pytest.skip(row["skipped"])
@@ -30,13 +30,13 @@ def require(check: Check) -> None:
 
 
 def require_plan(backend: str, recipe: str) -> None:
-    """Skip where something else would run."""
+    """Skip the test if another recipe or backend would run."""
     require(Check("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within, torch raises where the host would wait for the device."""
+    """Make torch raise in this context where the host would wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -34,7 +34,7 @@ def test_casts_of_activations_and_of_their_gradients_are_numpys() -> None:
     assert test_fused_casts.differences(("cast", *ACTIVATIONS), DEVICE) == []
 
 
-def test_both_copies_in_nvfp4_are_those_of_a_cpu() -> None:
+def test_both_copies_in_nvfp4_equal_the_copies_of_a_cpu() -> None:
     assert test_nvfp4.differences(DEVICE) == []
 
 
@@ -42,18 +42,21 @@ def test_the_copies_of_many_weights_are_numpys_to_the_bit() -> None:
     assert test_weights.differences(DEVICE) == []
 
 
-def test_the_copies_of_many_weights_are_made_anew_by_a_cuda_graph() -> None:
+def test_a_cuda_graph_casts_many_weights_again() -> None:
     x, scales = torch.randn(256, 384, device=DEVICE), torch.ones(3, device=DEVICE)
-    kept, amaxes = KeptWeights([x], Quantizer(amax="delayed"), [1]), torch.zeros(3, device=DEVICE)
-    kept.cast(scales, amaxes)  # compiles
+    weights, amaxes = (
+        KeptWeights([x], Quantizer(amax="delayed"), [1]),
+        torch.zeros(3, device=DEVICE),
+    )
+    weights.cast(scales, amaxes)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept.cast(scales, amaxes)
+        weights.cast(scales, amaxes)
     x.normal_()
     scales[1] = 3.7
     amaxes.zero_()
     graph.replay()
-    along, across = (copy.data.view(torch.uint8) for copy in kept.copies[0])
+    along, across = (copy.data.view(torch.uint8) for copy in weights.copies[0])
     assert torch.equal(along, numerics.cast_to_fp8(x, scales[1]).view(torch.uint8))
     assert torch.equal(across, along.t())
     assert amaxes.tolist() == [0, x.abs().max().item(), 0]
@@ -66,9 +69,9 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
         for rows in (400, 33):
             x = torch.randn(rows, 208, device=DEVICE, dtype=torch.bfloat16)
             x[2, 3], x[4, 5] = torch.nan, 100.0
-            made, expected = (cast(x, scales[1], format) for cast in (compiled, cast_transpose))
-            for found, wanted in zip(made, expected, strict=True):
-                bits = [part.reshape(-1).view(torch.uint8) for part in (found, wanted)]
+            results, expected = (cast(x, scales[1], format) for cast in (compiled, cast_transpose))
+            for pair in zip(results, expected, strict=True):
+                bits = [tensor.reshape(-1).view(torch.uint8) for tensor in pair]
                 assert torch.equal(*bits)
 
 
@@ -77,8 +80,8 @@ def test_the_operator_is_as_torch_wants_it() -> None:
     scale = torch.tensor(3.7, device=DEVICE)
     for across, record in ((True, True), (False, True), (True, False)):
         operator = torch.ops.fp8stack.cast_product.default
-        given = ("cast", x, None, scale, "e4m3", across, record, False)
-        torch.library.opcheck(operator, given)
+        arguments = ("cast", x, None, scale, "e4m3", across, record, False)
+        torch.library.opcheck(operator, arguments)
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -1,4 +1,4 @@
-"""What this GPU computes: the checks of `fp8stack conform`."""
+"""The results of this GPU: the checks of `fp8stack conform`."""
 
 from __future__ import annotations
 

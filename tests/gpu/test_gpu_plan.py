@@ -1,4 +1,4 @@
-"""What runs on this GPU, and the reasons that `probe` and `resolve` give."""
+"""The backends that run on this GPU, and the reasons that `probe` and `resolve` give."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_transformer_engine_runs_nvfp4_on_blackwell_for_data_centres_if_it_has_i
     import transformer_engine.pytorch as te
 
     assert HARDWARE.capability is not None
-    whole = HARDWARE.capability[0] == 10  # elsewhere TE's check passes, and casts fail
+    is_data_centre = HARDWARE.capability[0] == 10  # elsewhere TE's check passes, and casts fail
     runs = resolve("nvfp4", HARDWARE).backend == "te"
-    assert runs == (whole and te.is_nvfp4_available())
+    assert runs == (is_data_centre and te.is_nvfp4_available())

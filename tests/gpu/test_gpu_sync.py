@@ -40,16 +40,17 @@ def test_a_training_step_waits_for_nothing(
 def test_the_guards_cuda_graphs_do_what_its_operators_do(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    states = []
     for name in ("graphs", "operators"):
         small = SmallLoop(tmp_path / name, recipe, width=128, log_every=3)
         small.spoil("", {9})
         small.advance(12)
-        found.append(small.everything() | {"told": torch.tensor([at for at, _ in small.told()])})
+        event_steps = torch.tensor([step for step, _ in small.guard_events()])
+        states.append(small.everything() | {"event_steps": event_steps})
         recorded = small.loop.monitor._replayed_judge._graph is not None
         assert recorded == (name == "graphs")
         monkeypatch.setattr(replay, "records", lambda device: False)
-    assert changed(*found) == []
+    assert changed(*states) == []
 
 
 def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
     small.advance(2)
 
 
-def test_what_waits_is_found() -> None:
+def test_an_operation_that_waits_is_detected() -> None:
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones((), device=CONTEXT.device).item()
 
@@ -78,5 +79,5 @@ def test_a_bad_step_between_two_looks_leaves_everything_as_it_was(
     after = small.state() | fp8_state(small.run.model)
     assert [name for name in before if not torch.equal(after[name], before[name])] == []
     small.advance(7)
-    told = [row for row in metrics(tmp_path / "r") if "event" in row]
-    assert [(row["step"], row["event"]) for row in told] == [(3, "skip")]
+    events = [row for row in metrics(tmp_path / "r") if "event" in row]
+    assert [(row["step"], row["event"]) for row in events] == [(3, "skip")]

@@ -59,13 +59,13 @@ def test_a_run_learns_and_resumes_to_the_bit(
     require_plan(backend, recipe)
     flags = ["--recipe", recipe, "--backend", backend, "--out", "r", *FLAGS]
     assert command("pretrain", *flags) == 0
-    whole, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
-    assert whole[-1][1] < whole[0][1]
+    uninterrupted, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
+    assert uninterrupted[-1][1] < uninterrupted[0][1]
     if backend != "reference":
         assert all(row["fp8_gemms"] > 0 for row in metrics(run))
     shutil.rmtree(run / "checkpoints" / "step-000012")
     assert command("pretrain", "--resume", "auto", "--out", "r") == 0
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
     again = saved(run)
     assert again.keys() == tensors.keys()
     assert [name for name in tensors if not torch.equal(again[name], tensors[name])] == []
@@ -103,25 +103,25 @@ def test_attention_in_fp8_is_near_that_in_bf16(recipe: str, attention: str) -> N
     assert all(scale > 0 and scale != 1 for scale in scales.values()), scales
     if scales:  # the first token attends to itself alone
         assert scales["blocks.0.attention.S.scale"] == pytest.approx(448, rel=0.01)
-    made = [
+    qkv = [
         torch.randn(2, heads, 256, 128, generator=generator).to(CONTEXT.device, torch.bfloat16)
         for heads in (4, 2, 2)
     ]
     backend, path = model.backend, "blocks.0.attention"
-    y, *grads = in_bf16 = _attention_and_gradients(backend, made, None)
+    y, *grads = in_bf16 = _attention_and_gradients(backend, qkv, None)
     most = {
-        "QKV": largest(made),
+        "QKV": largest(qkv),
         "S": 1.0,
         "O": largest([y]),
         "dO": DY,
-        "dP": 2 * DY * float(made[2].float().abs().sum(-1).max()),  # at most
+        "dP": 2 * DY * float(qkv[2].float().abs().sum(-1).max()),  # at most
         "dQKV": largest(grads),
     }
     for operand, quantizer in backend.plan.recipe.attention_slots.items():
         scale = fp8_format(quantizer.format).max / most[operand]
         backend.delayed.history.scale(f"{path}.{operand}").fill_(scale)
         backend.delayed.distribute()
-    for low, high in zip(_attention_and_gradients(backend, made, path), in_bf16, strict=True):
+    for low, high in zip(_attention_and_gradients(backend, qkv, path), in_bf16, strict=True):
         assert 0 < float((low - high).norm() / high.norm()) < 0.2
 
 
@@ -132,9 +132,9 @@ def largest(tensors: list[Tensor]) -> float:
     return max(float(x.abs().max()) for x in tensors)
 
 
-def _attention_and_gradients(backend: Any, made: list[Tensor], path: str | None) -> list[Tensor]:
-    """In FP8, or where there is no path in bf16; as float32."""
-    leaves = [part.clone().requires_grad_() for part in made]
+def _attention_and_gradients(backend: Any, qkv: list[Tensor], path: str | None) -> list[Tensor]:
+    """The output and gradients in float32 of attention in FP8, or in bf16 if `path` is None."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
     y = backend.attention(*leaves, dropout=0.0, path=path)
     y.backward(torch.full_like(y, DY))
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -153,22 +153,23 @@ def test_a_run_with_attention_in_fp8_learns_and_resumes_to_the_bit(
     flags += ["--set", f"recipe.attention={attention}", "--set", "deterministic=true"]
     flags += ["--set", "model_overrides.width=256"]  # 2 heads of 128
     assert command("pretrain", *flags) == 0
-    whole, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
-    assert whole[-1][1] < whole[0][1]
+    uninterrupted, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
+    assert uninterrupted[-1][1] < uninterrupted[0][1]
     shutil.rmtree(run / "checkpoints" / "step-000012")
     assert command("pretrain", "--resume", "auto", "--out", "r") == 0
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
     again = saved(run)
     assert [name for name in tensors if not torch.equal(again[name], tensors[name])] == []
 
 
 def mean_and_error_of_dx(backend: str) -> tuple[Tensor, Tensor]:
-    """The gradient of a linear's input over 256 passes that differ in random bits alone."""
+    """The mean of the gradient of a linear's input, and its standard error, over 256 passes that
+    differ only in random bits."""
     plan = plan_for(SMALL, load_recipe("nvfp4"), CONTEXT.hardware, backend)
-    made = build_backend(plan)
+    layer_backend = build_backend(plan)
     torch.manual_seed(0)
-    layer = made.linear("blocks.0.mlp.up", 128, 512, False)
-    made.attach(layer)
+    layer = layer_backend.linear("blocks.0.mlp.up", 128, 512, False)
+    layer_backend.attach(layer)
     layer.to(CONTEXT.device)
     dy = torch.randn(64, 512).to(CONTEXT.device, torch.bfloat16)
     x = torch.randn(64, 128).to(CONTEXT.device).requires_grad_()
@@ -178,15 +179,17 @@ def mean_and_error_of_dx(backend: str) -> tuple[Tensor, Tensor]:
         assert x.grad is not None
         drawn.append(x.grad)
         x.grad = None
-    found = torch.stack(drawn)
-    return found.mean(0), found.std(0) / 16
+    samples = torch.stack(drawn)
+    return samples.mean(0), samples.std(0) / 16
 
 
 def test_gradients_that_transformer_engine_draws_have_the_emulators_mean() -> None:
     require_plan("te", "nvfp4")
-    (mean, error), (other, others) = map(mean_and_error_of_dx, ("te", "emulate"))
+    mean, error = mean_and_error_of_dx("te")
+    emulated_mean, emulated_error = mean_and_error_of_dx("emulate")
     assert float(error.min()) > 0
-    assert float(((mean - other) / (error**2 + others**2).sqrt()).abs().max()) < 6
+    deviations = (mean - emulated_mean) / (error**2 + emulated_error**2).sqrt()
+    assert float(deviations.abs().max()) < 6
 
 
 def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float], GPT]:
@@ -198,7 +201,7 @@ def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float
         torch._dynamo.reset()
         call = torch.compile(model, fullgraph=True, backend=compiler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
+    losses = []
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(256, (4, 65), generator=generator).to(CONTEXT.device)
@@ -206,20 +209,20 @@ def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found, model
+        losses.append(float(loss.detach()))
+    return losses, model
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mode(
     recipe: str,
 ) -> None:
-    """By a compiler that keeps eager mode's kernels: the graph is the same to the bit."""
+    """The compiler keeps eager mode's kernels: the graph is the same to the bit."""
     require_plan("torch", recipe)
     torch.use_deterministic_algorithms(True)
     expected, eager = trained("torch", recipe, None)
-    found, compiled = trained("torch", recipe, "aot_eager")
-    assert found == expected
+    compiled_losses, compiled = trained("torch", recipe, "aot_eager")
+    assert compiled_losses == expected
     states = fp8_state(compiled), fp8_state(eager)
     assert states[0].keys() == states[1].keys()
     assert bool(states[0]) == (recipe == "delayed")
@@ -254,8 +257,8 @@ def test_a_gpt_compiled_by_inductor_learns_as_in_eager_mode(recipe: str) -> None
     """Fused kernels round less often, so that scales and losses are near, and not the same."""
     require_plan("torch", recipe)
     expected, eager = trained("torch", recipe, None)
-    found, compiled = trained("torch", recipe, "inductor")
-    assert found == pytest.approx(expected, rel=0.02)
+    compiled_losses, compiled = trained("torch", recipe, "inductor")
+    assert compiled_losses == pytest.approx(expected, rel=0.02)
     states = fp8_state(compiled), fp8_state(eager)
     for name, value in states[1].items():
         if name.endswith(".scale"):
@@ -268,8 +271,8 @@ def test_the_backends_agree_on_the_loss(recipe: str) -> None:
     compared = []
     for backend in ("te", "torch"):
         if plan_for(SMALL, load_recipe(recipe), CONTEXT.hardware, backend).backend == backend:
-            found, _ = trained(backend, recipe, None)
-            assert found == pytest.approx(expected, rel=0.02), backend
+            backend_losses, _ = trained(backend, recipe, None)
+            assert backend_losses == pytest.approx(expected, rel=0.02), backend
             compared.append(backend)
     if not compared:
         pytest.skip(f"nothing but the emulator runs {recipe} here")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import fp8_state
-from tests.docs.docs_found import ROOT, blocks
+from tests.docs.docs_commands import ROOT, blocks
 from tests.integrations.loops import converted
 from tests.support.backend_models import normal, same
 from tests.support.te import te_stand_in

@@ -47,7 +47,7 @@ def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, t
     assert result == losses
     assert same(again.state_dict(), model.state_dict())
     assert same(fp8_state(again), fp8_state(model))
-    # Without the callback its state is lost.
+    # The FP8 state is lost without the callback.
     _, without_callback = trained(tmp_path, recipe, resume=resume, callbacks=[])
     assert without_callback[:3] == losses[:3]
     assert without_callback[3:] != losses[3:]

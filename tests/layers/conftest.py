@@ -31,11 +31,11 @@ def te_throughout() -> Iterator[None]:
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Runs are planned for a GPU of the kind that their recipe wants, and go on on the CPU."""
+    """Runs are planned for a GPU that fits their recipe, and run on the CPU."""
 
     def plan_for(config, recipe, hardware, backend, strict, tokens, **more):
         name = recipe if isinstance(recipe, str) else recipe.name
-        # Without `tokens`: for speed, layers as small as these would stay out of FP8.
+        # `tokens` is left out: with it, layers this small stay out of FP8, for speed.
         plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
         return replace(plan, device="cpu")
 

@@ -17,6 +17,7 @@ from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Hardware
+from tests.support.cases import case
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,9 +36,11 @@ WAYS = [
 
 SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "dropout": {"dropout": 0.2}, "llama": LLAMA}
 FEW = [("fp32", "reference", False), ("delayed", "emulate", True), ("delayed", "torch", False)]
-# All with dropout, which is where running again is hardest; the other shapes in a few ways.
+WITH_DROPOUT = [*FEW, ("fp16", "reference", False), ("mxfp8", "emulate", True)]
+WITH_DROPOUT += [("rowwise", "torch", False)]
+# Most with dropout, which is where running again is hardest; the others are slow.
 CASES = [
-    pytest.param(*way, shape, marks=[] if shape == "dropout" or way in FEW else pytest.mark.slow)
+    case(*way, shape, quick=way in (WITH_DROPOUT if shape == "dropout" else FEW))
     for way in WAYS
     for shape in SHAPES
 ]
@@ -58,24 +61,24 @@ def trained(model: GPT, steps: int = 2, accumulate: int = 2) -> list[Tensor]:
     """Losses, gradients, weights and FP8 state of some steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for _ in range(steps):
         for _ in range(accumulate):
             tokens = torch.randint(256, (2, 33))
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-            found.append(loss.detach())
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            tensors.append(loss.detach())
+        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        found += [value.clone() for value in fp8_state(model).values()]
-    return found + [p.detach().clone() for p in model.parameters()]
+        tensors += [value.clone() for value in fp8_state(model).values()]
+    return tensors + [p.detach().clone() for p in model.parameters()]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(results) == len(expected)
+    for tensor, reference in zip(results, expected, strict=True):
+        assert torch.equal(tensor, reference)
 
 
 @pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
@@ -94,34 +97,34 @@ def test_selective_keeps_less_than_none_and_block_less_than_selective(
 ) -> None:
     model = gpt(recipe, backend, save_fp8, layers=1, dropout=0.2)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
-    kept = []
+    sizes = []
     for mode in activations.MODES:
         model.recompute = mode
-        kept.append(activations.kept_bytes(model, tokens))
-    none, chosen, block = kept
+        sizes.append(activations.kept_bytes(model, tokens))
+    none, selective, block = sizes
     assert activations.MODES == ("none", "selective", "block")
-    assert block < chosen < none
+    assert block < selective < none
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("fp32", "reference"), ("delayed", "emulate")])
 def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
     recipe: str, backend: str
 ) -> None:
-    """Of a block: its input, qkv, attention, its output, up and down, and attention's statistic."""
+    """A block keeps its input, attention's statistic, and qkv, attention, output, up and down."""
     model = gpt(recipe, backend)
     B, T, D = 2, 32, 128
     tokens = torch.zeros(B, T + 1, dtype=torch.int64)
-    kept = {}
+    bytes_of = {}
     for mode in activations.MODES:
         model.recompute = mode
-        kept[mode] = activations.kept_bytes(model, tokens)
+        bytes_of[mode] = activations.kept_bytes(model, tokens)
     floats = B * T * (3 * D + D + D + 2 * 128 + D) + B * 4 * T
-    assert kept["selective"] - kept["block"] == 2 * 4 * floats
+    assert bytes_of["selective"] - bytes_of["block"] == 2 * 4 * floats
 
 
 @pytest.mark.parametrize("mode", ["selective", "block"])
 def test_which_operators_run_again(mode: Recompute) -> None:
-    """In the backward pass of selective, no GEMM of the forward pass and no attention does."""
+    """Selective checkpointing runs no GEMM and no attention again in the backward pass."""
     calls: dict[str, int] = {}
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -135,15 +138,15 @@ def test_which_operators_run_again(mode: Recompute) -> None:
     with Count():
         loss.backward()
     attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-    # Two GEMMs for each of 2 x 4 linears and the head; those of the forward pass come on top.
+    # Two GEMMs for each of 2 x 4 linears and the head, more if forward GEMMs run again.
     assert (calls.get(attention, 0) == 0) is (mode == "selective")
     assert (calls["aten.mm.default"] <= 2 * (4 * 2 + 1)) is (mode == "selective")
 
 
-@pytest.mark.parametrize("name", sorted(str(one) for one in activation_checkpoint.ATTENTION))
+@pytest.mark.parametrize("name", sorted(map(str, activation_checkpoint.ATTENTION)))
 def test_attention_that_draws_a_mask_runs_again(name: str) -> None:
     """Left out, it would not draw, and the dropout after it would draw other numbers."""
-    operator = next(one for one in activation_checkpoint.ATTENTION if str(one) == name)
+    operator = next(op for op in activation_checkpoint.ATTENTION if str(op) == name)
     context: Any = None  # not looked at
     at = [argument.name for argument in operator._schema.arguments].index("dropout_p")
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -184,11 +187,11 @@ def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str
 
 
 def test_the_benchmarks_table_has_every_model_and_arm() -> None:
-    found = {"activations": activations.rows(tiny=True)}
-    text = activations.table(found)
+    measurements = {"activations": activations.rows(tiny=True)}
+    text = activations.table(measurements)
     for name in (*activations.configs(), *activations.ARMS):
         assert f"| {name}" in text
-    for row in found["activations"]:
+    for row in measurements["activations"]:
         if row["recompute"] == "none":
             assert row["share"] == 1.0
         else:

@@ -1,4 +1,4 @@
-"""What every backend's layers compute, against a float64 oracle, and plain torch."""
+"""Layers of every backend against a float64 oracle and against plain torch."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def test_the_layout_of_the_operands_and_their_leading_dimensions_do_not_matter(r
     x, dy = normal(6, 10, 32, seed=1), normal(6, 10, 64, seed=2).to(layer.compute_dtype)
     expected = run(layer, x, dy)
     y, dx, *gradients_of_rows = run(flat, x.view(60, 32), dy.view(60, 64))
-    found = [y.view(6, 10, 64), dx.view(6, 10, 32), *gradients_of_rows]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    results = [y.view(6, 10, 64), dx.view(6, 10, 32), *gradients_of_rows]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     odd_x = x.transpose(0, 1).contiguous().transpose(0, 1)
     odd_dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
-    found = run(turned, odd_x, odd_dy)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    results = run(turned, odd_x, odd_dy)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert layer(x[0, 0]).shape == (64,)
     # A sum's gradient is one number expanded.
     x.requires_grad_()
@@ -136,7 +136,7 @@ def test_no_rows_give_no_output_and_zero_gradients(recipe, backend):
 
 @pytest.mark.parametrize(("recipe", "backend"), [way for way in WAYS if way[1] != "emulate"])
 def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
-    rows, whole = 13, 32 if recipe == "mxfp8" else 16
+    rows, padded_rows = 13, 32 if recipe == "mxfp8" else 16
 
     def results(padding):
         layer, _ = linear(recipe, 64, 32, backend=backend)
@@ -147,11 +147,11 @@ def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
             y.backward(normal(rows, 32, seed=step).to(y.dtype))
         return [y, grad(x)[:rows], *gradients(layer).values(), *fp8_state(layer).values()]
 
-    for one, other in zip(results(0), results(whole - rows), strict=True):
-        assert torch.equal(one, other)
+    for tensor, padded_tensor in zip(results(0), results(padded_rows - rows), strict=True):
+        assert torch.equal(tensor, padded_tensor)
 
 
-# What is kept for the backward pass
+# Tensors saved for the backward pass
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -160,10 +160,10 @@ def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_me
     results, sizes, dtypes = [], [], []
     for save_fp8 in (False, True):
         layer, _ = linear(recipe, 160, 130, save_fp8=save_fp8)
-        with saved_tensors() as kept:
+        with saved_tensors() as saved:
             results.append(run(layer, x, dy))
-        sizes.append(sum(t.numel() * t.element_size() for t in kept))
-        dtypes.append({t.dtype for t in kept if t.numel() > 1000})
+        sizes.append(sum(t.numel() * t.element_size() for t in saved))
+        dtypes.append({t.dtype for t in saved if t.numel() > 1000})
     for plain, packed in zip(*results, strict=True):
         assert torch.equal(plain, packed)
     assert dtypes == [{torch.float32}, {torch.float8_e4m3fn}]
@@ -175,16 +175,16 @@ def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_me
 
 @pytest.mark.parametrize(("recipe", "backend"), WAYS)
 def test_only_the_gradients_that_are_needed_are_computed_and_counted(recipe, backend):
-    layer, made = linear(recipe, 32, 64, backend=backend)
+    layer, built_backend = linear(recipe, 32, 64, backend=backend)
     x = normal(16, 32)
 
     def gemms(x):
         layer.zero_grad()
         y = layer(x)
-        forward = made.fp8_gemms()
+        forward = built_backend.fp8_gemms()
         if y.requires_grad:
             y.sum().backward()
-        return forward, made.fp8_gemms(), made.fp8_gemms()
+        return forward, built_backend.fp8_gemms(), built_backend.fp8_gemms()
 
     assert gemms(x) == (1, 1, 0)
     x.requires_grad_()
@@ -195,7 +195,7 @@ def test_only_the_gradients_that_are_needed_are_computed_and_counted(recipe, bac
     assert layer.bias.grad is not None
     with torch.no_grad():
         assert not layer(x).requires_grad
-        assert made.fp8_gemms() == 1
+        assert built_backend.fp8_gemms() == 1
     layer.bias.requires_grad_(False)
     assert not layer(x.detach()).requires_grad
 
@@ -229,20 +229,20 @@ def test_a_model_runs_just_the_planned_layers_in_fp8(recipe, options, layers):
 def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
     def losses(model, between):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
+        loss_values = []
         for step in range(3):
             optimizer.zero_grad()
             loss = model(tokens(step), tokens(step + 1))
             between(step)
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            loss_values.append(loss.item())
+        return loss_values
 
-    others = [gpt(other, "auto") for other in [*RECIPES, "fp32", "bf16"]]
+    neighbours = [gpt(neighbour, "auto") for neighbour in [*RECIPES, "fp32", "bf16"]]
     alone = losses(gpt(recipe), lambda step: None)
     model = gpt(recipe)
-    mixed = losses(model, lambda step: [o(tokens(9), tokens(8)).backward() for o in others])
+    mixed = losses(model, lambda step: [o(tokens(9), tokens(8)).backward() for o in neighbours])
     assert mixed == alone
     assert model.backend.fp8_gemms() == 3 * 3 * 8
 
@@ -255,8 +255,8 @@ def test_the_recipe_fp32_is_plain_torch_to_the_bit():
     assert {type(m) for m in model.modules() if not list(m.children())} == {
         nn.Embedding, nn.Dropout, nn.LayerNorm, nn.Linear, Loss,
     }  # fmt: skip
-    ours, plain = dict(model.named_parameters()), {}
-    for name, parameter in ours.items():
+    parameters, plain = dict(model.named_parameters()), {}
+    for name, parameter in parameters.items():
         plain[name] = parameter.detach().clone().requires_grad_()
 
     def layer(x: Tensor, path: str) -> Tensor:
@@ -280,7 +280,7 @@ def test_the_recipe_fp32_is_plain_torch_to_the_bit():
     assert torch.equal(model(tokens()), logits)
     model(tokens(), tokens(2)).backward()
     loss.backward()
-    for name, parameter in ours.items():
+    for name, parameter in parameters.items():
         assert torch.equal(grad(parameter), grad(plain[name])), name
     assert model.backend.fp8_gemms() == 0
 
@@ -289,14 +289,14 @@ def test_the_recipe_fp32_is_plain_torch_to_the_bit():
 def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
     model = gpt(recipe, "auto")
-    seen = {}
+    calls = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             assert type(module) is CastLinear
-            module.register_forward_hook(lambda m, a, y, name=name: seen.update({name: (m, a, y)}))
+            module.register_forward_hook(lambda m, a, y, name=name: calls.update({name: (m, a, y)}))
     model(tokens(), tokens(2)).backward()
-    assert len(seen) == 9
-    for module, (x,), y in seen.values():
+    assert len(calls) == 9
+    for module, (x,), y in calls.values():
         bias = None if module.bias is None else module.bias.to(dtype)
         assert torch.equal(y, F.linear(x.to(dtype), module.weight.to(dtype), bias))
         assert y.dtype == dtype
@@ -306,9 +306,9 @@ def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", *RECIPES])
 def test_norms_and_the_residual_stream_are_float32_in_every_recipe(recipe):
     model = gpt(recipe, "auto")
-    seen = []
+    dtypes = []
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
-            module.register_forward_hook(lambda m, args, y: seen.append((args[0].dtype, y.dtype)))
+            module.register_forward_hook(lambda m, args, y: dtypes.append((args[0].dtype, y.dtype)))
     model(tokens())
-    assert seen == [(torch.float32, torch.float32)] * 5
+    assert dtypes == [(torch.float32, torch.float32)] * 5

@@ -40,7 +40,7 @@ from tests.support.backend_models import (
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
-# What quantizes weights once and keeps them, and what does so at each call.
+# Ways to train that keep quantized weights, and ways that quantize weights at each call.
 SOME = [*DELAYED, ("current", "torch"), ("current", "te"), ("mxfp8", "emulate"), ("mxfp8", "te")]
 EMULATED = ["emulate", "torch"]
 
@@ -52,9 +52,9 @@ def sgd(model: nn.Module, lr: float = 0.3) -> None:
 
 def assert_same(*models: GPT) -> None:
     """They have the same gradients and the same FP8 state."""
-    for other in models[1:]:
-        assert same(gradients(models[0]), gradients(other))
-        assert same(fp8_state(models[0]), fp8_state(other))
+    for model in models[1:]:
+        assert same(gradients(models[0]), gradients(model))
+        assert same(fp8_state(models[0]), fp8_state(model))
 
 
 # When amaxes are recorded and scales updated
@@ -110,7 +110,7 @@ def test_each_micro_batch_updates_its_scales_once_and_the_weights_only_the_first
 
 
 def step_through_data(layer):
-    """As older optimizers write: no version counts it, the optimizer's step does."""
+    """Update like older optimizers: no version counts it, the optimizer's step does."""
 
     class Old(torch.optim.Optimizer):
         def step(self, closure=None):
@@ -181,13 +181,13 @@ def test_a_forward_without_a_backward_still_updates(backend, look):
         with torch.no_grad():
             loss_of(model, 2)
         assert filled(model) == [1, 1, 0]
-    found, expected = fp8_state(model), fp8_state(twin)
-    for name, value in found.items():
+    state, expected = fp8_state(model), fp8_state(twin)
+    for name, value in state.items():
         if ".grad_output." in name:
             assert torch.equal(value, torch.full_like(value, float(name.endswith("scale"))))
         else:
             assert torch.equal(value, expected[name])
-    assert same(found, fp8_state(model))
+    assert same(state, fp8_state(model))
 
 
 # Passes that are not to be recorded, or fail
@@ -238,9 +238,9 @@ def test_a_first_pass_in_inference_mode_leaves_a_model_trainable(recipe, backend
     model, twin = gpt(recipe, backend), gpt(recipe, backend)
     with torch.inference_mode():
         loss_of(model, 9, length)
-    for each in (model, twin):
+    for trainee in (model, twin):
         for step in range(2):
-            loss_of(each, step, length).backward()
+            loss_of(trainee, step, length).backward()
     assert_same(model, twin)
 
 
@@ -265,12 +265,12 @@ def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
 
 def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move_it(monkeypatch):
     moved: list[torch.device] = []
-    made = gpt("delayed", "emulate")
+    model = gpt("delayed", "emulate")
     monkeypatch.setattr(DelayedScaling, "move", lambda self, device: moved.append(device))
-    made.to("cpu")
+    model.to("cpu")
     assert set(moved) == {torch.device("cpu")}
     moved.clear()
-    copy.deepcopy(made).to("meta")  # which holds no state
+    copy.deepcopy(model).to("meta")  # which holds no state
     assert moved == []
     gpt("delayed", "emulate")  # a model that is converted may be on the GPU already
     assert moved == [torch.device("cpu")]
@@ -279,16 +279,16 @@ def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forward_that_fails_half_way_does_not_break_the_next_step(backend):
     model, twin = gpt("delayed", backend), gpt("delayed", backend)
-    for each in (model, twin):
-        loss_of(each, 0).backward()
+    for trainee in (model, twin):
+        loss_of(trainee, 0).backward()
     hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 1)
     hook.remove()
     assert (te_stand_in.NOW.depth, te_stand_in.NOW.enabled) == (0, False)
-    for each in (model, twin):
-        each.zero_grad()
-        loss_of(each, 1).backward()
+    for trainee in (model, twin):
+        trainee.zero_grad()
+        loss_of(trainee, 1).backward()
     assert_same(model, twin)
 
 
@@ -296,7 +296,7 @@ def test_a_forward_that_fails_half_way_does_not_break_the_next_step(backend):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_passes_after_one_that_failed_record_as_before(backend, use_reentrant, failing):
-    """As after running out of memory, which training loops catch."""
+    """Training loops catch such a failure when memory runs out."""
     model = checkpointed(gpt("delayed", backend), use_reentrant)
     hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     model.train(failing == "train")
@@ -324,16 +324,16 @@ def fails_in_backward(model: GPT) -> list[bool]:
 def test_a_backward_that_fails_half_way_does_not_break_the_next_step():
     model, twin = gpt(), gpt()
     failing = fails_in_backward(model)
-    for each in (model, twin):
-        loss_of(each, 0).backward()
+    for trainee in (model, twin):
+        loss_of(trainee, 0).backward()
     failing.append(True)
     with pytest.raises(RuntimeError, match="half-way"):
         loss_of(model, 1).backward()
     failing.clear()
     loss_of(twin, 1)  # the forward pass counts, the backward pass did not end
-    for each in (model, twin):
-        each.zero_grad()
-        loss_of(each, 2).backward()
+    for trainee in (model, twin):
+        trainee.zero_grad()
+        loss_of(trainee, 2).backward()
     assert scales(model, OPERANDS[:2]) == scales(twin, OPERANDS[:2])
     for path in LINEARS:
         assert filled(model, path) == [3, 1, 2]
@@ -380,9 +380,9 @@ def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant, recipe, b
     plain, frugal = (gpt(recipe, backend, save_fp8=save_fp8) for _ in range(2))
     checkpointed(frugal, use_reentrant)
     for step in range(2):
-        for part in range(2):
+        for micro_batch in range(2):
             for model in (plain, frugal):
-                loss_of(model, step + 10 * part).backward()  # gradients accumulate
+                loss_of(model, step + 10 * micro_batch).backward()  # gradients accumulate
             assert_same(plain, frugal)
         for model in (plain, frugal):
             sgd(model)
@@ -450,9 +450,9 @@ def test_a_state_given_out_is_a_copy():
 
 
 def test_a_state_of_other_layers_or_another_recipe_is_an_error_and_changes_nothing():
-    model, other = gpt(), gpt()
+    model, untrained = gpt(), gpt()
     train(model, [0])
-    state, before = fp8_state(other), raw(model)
+    state, before = fp8_state(untrained), raw(model)
     with pytest.raises(UserError, match=r"blocks\.7\.x\.scale"):
         load_fp8_state(model, state | {"blocks.7.x.scale": torch.ones(())})
     with pytest.raises(UserError, match="float16"):
@@ -470,8 +470,8 @@ def test_a_state_of_other_layers_or_another_recipe_is_an_error_and_changes_nothi
 @pytest.mark.parametrize(("recipe", "backend"), SOME)
 def test_a_copy_of_a_model_has_a_state_of_its_own(recipe, backend):
     model, twin = gpt(recipe, backend), gpt(recipe, backend)
-    for each in (model, twin):
-        train(each, range(2))
+    for trainee in (model, twin):
+        train(trainee, range(2))
     before, copied = fp8_state(model), copy.deepcopy(model)
     assert same(before, fp8_state(copied))
     expected = train(twin, range(2, 4))
@@ -485,10 +485,10 @@ def test_a_copy_of_a_model_has_a_state_of_its_own(recipe, backend):
 def test_a_copy_of_a_model_notices_its_own_weights_change():
     layer, _ = linear("delayed", 32, 48)
     layer(normal(6, 32)).sum().backward()
-    for each in (layer, copy.deepcopy(layer)):
-        step_through_data(each)
-        each(normal(6, 32)).sum().backward()
-        assert filled(each, "layer")[1] == 2
+    for trainee in (layer, copy.deepcopy(layer)):
+        step_through_data(trainee)
+        trainee(normal(6, 32)).sum().backward()
+        assert filled(trainee, "layer")[1] == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -502,8 +502,8 @@ def test_models_side_by_side_keep_their_own_histories(backend):
             loss_of(model, 10 * index + step).backward()
     for step in range(3):  # one backward pass through both
         sum(loss_of(model, 10 * index + step) for index, model in enumerate(together)).backward()
-    for one, other in zip(alone, together, strict=True):
-        assert_same(one, other)
+    for model_alone, model_together in zip(alone, together, strict=True):
+        assert_same(model_alone, model_together)
     assert scales(alone[0]) != scales(alone[1])
 
 

@@ -1,4 +1,4 @@
-"""Weights that ranks share out and gather as FP8 bytes: the bytes are those of the whole, cast."""
+"""Weights sharded over ranks and gathered as FP8 bytes equal the cast of the full weight."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ class Layer:
 
 
 @pytest.fixture
-def whole() -> torch.Tensor:
+def weight() -> torch.Tensor:
     return torch.randn(64, 32)
 
 
 @pytest.fixture
-def sharded(whole: torch.Tensor) -> ShardedWeight:
-    return ShardedWeight(whole.clone(), Layer(3.5))
+def sharded(weight: torch.Tensor) -> ShardedWeight:
+    return ShardedWeight(weight.clone(), Layer(3.5))
 
 
-def gathered(parts: list[ShardedWeight]) -> FullWeight:
-    """What FSDP2 makes of the parts of all ranks."""
-    sent = [part.fsdp_pre_all_gather(None) for part in parts]
+def gathered(shards: list[ShardedWeight]) -> FullWeight:
+    """The full weight that FSDP2 gathers from the shards of all ranks."""
+    sent = [shard.fsdp_pre_all_gather(None) for shard in shards]
     assert all(data.dtype == torch.uint8 for (data,), _ in sent)
     data = torch.cat([data for (data,), _ in sent])
-    made = parts[0].fsdp_post_all_gather((data,), sent[0][1], torch.float32)
-    assert made is not None
-    assert made[1][0] is data
-    assert isinstance(made[0], FullWeight)
-    return made[0]
+    outputs = shards[0].fsdp_post_all_gather((data,), sent[0][1], torch.float32)
+    assert outputs is not None
+    assert outputs[1][0] is data
+    assert isinstance(outputs[0], FullWeight)
+    return outputs[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
-    whole: torch.Tensor, sharded: ShardedWeight, ranks: int
+    weight: torch.Tensor, sharded: ShardedWeight, ranks: int
 ) -> None:
-    parts = torch.chunk(sharded, ranks)
-    full = gathered([part for part in parts if isinstance(part, ShardedWeight)])
-    expected = numerics.cast_to_fp8(whole, torch.tensor(3.5), "e4m3")
+    shards = torch.chunk(sharded, ranks)
+    full = gathered([shard for shard in shards if isinstance(shard, ShardedWeight)])
+    expected = numerics.cast_to_fp8(weight, torch.tensor(3.5), "e4m3")
     assert torch.equal(full.data8.view(torch.uint8), expected.view(torch.uint8))
-    assert (full.shape, full.dtype, full.scale.item()) == (whole.shape, torch.float32, 3.5)
+    assert (full.shape, full.dtype, full.scale.item()) == (weight.shape, torch.float32, 3.5)
 
 
 def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
@@ -65,26 +65,26 @@ def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
 
 
 def test_a_layer_out_of_fp8_gathers_the_rows_themselves(
-    whole: torch.Tensor, sharded: ShardedWeight
+    weight: torch.Tensor, sharded: ShardedWeight
 ) -> None:
     sharded._layer.in_fp8 = False
-    (data,), kept = sharded.fsdp_pre_all_gather(None)
-    assert torch.equal(data, whole)
-    made = sharded.fsdp_post_all_gather((data,), kept, torch.float32)
-    assert made is not None
-    assert type(made[0]) is torch.Tensor
+    (data,), metadata = sharded.fsdp_pre_all_gather(None)
+    assert torch.equal(data, weight)
+    outputs = sharded.fsdp_post_all_gather((data,), metadata, torch.float32)
+    assert outputs is not None
+    assert type(outputs[0]) is torch.Tensor
 
 
 def test_an_optimizer_changes_the_rows_in_place(
-    whole: torch.Tensor, sharded: ShardedWeight
+    weight: torch.Tensor, sharded: ShardedWeight
 ) -> None:
-    parameter, twin = nn.Parameter(sharded), nn.Parameter(whole.clone())
+    parameter, twin = nn.Parameter(sharded), nn.Parameter(weight.clone())
     assert isinstance(parameter, ShardedWeight)
-    for one in (parameter, twin):
-        one.grad = torch.ones_like(whole)
-        torch.optim.AdamW([one], lr=0.1, fused=True).step()
+    for trained in (parameter, twin):
+        trained.grad = torch.ones_like(weight)
+        torch.optim.AdamW([trained], lr=0.1, fused=True).step()
     assert torch.equal(parameter.plain(), twin.detach())
-    assert not torch.equal(parameter.plain(), whole)
+    assert not torch.equal(parameter.plain(), weight)
 
 
 def test_parts_of_the_rows_are_views_of_them(sharded: ShardedWeight) -> None:
@@ -104,8 +104,8 @@ def test_a_whole_weight_stands_for_what_its_bytes_do(sharded: ShardedWeight) -> 
 def test_a_second_gathering_brings_its_own_scale(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
     sharded._layer.quantizers["weight"].scale = torch.tensor(2.0)
-    (data,), kept = sharded.fsdp_pre_all_gather(None)
+    (data,), metadata = sharded.fsdp_pre_all_gather(None)
     full.data8.view(torch.uint8).copy_(data)  # FSDP2 gathers into the same memory
     same = full.data8.view(torch.uint8)
-    assert sharded.fsdp_post_all_gather((same,), kept, torch.float32, out=full) is None
+    assert sharded.fsdp_post_all_gather((same,), metadata, torch.float32, out=full) is None
     assert full.scale.item() == 2.0

@@ -75,14 +75,14 @@ def trained(recipe: str, activation: str, way: str = "eager", rows: int = 2) -> 
     if way == "compiled":
         gpt.compile_blocks("aot_eager")
     tokens = torch.arange(rows * 32).view(rows, 32) % 64
-    found = []
+    tensors = []
     for _ in range(2):
         loss = gpt(tokens, tokens.roll(1))
         loss.backward()
-        found.append(loss.detach())
-    found += [p.grad for p in gpt.parameters() if p.grad is not None]
+        tensors.append(loss.detach())
+    tensors += [p.grad for p in gpt.parameters() if p.grad is not None]
     assert way == "compiled" or gpt.backend.fp8_gemms() > 0
-    return found + list(fp8_state(gpt).values())
+    return tensors + list(fp8_state(gpt).values())
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_fused_mlp_gives_what_its_parts_give(recipe, way, fusing):
         fusing.on = True
         together = trained(recipe, activation, way)
         assert len(together) == len(apart)
-        for one, other in zip(together, apart, strict=True):
-            # A bias's gradient is summed in another order.
-            torch.testing.assert_close(one, other, rtol=1e-5 if one.ndim == 1 else 0, atol=0)
+        for tensor, unfused in zip(together, apart, strict=True):
+            rtol = 1e-5 if tensor.ndim == 1 else 0  # a bias's gradient is summed in another order
+            torch.testing.assert_close(tensor, unfused, rtol=rtol, atol=0)
         assert fusing.count == (0 if way == "compiled" else 2)
         fusing.on, fusing.count = False, 0
 
@@ -109,11 +109,11 @@ def test_an_mlp_that_is_observed_or_left_fp8_or_has_rows_to_add_runs_by_its_part
     config = config_of("swiglu")
     gpt = GPT(config, build_backend(plan_for(config, "current", CPU, backend="torch")))
     tokens = torch.zeros(1, 32, dtype=torch.int64)
-    seen = []
-    with observing(gpt, lambda path, layer, place, x: seen.append((path, place))):
+    operands = []
+    with observing(gpt, lambda path, layer, place, x: operands.append((path, place))):
         gpt(tokens, tokens).backward()
-    assert ("blocks.0.mlp.down", "input") in seen
-    assert ("blocks.0.mlp.up", "grad_output") in seen
+    assert ("blocks.0.mlp.down", "input") in operands
+    assert ("blocks.0.mlp.up", "grad_output") in operands
     gpt.blocks[0].mlp.down.in_fp8 = False
     gpt(tokens, tokens)
     gpt.blocks[0].mlp.down.in_fp8 = True
@@ -148,16 +148,16 @@ def test_blocks_of_a_product_are_those_of_its_values(fusing):
         assert torch.equal(along.inv_scale, inverse)
         assert along.sums is not None
         torch.testing.assert_close(along.sums, values.float().sum(0))
-        for made in (apart, eager):
-            for one, other in zip(made, (along, across), strict=True):
-                assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
-                assert torch.equal(one.inv_scale, other.inv_scale)
-                assert one.inv_scale.stride() == other.inv_scale.stride()
-                assert one.kind is other.kind
+        for copies in (apart, eager):
+            for copy, expected in zip(copies, (along, across), strict=True):
+                assert torch.equal(copy.data.view(torch.uint8), expected.data.view(torch.uint8))
+                assert torch.equal(copy.inv_scale, expected.inv_scale)
+                assert copy.inv_scale.stride() == expected.inv_scale.stride()
+                assert copy.kind is expected.kind
 
 
 def test_the_bytes_that_compiled_code_transposes_are_those_of_the_cast():
     for dtype, format in itertools.product((torch.bfloat16, torch.float16), ("e4m3", "e5m2")):
         x, scale = every_value(dtype).view(256, 256), torch.tensor(3.7)
-        known = numerics.cast_to_fp8(x, scale, format).view(torch.uint8)
-        assert torch.equal(codes_of_cast(x, scale, format), known)
+        expected = numerics.cast_to_fp8(x, scale, format).view(torch.uint8)
+        assert torch.equal(codes_of_cast(x, scale, format), expected)

@@ -52,34 +52,36 @@ def cached_of(layer: QuantizedLinear) -> CachedWeight | None:
 
 def kept(model: GPT) -> dict[str, Tensor]:
     """The bytes and inverse scales of all weights."""
-    found = {}
-    for name, part in model.named_modules():
-        if isinstance(part, QuantizedLinear) and (cached := cached_of(part)) is not None:
-            for which, one in enumerate(cached.copies):
-                found[f"{name} {which}"] = one.data.view(torch.uint8).clone()
-                found[f"{name} {which} inverse"] = one.inv_scale.clone()
-    return found
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and (cached := cached_of(module)) is not None:
+            for index, matrix in enumerate(cached.copies):
+                tensors[f"{name} {index}"] = matrix.data.view(torch.uint8).clone()
+                tensors[f"{name} {index} inverse"] = matrix.inv_scale.clone()
+    return tensors
 
 
 def everything(recipe: str) -> dict[str, Tensor]:
-    """What three steps of two micro-batches, with an evaluation in between, leave."""
-    model, found = gpt(recipe), {}
+    """Losses, copies and state of three steps of two micro-batches, with evaluations in between."""
+    model, tensors = gpt(recipe), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        for part in range(2):
-            loss = loss_of(model, 2 * step + part)
+        for micro_batch in range(2):
+            loss = loss_of(model, 2 * step + micro_batch)
             with torch.no_grad():
                 model.eval()
-                found[f"{step} {part} evaluated"] = loss_of(model, 99)
+                tensors[f"{step} {micro_batch} evaluated"] = loss_of(model, 99)
                 model.train()
             loss.backward()
-            found[f"{step} {part}"] = loss.detach()
-            found |= {f"{step} {part} {name}": value for name, value in kept(model).items()}
+            tensors[f"{step} {micro_batch}"] = loss.detach()
+            tensors |= {
+                f"{step} {micro_batch} {name}": value for name, value in kept(model).items()
+            }
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
             model.blocks[1].mlp.up.in_fp8 = False
-    return found | fp8_state(model) | dict(model.state_dict())
+    return tensors | fp8_state(model) | dict(model.state_dict())
 
 
 def blocks_only(recipe: str, hardware: Hardware) -> dict[str, Tensor]:
@@ -110,8 +112,7 @@ def few_differences() -> list[str]:
 
 
 def interpreted_differences(*names: str) -> list[str]:
-    """Where layer by layer, without the kernels, and with them is not the same; of all forms, or of
-    those that are named."""
+    """The tensors that differ with and without the kernels, of all forms or of the named ones."""
     makers: dict[str, Callable[[], dict[str, Tensor]]]
     makers = {name: partial(everything, name) for name in ("delayed", "current")}
     makers |= {"block": lambda: blocks_only("block", H200), "turned": turned}
@@ -120,77 +121,81 @@ def interpreted_differences(*names: str) -> list[str]:
     wrong = []
     for name, make in makers.items():
         expected = make()
-        # Of the others, activations within casts are rounded in other places.
+        # Casts are fused for mxfp8 alone: elsewhere fusing moves the rounding of activations.
         modules = (kernels, torch_backend, *([fused_casts] if name == "mxfp8" else []))
         for module in modules:
             module.has_kernel = lambda device: True  # type: ignore[attr-defined]
         launches = _count_launches()
-        found = make()
+        tensors = make()
         for module in modules:
             module.has_kernel = lambda device: False  # type: ignore[attr-defined]
         if not launches:
             wrong.append(f"{name}: the kernel did not run")
-        wrong += [f"{name}: {key}" for key in expected if not _same(found.get(key), expected[key])]
-        if found.keys() != expected.keys():
+        wrong += [
+            f"{name}: {key}" for key in expected if not _same(tensors.get(key), expected[key])
+        ]
+        if tensors.keys() != expected.keys():
             wrong.append(f"{name}: other keys")
     return wrong
 
 
 def _count_launches() -> list[int]:
-    made: list[int] = []
+    launches: list[int] = []
     real = weights.launch_weights
 
     def launch(
         tiles: int, operands: tuple[Tensor, ...], variant: KernelVariant, options: dict[str, Any]
     ) -> None:
-        made.append(tiles)
+        launches.append(tiles)
         real(tiles, operands, variant, options)
 
     weights.launch_weights = launch
     launch_cast = fused_casts._launch
 
-    def cast(*given: Any, **options: Any) -> None:
-        made.append(1)
-        launch_cast(*given, **options)
+    def cast(*arguments: Any, **options: Any) -> None:
+        launches.append(1)
+        launch_cast(*arguments, **options)
 
     fused_casts._launch = cast
-    return made
+    return launches
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    if one is None or not torch.equal(one, other):
+def _same(tensor: Tensor | None, expected: Tensor) -> bool:
+    if tensor is None or not torch.equal(tensor, expected):
         return False
-    along = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(here == there for size, here, there in along if size > 1)
+    strides = zip(tensor.shape, tensor.stride(), expected.stride(), strict=True)
+    return all(stride == expected_stride for size, stride, expected_stride in strides if size > 1)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tiles of each launch; none is made, and the copies are made layer by layer."""
-    made: list[int] = []
+    """The tiles of each launch; nothing is launched, and the copies are cast layer by layer."""
+    tiles_of_launches: list[int] = []
     monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
-    monkeypatch.setattr(weights, "launch_weights", lambda tiles, *_: made.append(tiles))
-    return made
+    monkeypatch.setattr(
+        weights, "launch_weights", lambda tiles, *_: tiles_of_launches.append(tiles)
+    )
+    return tiles_of_launches
 
 
 @pytest.fixture
 def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is launched fills the copies, one after another."""
-    made, cast, given = KeptWeights.__init__, KeptWeights.cast, {}
+    """A launch is replaced by casts of one weight after another."""
+    initialize, cast, constructed = KeptWeights.__init__, KeptWeights.cast, {}
 
-    def remember(self: KeptWeights, of: Any, quantizer: Any, places: Any = ()) -> None:
-        made(self, of, quantizer, places)
-        given[self] = of, places
+    def remember(self: KeptWeights, weight_list: Any, quantizer: Any, places: Any = ()) -> None:
+        initialize(self, weight_list, quantizer, places)
+        constructed[self] = weight_list, places
 
     def fill(self: KeptWeights, scales: Any = None, amaxes: Any = None) -> None:
         cast(self, scales, amaxes)
-        of, places = given[self]
-        for weight, (along, across), place in zip(of, self.copies, places, strict=True):
+        weight_list, places = constructed[self]
+        for weight, (along, across), place in zip(weight_list, self.copies, places, strict=True):
             data, transposed, largest = fused_casts.cast_transpose(weight, scales[place])
             along.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
             across.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
-            for one in (along, across):
-                one.inv_scale.data.copy_(1 / scales[place])
+            for matrix in (along, across):
+                matrix.inv_scale.data.copy_(1 / scales[place])
             if amaxes is not None:
                 assert largest is not None
                 amaxes[place] = torch.maximum(amaxes[place], largest)
@@ -202,15 +207,15 @@ def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def losses_of(model: GPT) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    losses = []
     for step in range(3):
-        for part in range(2):
-            loss = loss_of(model, 2 * step + part)
+        for micro_batch in range(2):
+            loss = loss_of(model, 2 * step + micro_batch)
             loss.backward()
-            found.append(loss.item())
+            losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return losses
 
 
 @needs_triton
@@ -239,11 +244,11 @@ def test_a_copy_of_a_model_and_a_model_that_moved_have_copies_of_their_own_weigh
     first = cached_of(up)
     hooks(model)
     assert cached_of(up) is first
-    other = copy.deepcopy(model)
-    assert cached_of(up_of(other)) is None
-    hooks(other)
+    copied = copy.deepcopy(model)
+    assert cached_of(up_of(copied)) is None
+    hooks(copied)
     data = [
-        layer.quantizers["weight"].cached.copies[0].data.data_ptr() for layer in (up, up_of(other))
+        layer.quantizers["weight"].cached.copies[0].data.data_ptr() for layer in (up, up_of(copied))
     ]
     assert data[0] != data[1]
     up.weight.data = up.weight.data.clone()
@@ -271,7 +276,7 @@ def test_weights_that_change_before_the_backward_pass_are_an_error_and_an_evalua
 
 
 def hooks(model: GPT) -> None:
-    """What comes before a forward pass."""
+    """Call the hooks that precede a forward pass."""
     for hook in model._forward_pre_hooks.values():
         hook(model, ())
 
@@ -306,9 +311,13 @@ def test_a_compiled_model_casts_weights_by_rows_in_one_graph_for_each_shape(
     model.compile_blocks(backend=counter)
     model.backend.weights.mark()
     hooks(model)
-    found = kept(model)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tensors = kept(model)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert counter.frame_count == len(
-        {part.weight.shape for part in model.blocks.modules() if isinstance(part, QuantizedLinear)}
+        {
+            module.weight.shape
+            for module in model.blocks.modules()
+            if isinstance(module, QuantizedLinear)
+        }
     )

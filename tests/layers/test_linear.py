@@ -26,15 +26,15 @@ from tests.support.backend_models import RECIPES, gpt, linear, tokens
 
 
 class Weights(TorchFunctionMode):
-    """Keeps what linears multiply with."""
+    """Records the weights that linears multiply with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.multiplied: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            self.seen.append(args[1].detach().clone())
+            self.multiplied.append(args[1].detach().clone())
         return func(*args, **(kwargs or {}))
 
 
@@ -70,7 +70,7 @@ def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str)
     for _ in range(3):
         with Weights() as weights:
             model(tokens(), tokens(2)).backward()
-        (copy,) = (one for one in weights.seen if one.shape == weight.shape)
+        (copy,) = (used for used in weights.multiplied if used.shape == weight.shape)
         assert copy.dtype == dtype
         assert torch.equal(copy, weight.detach().to(dtype))
         copies.append(copy)
@@ -89,8 +89,8 @@ def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
         assert parameter.dtype == torch.float32, name
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32, name
-        kept = optimizer.state[parameter]
-        assert {value.dtype for value in kept.values()} == {torch.float32}, name
+        moments = optimizer.state[parameter]
+        assert {value.dtype for value in moments.values()} == {torch.float32}, name
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
@@ -100,12 +100,12 @@ def test_an_input_of_another_width_is_refused_by_the_shapes_as_torch_does(
 ) -> None:
     """It was reshaped first, and the error named a shape that nobody had given."""
     plain = torch.nn.Linear(32, 32)
-    ours = convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe).eval()
+    converted = convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe).eval()
     with pytest.raises(RuntimeError) as expected:
         plain(torch.ones(shape))
     for x in (torch.ones(shape), torch.ones(shape, dtype=torch.bfloat16)):
         with pytest.raises(RuntimeError) as refused:
-            ours(x)
+            converted(x)
         assert str(refused.value) == str(expected.value)
 
 
@@ -113,15 +113,15 @@ def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
     model = gpt("current")
     optimizer = build_optimizer(model, RunConfig(lr=1e-2))
     for _ in range(3):
-        seen: dict[str, Tensor] = {}
+        operands: dict[str, Tensor] = {}
 
-        def see(path: str, layer: Any, operand: str, x: Tensor, seen: dict = seen) -> None:
-            seen[f"{path}.{operand}"] = x.clone()
+        def see(path: str, layer: Any, operand: str, x: Tensor, operands: dict = operands) -> None:
+            operands[f"{path}.{operand}"] = x.clone()
 
         with observing(model, see):
             model(tokens(), tokens(2)).backward()
         weight = model.get_parameter("blocks.0.mlp.down.weight").detach()
-        assert torch.equal(seen["blocks.0.mlp.down.weight"], weight)
+        assert torch.equal(operands["blocks.0.mlp.down.weight"], weight)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -25,26 +25,31 @@ H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
 B200 = Hardware("cuda", (10, 0), cuda_version=(13, 0))
 ARMS = [("reference", "bf16", H200), ("emulate", "mxfp8", H200), ("torch", "mxfp8", B200)]
 ARMS += [("torch", "nvfp4", B200)]
-ARMS += [(who, r, H200) for who in ("torch", "emulate") for r in ("delayed", "current", "block")]
+ARMS += [
+    (backend, recipe, H200)
+    for backend in ("torch", "emulate")
+    for recipe in ("delayed", "current", "block")
+]
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls, in backward passes too, that put numbers of the host into a tensor of the
     device."""
-    found: list[str] = []
+    calls: list[str] = []
 
     def watch(owner: Any, name: str, from_host: bool) -> None:
         real = getattr(owner, name)
 
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
-            given = [part.device.type for part in args if isinstance(part, Tensor)]
-            if result.device.type == "meta" and ("cpu" in given or (from_host and not given[1:])):
-                found.append(name)
+            devices = [argument.device.type for argument in args if isinstance(argument, Tensor)]
+            copied = "cpu" in devices or (from_host and not devices[1:])
+            if result.device.type == "meta" and copied:
+                calls.append(name)
             return result
 
-        monkeypatch.setattr(owner, name, seen)
+        monkeypatch.setattr(owner, name, watched)
 
     watch(Tensor, "new_tensor", True)
     watch(torch, "tensor", True)
@@ -55,11 +60,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def as_tensor(data: Any, **kwargs: Any) -> Tensor:
         result = real(data, **kwargs)
         if result.device.type == "meta" and getattr(data, "device", None) != result.device:
-            found.append("as_tensor")
+            calls.append("as_tensor")
         return result
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    return found
+    return calls
 
 
 def test_what_would_wait_is_seen(copies: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is seen of a pass, against what the layers are given; and that looking changes nothing."""
+"""Observed operands are the tensors that linears cast, and observing changes no result."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Seen = list[tuple[str, str, Tensor]]
 
 
-def keep(seen: Seen) -> Callable[..., None]:
+def keep(records: Seen) -> Callable[..., None]:
     def see(path: str, layer: nn.Module, operand: str, tensor: Tensor) -> None:
         assert not tensor.requires_grad
         assert tensor.ndim == 2
         assert not torch.is_grad_enabled()
-        seen.append((path, operand, tensor.clone()))
+        records.append((path, operand, tensor.clone()))
 
     return see
 
 
-# What is seen
+# The operands
 
 
 @pytest.mark.parametrize("outputs", [False, True])
 def test_operands_come_in_the_order_of_execution(outputs: bool) -> None:
-    model, seen = gpt("current"), Seen()
-    with observing(model, keep(seen), outputs=outputs):
+    model, records = gpt("current"), Seen()
+    with observing(model, keep(records), outputs=outputs):
         loss_of(model, 0).backward()
     forward = ("input", "weight", "output") if outputs else ("input", "weight")
     backward = ("grad_output", "grad_input") if outputs else ("grad_output",)
     expected = [(name, operand) for name in LINEARS for operand in forward]
     expected += [(name, operand) for name in reversed(LINEARS) for operand in backward]
-    assert [(path, operand) for path, operand, _ in seen] == expected
+    assert [(path, operand) for path, operand, _ in records] == expected
 
 
 class Pair(nn.Module):
@@ -72,33 +72,33 @@ class Pair(nn.Module):
 def test_tensors_are_those_of_each_linear_alone() -> None:
     torch.manual_seed(0)
     model = Pair()
-    seen: Seen = []
+    records: Seen = []
     x = torch.randn(2, 5, 32, requires_grad=True)
     da, db = torch.randn(2, 5, 16), torch.randn(2, 5, 48)
     layers = {"a": model.a, "b": model.b}
-    with observing(model, keep(seen), outputs=True, layers=layers):
+    with observing(model, keep(records), outputs=True, layers=layers):
         torch.autograd.backward(model(x), (da, db))
-    found = {(path, operand): tensor for path, operand, tensor in seen}
+    tensor_of = {(path, operand): tensor for path, operand, tensor in records}
     rows = x.detach().view(10, 32)
     for path, dy in (("a", da), ("b", db)):
         layer, dy = layers[path], dy.view(10, -1)
-        assert torch.equal(found[path, "input"], rows)
-        assert torch.equal(found[path, "weight"], layer.weight)
-        assert torch.equal(found[path, "output"], layer(rows))
-        assert torch.equal(found[path, "grad_output"], dy)
-        torch.testing.assert_close(found[path, "grad_input"], dy @ layer.weight)
-    assert len(found) == len(seen) == 10
+        assert torch.equal(tensor_of[path, "input"], rows)
+        assert torch.equal(tensor_of[path, "weight"], layer.weight)
+        assert torch.equal(tensor_of[path, "output"], layer(rows))
+        assert torch.equal(tensor_of[path, "grad_output"], dy)
+        torch.testing.assert_close(tensor_of[path, "grad_input"], dy @ layer.weight)
+    assert len(tensor_of) == len(records) == 10
 
 
 def test_operands_have_the_dtype_that_is_cast() -> None:
     config = GPTConfig.model_validate(TINY)
     plan = replace(plan_for(config, "current", CPU, "emulate"), compute_dtype="bf16")
-    model, seen = GPT(config, build_backend(plan)), Seen()
-    with observing(model, keep(seen), outputs=True):
+    model, records = GPT(config, build_backend(plan)), Seen()
+    with observing(model, keep(records), outputs=True):
         loss_of(model, 0).backward()
-    dtypes = {(operand, tensor.dtype) for _, operand, tensor in seen}
-    others = ("input", "grad_output", "output", "grad_input")
-    assert dtypes == {("weight", torch.float32), *((name, torch.bfloat16) for name in others)}
+    dtypes = {(operand, tensor.dtype) for _, operand, tensor in records}
+    computed = ("input", "grad_output", "output", "grad_input")
+    assert dtypes == {("weight", torch.float32), *((name, torch.bfloat16) for name in computed)}
 
 
 def test_a_transposed_weight_is_seen_as_out_by_in() -> None:
@@ -106,44 +106,45 @@ def test_a_transposed_weight_is_seen_as_out_by_in() -> None:
 
     model = nn.Sequential(Conv1D(48, 32))
     convert(model, resolve("current", CPU))
-    seen: Seen = []
-    with observing(model, keep(seen)):
+    records: Seen = []
+    with observing(model, keep(records)):
         model(torch.randn(4, 32))
-    assert torch.equal(seen[1][2], model.get_parameter("0.weight").t())
+    assert torch.equal(records[1][2], model.get_parameter("0.weight").t())
 
 
 def test_a_linear_that_is_not_in_fp8_is_not_seen() -> None:
-    model, seen = gpt("current"), Seen()
+    model, records = gpt("current"), Seen()
     model.blocks[1].mlp.up.in_fp8 = False
     assert list(fp8_linears(model)) == [name for name in LINEARS if name != "blocks.1.mlp.up"]
-    with observing(model, keep(seen)):
+    with observing(model, keep(records)):
         loss_of(model, 0).backward()
-    assert "blocks.1.mlp.up" not in {path for path, _, _ in seen}
-    assert len(seen) == 3 * (len(LINEARS) - 1)
+    assert "blocks.1.mlp.up" not in {path for path, _, _ in records}
+    assert len(records) == 3 * (len(LINEARS) - 1)
 
 
 def test_nothing_is_seen_after_the_context() -> None:
-    model, seen = gpt("current"), Seen()
-    with observing(model, keep(seen)):
+    model, records = gpt("current"), Seen()
+    with observing(model, keep(records)):
         loss = loss_of(model, 0)
-    count = len(seen)
+    count = len(records)
     loss.backward()
     loss_of(model, 0).backward()
-    assert len(seen) == count == 2 * len(LINEARS)
+    assert len(records) == count == 2 * len(LINEARS)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in fp8_linears(model).values())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_block_that_is_recomputed_is_seen_once(use_reentrant: bool) -> None:
     model, plain = checkpointed(gpt("delayed"), use_reentrant), gpt("delayed")
-    found: list[Seen] = []
-    for each in (model, plain):
-        seen: Seen = []
-        with observing(each, keep(seen), outputs=True):
-            loss_of(each, 0).backward()
-        found.append(seen)
-    assert [entry[:2] for entry in found[0]] == [entry[:2] for entry in found[1]]
-    assert all(torch.equal(a[2], b[2]) for a, b in zip(*found, strict=True))
+    records_of_models: list[Seen] = []
+    for observed in (model, plain):
+        records: Seen = []
+        with observing(observed, keep(records), outputs=True):
+            loss_of(observed, 0).backward()
+        records_of_models.append(records)
+    for once, expected in zip(*records_of_models, strict=True):
+        assert once[:2] == expected[:2]
+        assert torch.equal(once[2], expected[2])
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -181,26 +182,26 @@ def test_the_scale_is_that_of_the_cast(recipe: str, backend: str) -> None:
 
 
 def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
-    """Losses, gradients, FP8 state and counters of three steps of two micro-batches, of which one
-    is observed."""
+    """Losses, gradients, FP8 state and counters of three steps of two micro-batches; `see` observes
+    one micro-batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    tensors = []
     for step in range(3):
         optimizer.zero_grad()
-        for part in range(2):
-            if see is not None and step == 1 and part == 0:
+        for micro_batch in range(2):
+            if see is not None and step == 1 and micro_batch == 0:
                 with observing(model, see, outputs=True):
-                    loss = loss_of(model, step + 10 * part)
+                    loss = loss_of(model, step + 10 * micro_batch)
                     loss.backward()
             else:
-                loss = loss_of(model, step + 10 * part)
+                loss = loss_of(model, step + 10 * micro_batch)
                 loss.backward()
-            found.append(loss.detach())
+            tensors.append(loss.detach())
         optimizer.step()
-        found += [p.grad.clone() for p in model.parameters()]
-        found += list(fp8_state(model).values())
-        found.append(torch.tensor(model.backend.fp8_gemms()))
-    return found
+        tensors += [p.grad.clone() for p in model.parameters()]
+        tensors += list(fp8_state(model).values())
+        tensors.append(torch.tensor(model.backend.fp8_gemms()))
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -213,19 +214,21 @@ def test_a_run_is_the_same_to_the_bit(
     te: object, recipe: str, backend: str, again: bool | None
 ) -> None:
     """`again`: blocks run again in the backward pass, by reentrant checkpointing or not."""
-    seen: Seen = []
+    records: Seen = []
     models = [gpt(recipe, backend) for _ in range(2)]
     if again is not None:
         models = [checkpointed(model, again) for model in models]
     torch.manual_seed(0)  # of what Transformer Engine draws
-    observed = trained(models[0], keep(seen))
+    observed = trained(models[0], keep(records))
     torch.manual_seed(0)
     plain = trained(models[1], None)
     assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
-    shown = {(path, operand) for path, operand, _ in seen}
-    assert shown >= {(n, o) for n in LINEARS for o in ("input", "weight", "grad_output")}
+    observed_operands = {(path, operand) for path, operand, _ in records}
+    assert observed_operands >= {
+        (n, o) for n in LINEARS for o in ("input", "weight", "grad_output")
+    }
     if backend != "te":
-        assert len(seen) == len(shown) == 5 * len(LINEARS)
+        assert len(records) == len(observed_operands) == 5 * len(LINEARS)
 
 
 # Transformer Engine's fused modules
@@ -243,32 +246,32 @@ def test_fused_modules_show_the_operands_of_an_unfused_model(
     shape = {"activation": activation, "bias": activation == "gelu_tanh"}
     fused, plain = (gpt(recipe, "te", shape) for _ in range(2))
     plain.blocks[0].backend._fuses = lambda x, norm: False
-    found: list[dict[tuple[str, str], Tensor]] = []
+    tensor_of: list[dict[tuple[str, str], Tensor]] = []
     for model in (fused, plain):
         for step in range(2):  # delayed scaling learns the sizes of the operands
             loss_of(model, step).backward()
         model.zero_grad()
-        seen: Seen = []
-        with observing(model, keep(seen)):
+        records: Seen = []
+        with observing(model, keep(records)):
             loss_of(model, 7).backward()
-        order = [(path, operand) for path, operand, _ in seen]
+        order = [(path, operand) for path, operand, _ in records]
         assert len(set(order)) == len(order) == 3 * len(LINEARS)
-        found.append({(path, operand): tensor for path, operand, tensor in seen})
-    for key, tensor in found[0].items():
-        assert tensor.shape == found[1][key].shape
-        assert near(tensor, found[1][key], 0.2), key  # FP8's noise between the linears
-    assert near(found[0][LINEARS[0], "input"], found[1][LINEARS[0], "input"], 0.01)
+        tensor_of.append({(path, operand): tensor for path, operand, tensor in records})
+    for key, tensor in tensor_of[0].items():
+        assert tensor.shape == tensor_of[1][key].shape
+        assert near(tensor, tensor_of[1][key], 0.2), key  # FP8's noise between the linears
+    assert near(tensor_of[0][LINEARS[0], "input"], tensor_of[1][LINEARS[0], "input"], 0.01)
 
 
 def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: object) -> None:
     model = gpt("delayed", "te")
-    seen: Seen = []
-    with observing(model, keep(seen)):
+    records: Seen = []
+    with observing(model, keep(records)):
         loss_of(model, 0).backward()
     state = fp8_state(model)
     recomputed = {("mlp.down", "input"), ("mlp.up", "grad_output")}
     compared = 0
-    for path, operand, tensor in seen:
+    for path, operand, tensor in records:
         if (path.split(".", 2)[2], operand) not in recomputed:
             largest = state[f"{path}.{operand}.amax_history"].max()
             assert float(tensor.abs().max()) == pytest.approx(float(largest), rel=1e-6)
@@ -280,7 +283,7 @@ def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: object) -> 
 def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
     te: object, norm_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is shown is what Transformer Engine casts, to the bit: by its rule, of its source."""
+    """Observers get the bits that Transformer Engine casts, by the rule in its source."""
     monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", str(int("cuDNN" in norm_by)))
     cast: list[Tensor] = []
     real = te_stand_in.Module.quantize
@@ -291,15 +294,17 @@ def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
         return real(module, x, gemm, kind)
 
     monkeypatch.setattr(te_stand_in.Module, "quantize", noted)
-    model, seen = gpt("mxfp8", "te", {"width": 128, "context": 32}), Seen()
+    model, records = gpt("mxfp8", "te", {"width": 128, "context": 32}), Seen()
     sequences = 3 if "alone" in norm_by else 4  # of 32 tokens
     tokens = torch.randint(64, (sequences, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), observing(model, keep(seen)):
+    with torch.no_grad(), observing(model, keep(records)):
         model(tokens)
     normed = ("attention.qkv", "mlp.up")
-    shown = [x.float() for path, operand, x in seen if operand == "input" and path[9:] in normed]
-    assert len(shown) == len(cast) == 4
-    assert all(torch.equal(a, b) for a, b in zip(shown, cast, strict=True))
+    observed = [
+        x.float() for path, operand, x in records if operand == "input" and path[9:] in normed
+    ]
+    assert len(observed) == len(cast) == 4
+    assert all(torch.equal(a, b) for a, b in zip(observed, cast, strict=True))
     rounded = all(torch.equal(x, x.bfloat16().float()) for x in cast)
     assert rounded == (norm_by != "cuDNN")
 
@@ -327,17 +332,17 @@ def test_a_pass_of_a_compiled_model_is_observed_eagerly(recipe: str) -> None:
     model.compile_blocks(backend="eager")
     loss_of(model, 0).backward()
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    seen: Seen = []
-    with torch.compiler.set_stance("force_eager"), observing(model, keep(seen)):
+    records: Seen = []
+    with torch.compiler.set_stance("force_eager"), observing(model, keep(records)):
         loss_of(model, 1).backward()
     loss_of(model, 2).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
-    wanted: Seen = []
+    expected: Seen = []
     loss_of(eager, 0).backward()
-    with observing(eager, keep(wanted)):
+    with observing(eager, keep(expected)):
         loss_of(eager, 1).backward()
-    assert [entry[:2] for entry in seen] == [entry[:2] for entry in wanted]
-    assert all(near(a[2], b[2], 1e-3) for a, b in zip(seen, wanted, strict=True))
+    assert [entry[:2] for entry in records] == [entry[:2] for entry in expected]
+    assert all(near(a[2], b[2], 1e-3) for a, b in zip(records, expected, strict=True))
 
 
 def test_recomputing_between_fused_linears_gives_the_gradient_of_the_activation() -> None:
@@ -350,12 +355,12 @@ def test_recomputing_between_fused_linears_gives_the_gradient_of_the_activation(
     hidden.retain_grad()
     y = down(F.gelu(hidden, approximate="tanh"))
     y.backward(dy)
-    seen: Seen = []
-    observer = Observer(keep(seen), {"up": up, "down": down}, False)
-    shown = y.detach().requires_grad_()
-    observer.fused_mlp(up, down, "gelu_tanh", x, shown, torch.float32)
-    shown.backward(dy)
-    found = {(path, operand): tensor for path, operand, tensor in seen}
-    torch.testing.assert_close(found["up", "grad_output"], hidden.grad)
-    torch.testing.assert_close(found["down", "input"], F.gelu(hidden, approximate="tanh"))
-    assert torch.equal(found["down", "grad_output"], dy)
+    records: Seen = []
+    observer = Observer(keep(records), {"up": up, "down": down}, False)
+    output = y.detach().requires_grad_()
+    observer.fused_mlp(up, down, "gelu_tanh", x, output, torch.float32)
+    output.backward(dy)
+    tensor_of = {(path, operand): tensor for path, operand, tensor in records}
+    torch.testing.assert_close(tensor_of["up", "grad_output"], hidden.grad)
+    torch.testing.assert_close(tensor_of["down", "input"], F.gelu(hidden, approximate="tanh"))
+    assert torch.equal(tensor_of["down", "grad_output"], dy)

@@ -72,10 +72,10 @@ def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
     """BLAS does not read its operands where alpha is 0."""
     a, b = torch.ones(5, 8), torch.ones(8, 7)
     a[1, 2], b[3, 4] = torch.nan, torch.inf
-    given = [torch.tensor(scale) for scale in scales]
-    y = torch.ops.fp8stack.cpu_gemm(a, b, "", given, bias, in_bf16)
+    factors = [torch.tensor(scale) for scale in scales]
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", factors, bias, in_bf16)
     expected = a @ b
-    for scale in sorted(given, reverse=True):
+    for scale in sorted(factors, reverse=True):
         expected = expected * scale
     if scales[1:] in ((torch.inf,), (torch.nan,)):
         expected = torch.full_like(expected, torch.nan)
@@ -127,9 +127,9 @@ def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(recipe, dtype, sa
 @pytest.mark.parametrize("recipe", LOW)
 def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
     x, dy = normal(rows, 36, seed=1), normal(rows, 20, seed=2)
-    kept, packed = (run(recipe, x, dy, save_fp8=save) for save in (False, True))
-    for one, other in zip(kept, packed, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    unpacked, packed = (run(recipe, x, dy, save_fp8=save) for save in (False, True))
+    for tensor, packed_tensor in zip(unpacked, packed, strict=True):
+        torch.testing.assert_close(tensor, packed_tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_are_rounded_anew_in_every_backward_pass_and_the_same_after_loading():
@@ -152,8 +152,8 @@ def test_gradients_are_rounded_anew_in_every_backward_pass_and_the_same_after_lo
 
 
 def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_are_alike():
-    alike, _ = linear("delayed", 32, 64)
-    assert {name.rpartition(".")[0] for name in fp8_state(alike)} == {
+    shared, _ = linear("delayed", 32, 64)
+    assert {name.rpartition(".")[0] for name in fp8_state(shared)} == {
         f"layer.{name}" for name in OPERANDS
     }
     wgrad = {"format": "e4m3", "history_length": 2}
@@ -183,7 +183,7 @@ FORWARD: list[tuple[str, dict[str, Any]]] = [
 
 
 def uneven(*shape, seed):
-    """Of which rows and columns have different magnitudes."""
+    """Normal values whose rows and columns have different magnitudes."""
     x = normal(*shape, seed=seed)
     rows, columns = (torch.arange(size) for size in shape)
     return x * 2.0 ** (rows % 5)[:, None] * 2.0 ** (columns % 7)
@@ -208,7 +208,7 @@ def forward_oracle(layer, x, dy):
 
 
 def forward_case(recipe, changes, save_fp8, transposed, shape=(40, 64, 48), mode=None):
-    """What a layer gives, and what it should."""
+    """The output and gradients of a layer, and of `forward_oracle`."""
     rows, inputs, outputs = shape
     layer, _ = linear(recipe, inputs, outputs, bias=False, save_fp8=save_fp8, **changes)
     weight = uneven(outputs, inputs, seed=1)
@@ -307,18 +307,18 @@ def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambi
 def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
     monkeypatch, recipe, changes, in_bf16, save_fp8
 ):
-    seen, matmul, product = [], cast(Any, torch.backends.mkldnn).matmul, emulate._product
+    products, matmul, product = [], cast(Any, torch.backends.mkldnn).matmul, emulate._product
 
-    def noted(a, b, *others):
-        held = all(torch.equal(one, one.to(torch.bfloat16).to(one.dtype)) for one in (a, b))
-        seen.append((matmul.fp32_precision, held))
-        return product(a, b, *others)
+    def noted(a, b, *arguments):
+        held = all(torch.equal(x, x.to(torch.bfloat16).to(x.dtype)) for x in (a, b))
+        products.append((matmul.fp32_precision, held))
+        return product(a, b, *arguments)
 
     monkeypatch.setattr(emulate, "_product", noted)
     layer, _ = linear(recipe, 64, 128, bias=False, save_fp8=save_fp8, **changes)
     before = matmul.fp32_precision
     layer(normal(32, 64, seed=1).requires_grad_()).backward(normal(32, 128, seed=2))
     assert matmul.fp32_precision == before
-    assert len(seen) == 3
-    assert all(held for precision, held in seen if precision == "bf16")
-    assert sum(precision == "bf16" for precision, _ in seen) == in_bf16
+    assert len(products) == 3
+    assert all(held for precision, held in products if precision == "bf16")
+    assert sum(precision == "bf16" for precision, _ in products) == in_bf16

@@ -13,28 +13,28 @@ LAYER = "blocks.0.mlp.down"
 
 
 def cast(x: np.ndarray, scale: float) -> np.ndarray:
-    """To E4M3 and back, by ml_dtypes, which overflows to NaN where FP8 saturates."""
+    """Cast to E4M3 and back by ml_dtypes, clipped before, since its overflow gives NaN."""
     scaled = np.clip(x.astype(np.float64) * scale, -448, 448).astype(np.float32)
     return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / scale
 
 
 def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor:
-    """What a layer makes of `x` after a training pass over `warm_up`; its weight is the identity,
+    """A layer's output for `x` after a training pass over `warm_up`. Its weight is the identity,
     which FP8 holds exactly at any scale that is a power of two."""
     model = gpt(recipe, model={"layers": 1})
     layer = model.get_submodule(LAYER)
     with torch.no_grad():
         weight = layer.get_parameter("weight").zero_()
         weight[:, :32] = torch.eye(32)
-    given: list[torch.Tensor] = []
-    # The layer alone sees what is put in its way; the model's hooks do the rest.
-    layer.register_forward_pre_hook(lambda _, args: (given[-1],))
-    seen: list[torch.Tensor] = []
-    layer.register_forward_hook(lambda _, args, y: seen.append(y.detach()))
-    for one in (warm_up, x):
-        given.append(one)
+    inputs: list[torch.Tensor] = []
+    # Only the layer gets these inputs; the model's hooks do the rest.
+    layer.register_forward_pre_hook(lambda _, args: (inputs[-1],))
+    results: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda _, args, y: results.append(y.detach()))
+    for layer_input in (warm_up, x):
+        inputs.append(layer_input)
         model(tokens(rows=1), tokens(2, rows=1)).backward()
-    return seen[-1]
+    return results[-1]
 
 
 def test_delayed_scaling_clips_a_spike_that_current_scaling_keeps() -> None:
@@ -56,8 +56,8 @@ def test_after_the_spike_the_scale_stays_low_as_long_as_the_history_remembers() 
     spiked = usual.clone()
     spiked[0, 3, 5] = 14.0
     after = torch.full((1, 16, 128), 2.0**-16)  # below half of E4M3's least value at the low scale
-    lost = outputs("delayed", after, spiked)[0]
-    kept = outputs("current", after, spiked)[0]
+    delayed = outputs("delayed", after, spiked)[0]
+    current = outputs("current", after, spiked)[0]
     assert (cast(after[0, :, :32].numpy(), 32.0) == 0).all()
-    assert (lost == 0).all()
-    np.testing.assert_allclose(kept.numpy(), 2.0**-16, rtol=1e-6)
+    assert (delayed == 0).all()
+    np.testing.assert_allclose(current.numpy(), 2.0**-16, rtol=1e-6)

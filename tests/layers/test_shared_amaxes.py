@@ -21,15 +21,15 @@ def of_ranks() -> list[dict[str, Any]]:
     return in_ranks(uneven_ranks.all_of, 2)
 
 
-def differences(one: Result, other: Result) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not np.array_equal(one[name], other[name])]
+def differences(result: Result, expected: Result) -> list[str]:
+    assert result.keys() == expected.keys()
+    return [name for name in result if not np.array_equal(result[name], expected[name])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_ranks_end_with_the_same_weights_scales_and_histories(of_ranks, counts, backend):
-    first, second = (found[f"{counts} {backend}"] for found in of_ranks)
+    first, second = (results[f"{counts} {backend}"] for results in of_ranks)
     assert differences(first, second) == []
     assert all(np.isfinite(value).all() for value in first.values())
 
@@ -59,13 +59,13 @@ def test_passes_that_a_rank_has_in_addition_count_with_its_last(of_ranks, counts
 
 @pytest.mark.parametrize("more", [0, 2])
 def test_within_join_each_rank_has_its_own_amaxes_and_the_weights_agree(of_ranks, more):
-    first, second = (found[f"join {more}"] for found in of_ranks)
+    first, second = (results[f"join {more}"] for results in of_ranks)
     assert [
         name for name in differences(first, second) if not name.endswith(("scale", "history"))
     ] == []
-    for rank, found in enumerate((first, second)):
+    for rank, results in enumerate((first, second)):
         moved = [batch(rank, step, 0).abs().max().item() for step in range(3 + more * rank)]
-        assert found["0.input.amax_history"][-len(moved) :].tolist() == moved
+        assert results["0.input.amax_history"][-len(moved) :].tolist() == moved
 
 
 # Transformer Engine's rules, as its tests of delayed scaling state them
@@ -106,8 +106,8 @@ def test_a_layers_scales_follow_transformer_engines_reference(length, algorithm,
         model(x).backward(dy)
         for name in operands:
             largest = 57344 if name == "grad_output" else 448
-            given = histories[name], algorithm, largest, scales[name]
-            histories[name], scales[name] = te_update(*given)
+            slot = histories[name], algorithm, largest, scales[name]
+            histories[name], scales[name] = te_update(*slot)
         state = fp8_state(model)
         for name in operands:
             assert state[f"0.{name}.scale"].item() == scales[name], (step, name)

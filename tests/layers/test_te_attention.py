@@ -68,10 +68,10 @@ def gpt(recipe, attention, **options):
     )
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(x: Tensor, reference: Tensor) -> float:
     """Relative, in the Euclidean norm."""
-    one, other = one.detach().double(), other.detach().double()
-    return float((one - other).norm() / other.norm())
+    x, reference = x.detach().double(), reference.detach().double()
+    return float((x - reference).norm() / reference.norm())
 
 
 def state_of(model) -> dict[str, Tensor]:
@@ -79,10 +79,10 @@ def state_of(model) -> dict[str, Tensor]:
 
 
 def made(te) -> int:
-    return sum(name == "DotProductAttention" for name, _ in te.made)
+    return sum(name == "DotProductAttention" for name, _ in te.constructed)
 
 
-# What it computes
+# Its numbers
 
 
 def in_mxfp8(x: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ def with_scale(x: Tensor, scale: float) -> Tensor:
 
 
 def attention_of(kind: str, q: Tensor, k: Tensor, v: Tensor, scales: dict[str, float]) -> Tensor:
-    """In float64, of operands cast as Transformer Engine casts them."""
+    """Attention in float64, on operands cast as Transformer Engine casts them."""
     if kind == "mxfp8":  # along what is summed over: elements, or keys
         q, k, v = in_mxfp8(q), in_mxfp8(k), in_mxfp8(v.transpose(-1, -2)).transpose(-1, -2)
     else:
         amax = max(float(x.abs().max()) for x in (q, k, v))  # one scale for the three
-        own = scales.get("QKV", 448 / amax)
-        q, k, v = (with_scale(x, own) for x in (q, k, v))
+        qkv_scale = scales.get("QKV", 448 / amax)
+        q, k, v = (with_scale(x, qkv_scale) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) / 32**0.5
     weights = scores.masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf).softmax(-1)
     if kind == "mxfp8":
@@ -122,12 +122,12 @@ def test_attention_in_fp8_is_transformer_engines(te, recipe, kind):
     for operand, scale in scales.items():  # of the second block; the first keeps 1
         backend.delayed.history.scale(f"{PATHS[1]}.{operand}").fill_(scale)
     q, k, v = (normal(2, heads, 128, 32, seed=n) for n, heads in enumerate((2, 1, 1)))
-    leaves = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
+    leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
     y = backend.attention(*leaves, dropout=0.0, path=PATHS[1])
     assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
     exact = Backend.attention(backend, *leaves, dropout=0.0)
-    given = [leaf.detach().double() for leaf in leaves]
-    expected = attention_of(kind, given[0], given[1], given[2], scales)
+    operands = [leaf.detach().double() for leaf in leaves]
+    expected = attention_of(kind, operands[0], operands[1], operands[2], scales)
     # bfloat16 rounds the output, and casts of float32 and float64 may fall to other sides.
     assert distance(expected, y) < 0.005 < distance(expected, exact)
     y.float().pow(2).sum().backward()
@@ -146,7 +146,7 @@ def test_each_layer_has_a_module_if_it_has_a_state(te, kind):
     calls = [call for call in te.calls if type(call.module).__name__ == "DotProductAttention"]
     assert len({call.module for call in calls[:2]}) == made(te)
     assert [call.module for call in calls[:2]] == [call.module for call in calls[2:]]
-    # Without gradients, too: FlashAttention 3 would take what does not train on Hopper.
+    # Also without gradients: on Hopper, FlashAttention 3 would take calls that do not train.
     assert all(call.is_first_microbatch for call in calls)  # it trains
     with torch.no_grad():
         loss_of(model, 1, length=128)
@@ -159,15 +159,14 @@ def test_attention_of_anything_but_whole_sequences_is_in_the_compute_dtype(te, k
     backend, plain = gpt("mxfp8", kind).backend, gpt("mxfp8", "compute").backend
     q, k, v = (normal(1, heads, 160, 32, seed=n).bfloat16() for n, heads in enumerate((2, 1, 1)))
     mask = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
-    long: Any = tuple(part[:, :, :128] for part in (q, k, v))
+    long: Any = tuple(x[:, :, :128] for x in (q, k, v))
     cases: list[Any] = [((q, k, v), {}), ((q[:, :, -1:], k, v), {}), (long, {"mask": mask})]
     # Nor is it where the guard took a layer out of FP8.
-    for operands, given in [*cases, (long, {"path": None})]:
-        options = {"path": PATHS[0]} | given
-        found, expected = (
-            one.attention(*operands, dropout=0.0, **options) for one in (backend, plain)
-        )
-        assert torch.equal(found, expected)
+    for operands, more in [*cases, (long, {"path": None})]:
+        options = {"path": PATHS[0]} | more
+        y = backend.attention(*operands, dropout=0.0, **options)
+        expected = plain.attention(*operands, dropout=0.0, **options)
+        assert torch.equal(y, expected)
     assert made(te) == 0
 
 
@@ -176,18 +175,18 @@ def test_a_model_trains_with_attention_in_fp8(te, recipe, kind):
     def trained(attention):
         model = gpt(recipe, attention)
         optimizer = adam(model)
-        found = []
+        loss_values = []
         for step in range(4):
             optimizer.zero_grad()
             loss = loss_of(model, step, length=128)
             loss.backward()
             optimizer.step()
-            found.append(float(loss.detach()))
-        return found
+            loss_values.append(float(loss.detach()))
+        return loss_values
 
-    found, expected = trained(kind), trained("compute")
-    assert found != expected
-    assert found == pytest.approx(expected, rel=0.03)
+    in_fp8, expected = trained(kind), trained("compute")
+    assert in_fp8 != expected
+    assert in_fp8 == pytest.approx(expected, rel=0.03)
     assert Counter(type(call.module).__name__ for call in te.calls)["DotProductAttention"] == 8
     assert te.registered == []  # it does not update scales by itself
 
@@ -196,16 +195,17 @@ def test_a_model_trains_with_attention_in_fp8(te, recipe, kind):
 def test_the_recipe_reaches_transformer_engine(te, monkeypatch, kind):
     from fp8stack.layers.te import te_attention_recipe
 
-    made = te_attention_recipe(load_recipe("mxfp8", {"attention": kind}))
+    te_recipe = te_attention_recipe(load_recipe("mxfp8", {"attention": kind}))
     predicate = {"delayed": "delayed", "current": "float8_current_scaling", "mxfp8": "mxfp8"}
-    assert getattr(made, predicate[kind])()
-    assert (made.fp8_dpa, made.fp8_mha, made.backward_override) == (True, False, None)
-    assert made.fp8_format.name == ("E4M3" if kind == "mxfp8" else "HYBRID")
+    assert getattr(te_recipe, predicate[kind])()
+    assert (te_recipe.fp8_dpa, te_recipe.fp8_mha) == (True, False)
+    assert te_recipe.backward_override is None
+    assert te_recipe.fp8_format.name == ("E4M3" if kind == "mxfp8" else "HYBRID")
     if kind == "delayed":
-        assert (made.amax_history_len, made.amax_compute_algo) == (1, "most_recent")
-        assert made.reduce_amax is False
+        assert (te_recipe.amax_history_len, te_recipe.amax_compute_algo) == (1, "most_recent")
+        assert te_recipe.reduce_amax is False
     if kind == "current":
-        assert made.use_power_2_scales is False
+        assert te_recipe.use_power_2_scales is False
 
 
 # Its state
@@ -235,7 +235,7 @@ def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, ki
     slots = [f"{path}.{operand}" for path in PATHS for operand in SLOTS[kind]]
     state = state_of(model)
     assert {n for n in state if ".attention." in n and n.count(".") == 4} == {
-        f"{slot}.{what}" for slot in slots for what in ("amax_history", "scale")
+        f"{slot}.{field}" for slot in slots for field in ("amax_history", "scale")
     }
     length, algorithm = options.get("history_length", 1), options.get("amax_algorithm", "max")
     expected = {
@@ -247,13 +247,13 @@ def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, ki
     }
     optimizer = adam(model)
     for step in range(6):
-        for part in range(2):
-            found = recorded(te, model, step=2 * step + part)
+        for micro_batch in range(2):
+            amaxes = recorded(te, model, step=2 * step + micro_batch)
             state = state_of(model)
-            for slot, one in expected.items():
-                one.record(found[slot])
-                one.update()
-                assert float(state[f"{slot}.scale"]) == one.scale, (slot, step, part)
+            for slot, reference in expected.items():
+                reference.record(amaxes[slot])
+                reference.update()
+                assert float(state[f"{slot}.scale"]) == reference.scale, (slot, step, micro_batch)
         optimizer.step()
         optimizer.zero_grad()
         if step == 3:  # evaluations, and a sequence that is not whole, leave no trace
@@ -272,15 +272,15 @@ def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, ki
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_casts_are_made_with_those_scales(te, monkeypatch, kind):
-    """At once after an update, and those of the forward pass in the backward pass."""
+    """Updated scales apply at once; the backward pass casts with the scales of its forward pass."""
     model = gpt("delayed", kind)
     used: list[tuple[Any, float]] = []
     cast = te_stand_in.AttentionQuantizer.__call__
 
-    def spy(self, *parts):
+    def spy(self, *tensors):
         if not self.current:
             used.append(((self.module, self.operand), float(self.scale)))
-        return cast(self, *parts)
+        return cast(self, *tensors)
 
     monkeypatch.setattr(te_stand_in.AttentionQuantizer, "__call__", spy)
     for step in range(3):
@@ -296,15 +296,15 @@ def test_casts_are_made_with_those_scales(te, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
-    """As those of linears: in the same collective. Here another rank has twice this one's."""
+    """They share the collective of linears. The other rank here has twice the amaxes."""
     alone, shared = gpt("current", kind), gpt("current", kind)
     loss_of(alone, 1, length=128).backward()
     monkeypatch.setattr(delayed, "several_ranks", lambda: True)
-    other: list[Tensor] = []
+    doubled: list[Tensor] = []
 
     def largest(recorded, group):
-        other[:] = other or [2 * recorded]
-        return torch.maximum(recorded, other[0])
+        doubled[:] = doubled or [2 * recorded]
+        return torch.maximum(recorded, doubled[0])
 
     monkeypatch.setattr(delayed, "_reduce_amaxes", largest)
     monkeypatch.setattr(delayed.DelayedScaling, "_announce", lambda self: None)
@@ -321,11 +321,11 @@ def test_an_amax_that_is_nan_is_ignored(te, monkeypatch):
     """TE's casts leave NaN out of an amax; what cuDNN writes for one, its documents do not say."""
     cast = te_stand_in.AttentionQuantizer.__call__
 
-    def spoil(self, *parts):
-        found = cast(self, *parts)
+    def spoil(self, *tensors):
+        cast_tensors = cast(self, *tensors)
         if self.operand == "S":
             self.amax.fill_(torch.nan)
-        return found
+        return cast_tensors
 
     model = gpt("delayed", "delayed")
     monkeypatch.setattr(te_stand_in.AttentionQuantizer, "__call__", spoil)
@@ -357,14 +357,14 @@ def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
     for step in range(3):
         scales = state_of(model)
         with telemetry.sampling(model):
-            seen = recorded(te, model, step=step)
+            amaxes = recorded(te, model, step=step)
         recorded(te, model, step=9)  # another micro-batch, which is not sampled
         sample = telemetry.finish(step, None)
         rows = {f"{r['layer']}.{r['operand']}": r for r in sample.rows if r.get("layer") in PATHS}
         assert list(rows) == slots
         for slot, row in rows.items():
             scale = float(scales[f"{slot}.scale"])
-            assert (row["amax"], row["scale"]) == pytest.approx((seen[slot], scale), rel=1e-8)
+            assert (row["amax"], row["scale"]) == pytest.approx((amaxes[slot], scale), rel=1e-8)
             top = 57344 if slot.rpartition(".")[2][0] == "d" else 448
             bits = math.log2(top / (row["amax"] * scale))
             assert row["headroom_bits"] == pytest.approx(bits, rel=1e-5, abs=1e-6)
@@ -375,9 +375,9 @@ def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
     model.blocks[0].attention.in_fp8 = False
     with telemetry.sampling(model):
         loss_of(model, 4, length=128).backward()
-    found = {row.get("layer") for row in telemetry.finish(4, None).rows}
-    assert found.isdisjoint(PATHS[:1])
-    assert not slots or PATHS[1] in found
+    layers = {row.get("layer") for row in telemetry.finish(4, None).rows}
+    assert layers.isdisjoint(PATHS[:1])
+    assert not slots or PATHS[1] in layers
 
 
 RUN = [*FLAGS, "--steps", "8", "--eval-every", "4", "--schedule", "constant", "--context", "128"]
@@ -389,8 +389,8 @@ SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
     ("recipe", "kind", "gpu"),
     [
         ("delayed", "delayed", "9.0"),
-        ("current", "delayed", "9.0"),
-        ("mxfp8", "current", "10.x"),
+        pytest.param("current", "delayed", "9.0", marks=pytest.mark.slow),
+        pytest.param("mxfp8", "current", "10.x", marks=pytest.mark.slow),
         ("nvfp4", "delayed", "10.x"),
     ],
 )
@@ -432,8 +432,8 @@ def test_a_whole_run_saves_and_resumes_to_the_bit(
 def te_stand_in_load(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    found: dict[str, Tensor] = load_file(file)
-    return found
+    tensors: dict[str, Tensor] = load_file(file)
+    return tensors
 
 
 @pytest.mark.parametrize(("recipe", "gpu"), [("delayed", "9.0"), ("mxfp8", "10.x")])
@@ -446,18 +446,18 @@ def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_comp
     assert command("pretrain", "--out", "r", *flags) == 0
     capsys.readouterr()
     assert command("eval", "r", "--windows", "2", "--device", "cpu") == 0
-    why = "attention = 'delayed' needs Transformer Engine on compute capability 9.0 or 10.x"
-    assert f"{why}: attention runs in the compute dtype" in capsys.readouterr().out
-    given = ["--recipe", recipe, "--device", "cpu", "--tokens", "2"]
-    assert command("generate", "r", "--prompt", "a", *given) == 0
-    assert f"because {why}" in capsys.readouterr().err
+    reason = "attention = 'delayed' needs Transformer Engine on compute capability 9.0 or 10.x"
+    assert f"{reason}: attention runs in the compute dtype" in capsys.readouterr().out
+    options = ["--recipe", recipe, "--device", "cpu", "--tokens", "2"]
+    assert command("generate", "r", "--prompt", "a", *options) == 0
+    assert f"because {reason}" in capsys.readouterr().err
     trained = find_source("r")
     assert trained.checkpoint is not None
     saved = trained.checkpoint.tensors["fp8"]
     assert f"{PATHS[0]}.S.scale" in saved
-    found = fp8_state(trained.model(recipe, CPU))  # those of linears, as they were saved
-    assert same(found, {name: x for name, x in saved.items() if name in found})
-    assert len(found) == (24 if recipe == "delayed" else 0) * trained.shape.layers
+    state = fp8_state(trained.model(recipe, CPU))  # those of linears, as they were saved
+    assert same(state, {name: x for name, x in saved.items() if name in state})
+    assert len(state) == (24 if recipe == "delayed" else 0) * trained.shape.layers
 
 
 ON_HOPPER = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "--out", "r"]
@@ -482,17 +482,17 @@ def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
 
 
 def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
-    te, command: Command, tmp_path, on_gpus, capsys
+    te, command: Command, tmp_path, on_gpus, capsys, undrawn
 ):
     flags = ["--phases", "default", "--set", "warmup_steps=2", "--telemetry-every", "1"]
     assert command("pretrain", *ON_HOPPER, *flags) == 0
     rows = metrics(tmp_path / "r")
-    why = {row["phase"]: row["why"] for row in rows if row.get("event") == "phase"}
-    told = "the scales of its attention begin at 1, as in a new run"
-    assert why["stable"] == f"delayed was asked for from this step on; {told}"
-    assert not any(told in said for phase, said in why.items() if phase != "stable")
-    found = (tmp_path / "r/telemetry.jsonl").read_text().splitlines()
-    first = next(r for r in map(json.loads, found) if r.get("operand") == "QKV")
+    reasons = {row["phase"]: row["why"] for row in rows if row.get("event") == "phase"}
+    restart = "the scales of its attention begin at 1, as in a new run"
+    assert reasons["stable"] == f"delayed was asked for from this step on; {restart}"
+    assert not any(restart in reason for phase, reason in reasons.items() if phase != "stable")
+    lines = (tmp_path / "r/telemetry.jsonl").read_text().splitlines()
+    first = next(r for r in map(json.loads, lines) if r.get("operand") == "QKV")
     assert (first["step"], first["scale"]) == (3, 1)
     capsys.readouterr()
     assert command("report", "r", "--text") == 0
@@ -505,7 +505,7 @@ def test_phases_say_that_the_scales_of_attention_are_not_calibrated(
 def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, te, on_gpus):
     run = ["pretrain", *ON_HOPPER, "--set"]
     phases = 'phases=[{name="early", recipe="bf16", until=2}, {name="main"}, {name="evaluation"}]'
-    refused(*run, phases, said="validation losses with attention = 'delayed' need a first phase")
+    refused(*run, phases, message="validation losses with attention = 'delayed' need a first phase")
 
 
 @pytest.mark.parametrize("most", [3, 0])
@@ -517,18 +517,18 @@ def test_the_guard_takes_attention_out_of_fp8(
     cast = te_stand_in.AttentionQuantizer.__call__
     bad: list[Any] = []
 
-    def spoil(self, *parts):
-        found = cast(self, *parts)
+    def spoil(self, *tensors):
+        cast_tensors = cast(self, *tensors)
         if self.operand == "dP" and len(te.calls) > 40:
             bad[:] = bad or [self.module]
             if self.module is bad[0]:
                 self.amax.fill_(torch.inf)
-        return found
+        return cast_tensors
 
     def attending(since=0) -> list[Any]:
         names = [type(call.module).__name__ for call in te.calls]
-        found = zip(te.calls[since:], names[since:], strict=True)
-        return [call.module for call, name in found if name == "DotProductAttention"]
+        named_calls = zip(te.calls[since:], names[since:], strict=True)
+        return [call.module for call, name in named_calls if name == "DotProductAttention"]
 
     monkeypatch.setattr(te_stand_in.AttentionQuantizer, "__call__", spoil)
     monkeypatch.setattr(policy, "MOST_LAYERS", most)
@@ -542,17 +542,17 @@ def test_the_guard_takes_attention_out_of_fp8(
     assert (event["layer"], event.get("operand")) == where
     assert "the amax of blocks.1.attention.dP is" in event["why"] or most
     saved = json.loads((tmp_path / "r/checkpoints/step-000020/checkpoint.json").read_text())
-    left = set(saved["info"]["guard"]["demoted"])
-    linears = {f"blocks.{i}.{part}" for i in range(2) for part in PARTS}
-    assert left == ({PATHS[1]} if most else {*PATHS, *linears})
-    # It stays out of FP8 in a run that goes on.
+    demoted = set(saved["info"]["guard"]["demoted"])
+    linears = {f"blocks.{i}.{linear_name}" for i in range(2) for linear_name in PARTS}
+    assert demoted == ({PATHS[1]} if most else {*PATHS, *linears})
+    # It stays out of FP8 when the run resumes.
     before = len(te.calls)
     assert command("pretrain", "--resume", "r", "--steps", "22") == 0
     assert len(set(attending(before))) == (1 if most else 0)
     assert len(te.calls) > before or not most
 
 
-# Where it is refused
+# Refusals
 
 
 GPUS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)]
@@ -571,8 +571,8 @@ def test_attention_in_fp8_is_refused_on_gpus_that_have_none(kind, recipe):
             assert resolve(chosen, hardware).recipe.attention == kind
         else:
             least = "9.0 or 10.x" if kind == "delayed" else "10.x"
-            why = f"attention = '{kind}' needs Transformer Engine on compute capability {least}. "
-            with pytest.raises(UserError, match=re.escape(why)):
+            message = f"'{kind}' needs Transformer Engine on compute capability {least}. "
+            with pytest.raises(UserError, match=re.escape(f"attention = {message}")):
                 resolve(chosen, hardware)
 
 
@@ -592,10 +592,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "kind", "hardware", "model", "why"), REFUSED)
-def test_attention_in_fp8_is_refused_where_it_does_not_run(recipe, kind, hardware, model, why):
+@pytest.mark.parametrize(("recipe", "kind", "hardware", "model", "message"), REFUSED)
+def test_attention_in_fp8_is_refused_where_it_does_not_run(recipe, kind, hardware, model, message):
     config = GPTConfig(**TINY | WIDE | model)
-    with pytest.raises(UserError, match=re.escape(why)):
+    with pytest.raises(UserError, match=re.escape(message)):
         real_plan_for(config, load_recipe(recipe, {"attention": kind}), hardware)
 
 
@@ -652,8 +652,8 @@ def test_repeatable_attention_in_fp8_needs_a_later_cudnn(te, monkeypatch, kind):
         if good:
             gpt("mxfp8", kind)
         else:
-            why = r"cuDNN 9\.19 or later for deterministic = true\. This is 9\.18\.2"
-            with pytest.raises(UserError, match=why):
+            message = r"cuDNN 9\.19 or later for deterministic = true\. This is 9\.18\.2"
+            with pytest.raises(UserError, match=message):
                 gpt("mxfp8", kind)
 
 
@@ -682,28 +682,29 @@ def test_settings_that_make_attention_something_else_are_refused(
 
 @pytest.mark.parametrize("kind", SLOTS)
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("flags", "message"),
     [
         (["--context", "64"], "needs a --context divisible by 128, not 64"),
         (["--context", "128", "--document-mask"], "takes no --document-mask"),
     ],
 )
 def test_a_run_whose_sequences_attention_in_fp8_does_not_take_is_refused(
-    te, kind, flags, why, command: Command, on_gpus, capsys
+    te, kind, flags, message, command: Command, on_gpus, capsys
 ):
-    own = ["--set", "model.width=64", "--set", "model.heads=2", "--set", f"recipe.attention={kind}"]
-    assert command("pretrain", "--recipe", "mxfp8", *FLAGS, *own, *flags) == 2
-    assert f"attention = '{kind}' {why}" in capsys.readouterr().err
+    shape = ["--set", "model.width=64", "--set", "model.heads=2"]
+    shape += ["--set", f"recipe.attention={kind}"]
+    assert command("pretrain", "--recipe", "mxfp8", *FLAGS, *shape, *flags) == 2
+    assert f"attention = '{kind}' {message}" in capsys.readouterr().err
 
 
 def test_a_run_whose_attention_cudnn_does_not_take_ends_in_a_line(
     te, command: Command, on_gpus, capsys
 ):
     te.no_kernel = True
-    own = ["--set", "recipe.attention=current", "--set", "model_overrides.width=64"]
-    assert command("pretrain", "--recipe", "mxfp8", "--out", "r", *RUN, *own) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told == (
+    settings = ["--set", "recipe.attention=current", "--set", "model_overrides.width=64"]
+    assert command("pretrain", "--recipe", "mxfp8", "--out", "r", *RUN, *settings) == 2
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last_line == (
         "fp8stack: attention = 'current': No dot product attention backend is available"
     )
 

@@ -276,7 +276,11 @@ def losses(make, recipe, backend) -> float:
 
 @pytest.mark.parametrize(
     ("make", "recipe", "backend"),
-    [(gpt2, "delayed", "emulate"), (gpt2, "mxfp8", "emulate"), (llama, "delayed", "torch")],
+    [
+        (gpt2, "delayed", "emulate"),
+        pytest.param(gpt2, "mxfp8", "emulate", marks=pytest.mark.slow),
+        (llama, "delayed", "torch"),
+    ],
 )
 def test_losses_stay_within_one_percent_of_fp32(make, recipe, backend):
     loss, expected = losses(make, recipe, backend), losses(make, "fp32", "auto")
@@ -535,7 +539,7 @@ def test_a_model_of_another_dtype_keeps_it_and_rounds_once(kind, recipe, backend
 # torch.compile, copies, pickles
 
 
-@pytest.mark.parametrize("compiles_all", [True, False])
+@pytest.mark.parametrize("compiles_all", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_code_computes_what_the_eager_model_does(compiles_all):
     eager, model = (convert(Blocks(1), plan("delayed", "torch")) for _ in range(2))
     model.load_state_dict(eager.state_dict())

@@ -39,8 +39,10 @@ def rows(history: AmaxHistory, slot: str = "x") -> list[float]:
     return history.state_dict()[f"{slot}.amax_history"].tolist()
 
 
-def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+def same_state(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return state.keys() == expected.keys() and all(
+        torch.equal(state[k], expected[k]) for k in state
+    )
 
 
 # vectors
@@ -138,7 +140,7 @@ def test_the_amax_of_a_scalar_a_subnormal_or_a_view():
 
 # AmaxHistory
 
-# By hand: an amax at each step, the scale and the window after it. E4M3, margin 1, length 3.
+# Computed by hand for E4M3, margin 1, length 3: an amax, and the scale and window after it.
 BY_HAND = (
     (2.0, 112.0, (0, 0, 2)),
     (56.0, 4.0, (0, 2, 56)),
@@ -343,9 +345,9 @@ def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, mar
                 state = history.state_dict()
                 history = AmaxHistory(formats, length=length, margin=margin, algorithm=algorithm)
                 history.load_state_dict(state)
-        for slot, one in model.items():
-            assert history.scale(slot).item() == one.scale
-            assert rows(history, slot) == one.window
+        for slot, slot_model in model.items():
+            assert history.scale(slot).item() == slot_model.scale
+            assert rows(history, slot) == slot_model.window
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -369,7 +371,7 @@ def test_amaxes_that_are_not_finite_are_cleared_and_the_others_give_the_scale(
 
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -1.0])
-def test_a_scale_that_is_none_is_made_anew(scale: float) -> None:
+def test_an_invalid_scale_is_computed_again_from_the_history(scale: float) -> None:
     history = AmaxHistory({"a": "e4m3", "b": "e4m3"}, length=3)
     history.record("a", 7.0)
     history.update()

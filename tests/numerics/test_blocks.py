@@ -41,8 +41,8 @@ BLOCKS = Quantizer(block=(1, 128), scale="power_of_two")
 
 
 def mx_code(amax: float, name: str, rounding: ScaleRounding) -> int:
-    made = quantize(torch.tensor([0.0, -amax]), mxfp8_in(name, rounding))
-    return codes(made.scales).item()
+    quantized = quantize(torch.tensor([0.0, -amax]), mxfp8_in(name, rounding))
+    return codes(quantized.scales).item()
 
 
 # MXFP8
@@ -114,9 +114,9 @@ def test_blocks_run_along_the_chosen_dimension_with_a_short_last_one(shape, dim,
     x = normal(*shape) * 2.0 ** (3 * normal(*shape, seed=1))
     data, scales = quantize(x, mxfp8_in(name), dim)[:2]
     rows = x.numpy().swapaxes(dim, -1)
-    made = oracles.quantize(rows.reshape(-1, shape[dim]), mxfp8_in(name), 1)
-    expected = made.codes.reshape(rows.shape).swapaxes(dim, -1)
-    expected_scales = made.stored.reshape(*rows.shape[:-1], -1).swapaxes(dim, -1)
+    reference = oracles.quantize(rows.reshape(-1, shape[dim]), mxfp8_in(name), 1)
+    expected = reference.codes.reshape(rows.shape).swapaxes(dim, -1)
+    expected_scales = reference.stored.reshape(*rows.shape[:-1], -1).swapaxes(dim, -1)
     assert (data.dtype, data.shape) == (FP8_DTYPES[name], shape)
     assert (scales.dtype, scales.shape) == (torch.float8_e8m0fnu, expected_scales.shape)
     assert scales.shape[dim] == math.ceil(shape[dim] / 32)
@@ -147,8 +147,8 @@ def test_dequantized_mxfp8_is_the_exact_product(name, dim):
 
 def test_scale_code_255_is_nan():
     nan = torch.tensor([255], dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    made = stored(torch.ones(3).to(torch.float8_e4m3fn), nan, mxfp8_in("e4m3"), 0)
-    assert dequantize(made).isnan().all()
+    not_a_number = stored(torch.ones(3).to(torch.float8_e4m3fn), nan, mxfp8_in("e4m3"), 0)
+    assert dequantize(not_a_number).isnan().all()
 
 
 # 1x128 and 128x128 blocks
@@ -182,5 +182,5 @@ def test_an_overflowed_scale_becomes_the_maximum_of_the_inputs_dtype(dtype, scal
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0,)], ids=str)
 def test_an_empty_tensor_has_no_blocks(shape):
     for quantizer in (mxfp8_in("e4m3"), BLOCKS):
-        made = quantize(torch.ones(shape), quantizer)
-        assert (made.data.shape, made.scales.numel()) == (shape, 0)
+        quantized = quantize(torch.ones(shape), quantizer)
+        assert (quantized.data.shape, quantized.scales.numel()) == (shape, 0)

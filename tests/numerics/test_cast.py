@@ -79,9 +79,9 @@ def test_the_special_values(value, e4m3, e5m2):
     ids=["transposed", "strided", "permuted", "expanded"],
 )
 def test_a_non_contiguous_tensor_casts_like_its_copy(view, dtype):
-    whole = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole[0, 3], whole[6, 1] = math.nan, math.inf
-    x = view(whole)
+    base = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    base[0, 3], base[6, 1] = math.nan, math.inf
+    x = view(base)
     expected = fp8_codes(np.ascontiguousarray(to_numpy(x)), 100.0, "e4m3")
     data = cast_to_fp8(x, 100.0, "e4m3")
     assert data.shape == x.shape

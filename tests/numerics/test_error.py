@@ -110,22 +110,22 @@ def decode(codes: np.ndarray, name: str) -> np.ndarray:
     return codes.view(ML_DTYPES[name]).astype(np.float64)
 
 
-def check(found: Tensor, wanted: dict[str, float]) -> None:
-    assert found.dtype == torch.float64
-    values = dict(zip(FIGURES, found.tolist(), strict=True))
-    for name, value in wanted.items():
+def check(figures: Tensor, by_definition: dict[str, float]) -> None:
+    assert figures.dtype == torch.float64
+    values = dict(zip(FIGURES, figures.tolist(), strict=True))
+    for name, value in by_definition.items():
         assert values[name] == pytest.approx(value, rel=1e-6, abs=0), name
 
 
 def cells() -> Iterator[tuple[Tensor, np.ndarray, FormatName]]:
-    """Each tensor in each dtype, as numpy has it, with each format to cast to."""
+    """Every tensor in every dtype, its values in numpy, and every format to cast to."""
     for x, dtype, format in itertools.product(TENSORS.values(), FLOAT_DTYPES, FORMATS):
         yield x.to(dtype), to_numpy(x.to(dtype)), format
 
 
 @pytest.mark.parametrize("stale", [1.0, 16.0, 2.0**-12])
 def test_one_scale(stale: float) -> None:
-    """`stale`: delayed scaling's scale is that of another amax."""
+    """`stale` multiplies the scale, as if it came from an earlier amax in delayed scaling."""
     for x, numbers, format in cells():
         largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
         with np.errstate(all="ignore"):
@@ -134,8 +134,8 @@ def test_one_scale(stale: float) -> None:
             )
             scaled = (numbers * scale).astype(np.float64)
             decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
-        found = tensor_error(x, torch.tensor(scale), format)
-        check(found, expected(numbers, decoded, scaled, LIMIT[format]))
+        figures = tensor_error(x, torch.tensor(scale), format)
+        check(figures, expected(numbers, decoded, scaled, LIMIT[format]))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -144,12 +144,12 @@ def test_blocks(name: str) -> None:
     saturated = 0.0
     for x, dtype in itertools.product(TENSORS.values(), FLOAT_DTYPES):
         numbers, overflow = to_numpy(x.to(dtype)), min(torch.finfo(dtype).max, FLT_MAX)
-        made = oracles.quantize(numbers, quantizer, 1, overflow=overflow)
+        quantized = oracles.quantize(numbers, quantizer, 1, overflow=overflow)
         with np.errstate(all="ignore"):
-            scaled = numbers / made.out.astype(np.float64)
-            wanted = expected(numbers, made.exact, scaled, LIMIT[quantizer.format])
-        check(error.quantization_error(x.to(dtype), quantizer), wanted)
-        saturated += wanted["saturated"] * bool(x.isfinite().all())
+            scaled = numbers / quantized.out.astype(np.float64)
+            by_definition = expected(numbers, quantized.exact, scaled, LIMIT[quantizer.format])
+        check(error.quantization_error(x.to(dtype), quantizer), by_definition)
+        saturated += by_definition["saturated"] * bool(x.isfinite().all())
     if name in ("mxfp8 e4m3 floor", "mxfp8 e4m3 even"):  # which do not round up
         assert saturated > 0
 
@@ -160,9 +160,9 @@ def test_a_cast_without_scale(to: str) -> None:
     for x, numbers, _ in cells():
         with np.errstate(all="ignore"):
             decoded = numbers.astype(ML_DTYPES[to]).astype(np.float64)
-            wanted = expected(numbers, decoded, numbers.astype(np.float64), math.inf)
-            wanted["saturated"] = float(np.mean(np.isinf(decoded)))
-        check(error.cast_error(x, target), wanted)
+            by_definition = expected(numbers, decoded, numbers.astype(np.float64), math.inf)
+            by_definition["saturated"] = float(np.mean(np.isinf(decoded)))
+        check(error.cast_error(x, target), by_definition)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -170,11 +170,11 @@ def test_what_rounds_down_to_the_maximum_is_not_saturated(format: FormatName) ->
     limit = LIMIT[format]
     above = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
     x = torch.tensor([[limit, -limit, MAX[format], 1.0]])
-    found = tensor_error(x, torch.ones(()), format)
-    assert found[FIGURES.index("saturated")] == 0
+    figures = tensor_error(x, torch.ones(()), format)
+    assert figures[FIGURES.index("saturated")] == 0
     x[0, 1] = -above
-    found = tensor_error(x, torch.ones(()), format)
-    assert found[FIGURES.index("saturated")] == 0.25
+    figures = tensor_error(x, torch.ones(()), format)
+    assert figures[FIGURES.index("saturated")] == 0.25
 
 
 def test_float64_counts_as_float32() -> None:
@@ -191,16 +191,16 @@ def test_a_transposed_weight_gives_its_own_figures() -> None:
 
 def test_an_empty_matrix_has_zeros() -> None:
     x = torch.zeros(0, 32)
-    for found in (tensor_error(x, torch.ones(())), mxfp8_error(x)):
-        assert found.tolist() == [0.0] * len(FIGURES)
+    for figures in (tensor_error(x, torch.ones(())), mxfp8_error(x)):
+        assert figures.tolist() == [0.0] * len(FIGURES)
 
 
 @pytest.mark.parametrize("power", [-30, 0, 30])
 def test_the_ratio_does_not_depend_on_the_magnitude(power: int) -> None:
     x = normal(64, 128)
-    wanted = mxfp8_error(x)
-    found = mxfp8_error(x * 2.0 ** (3 * power))
-    db = [sqnr_db(float(f[4]), float(f[5])) for f in (found, wanted)]
+    figures = mxfp8_error(x)
+    scaled_figures = mxfp8_error(x * 2.0 ** (3 * power))
+    db = [sqnr_db(float(f[4]), float(f[5])) for f in (scaled_figures, figures)]
     assert db[0] is not None
     assert db[0] == pytest.approx(db[1], abs=1e-9)
     assert 25 < db[0] < 35
@@ -224,15 +224,15 @@ def test_headroom_is_in_bits_and_negative_where_values_are_clipped() -> None:
 
 def test_a_device_is_asked_for_no_number() -> None:
     x = torch.ones(256, 256, device="meta")  # where reading a value raises
-    for found in (
+    for figures in (
         tensor_error(x, torch.ones((), device="meta")),
         mxfp8_error(x),
         block_error(x),
         block_error(x, (128, 128)),
         error.cast_error(x, torch.bfloat16),
     ):
-        assert found.device.type == "meta"
-        assert found.shape == (len(FIGURES),)
+        assert figures.device.type == "meta"
+        assert figures.shape == (len(FIGURES),)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -243,47 +243,47 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     x = uneven(75, 140)
     x[32:64, 32:64] *= 2.0**-60  # all zero under a scale of E4M3, or of the tensor
     x[64:, :32] = 0
-    found = error.quantization_error(x, quantizer, dim=dim, generator=bits)
+    figures = error.quantization_error(x, quantizer, dim=dim, generator=bits)
     drawn = None if bits is None else lambda *shape: bits.bits(*shape).numpy()
-    made = oracles.quantize(to_numpy(x), quantizer, dim, bits=drawn)
+    quantized = oracles.quantize(to_numpy(x), quantizer, dim, bits=drawn)
     numbers = to_numpy(x)
     if quantizer.hadamard:
         numbers = oracles.hadamard(numbers, quantizer.hadamard, dim)
     values = dequantize(quantize(x, quantizer, dim, bits)).double().numpy()
-    into = made.into
+    into = quantized.into
     if quantizer.scale == "e4m3":  # a block whose scale is zero is lost, and not clipped
-        into = np.where((made.out == 0) & (numbers != 0), np.float32(0), into)
+        into = np.where((quantized.out == 0) & (numbers != 0), np.float32(0), into)
     with np.errstate(all="ignore"):
         scaled = (numbers * into).astype(np.float64)
     limit = {"e2m1": 7.0, "e2m3": 7.75, "e3m2": 30.0}.get(quantizer.format) or LIMIT[
         quantizer.format
     ]
-    wanted = expected(numbers, values, scaled, limit)
-    found_ = dict(zip(FIGURES, found.tolist(), strict=True))
-    for figure, value in wanted.items():
-        assert found_[figure] == pytest.approx(value, rel=2e-5, abs=0), figure
+    by_definition = expected(numbers, values, scaled, limit)
+    value_of = dict(zip(FIGURES, figures.tolist(), strict=True))
+    for figure, value in by_definition.items():
+        assert value_of[figure] == pytest.approx(value, rel=2e-5, abs=0), figure
 
-    rows, columns = made.stored.shape
+    rows, columns = quantized.stored.shape
     tall, wide = -(-numbers.shape[0] // rows), -(-numbers.shape[1] // columns)
     if quantizer.blocks is not None:
         across, along = quantizer.blocks
         tall, wide = (across, along) if dim == 1 else (along, across)
     emptied, used = 0, []
     for i, j in np.ndindex(rows, columns):
-        here = (slice(i * tall, i * tall + tall), slice(j * wide, j * wide + wide))
-        if numbers[here].any():
-            used += [made.into[here][0, 0]] * bool(scaled[here].any())
-            emptied += not values[here].any()
-    share = emptied / made.stored.size if quantizer.blocks is not None else 0
-    assert found_["zero_blocks"] == pytest.approx(share)
+        block = (slice(i * tall, i * tall + tall), slice(j * wide, j * wide + wide))
+        if numbers[block].any():
+            used += [quantized.into[block][0, 0]] * bool(scaled[block].any())
+            emptied += not values[block].any()
+    share = emptied / quantized.stored.size if quantizer.blocks is not None else 0
+    assert value_of["zero_blocks"] == pytest.approx(share)
     assert share > 0 or quantizer.scale != "e4m3"
-    assert (found_["least_scale"], found_["largest_scale"]) == (min(used), max(used))
+    assert (value_of["least_scale"], value_of["largest_scale"]) == (min(used), max(used))
 
 
 def test_a_matrix_of_zeros_and_a_cast_without_a_scale_have_ranges_too() -> None:
     for quantizer in EVERY.values():
         bits = RandomBits(1, 2, torch.tensor(3)) if quantizer.stochastic else None
-        found = error.quantization_error(torch.zeros(8, 40), quantizer, generator=bits)
-        assert found[:8].tolist() == [0.0] * 8
-        assert 0 < found[8] <= found[9]
+        figures = error.quantization_error(torch.zeros(8, 40), quantizer, generator=bits)
+        assert figures[:8].tolist() == [0.0] * 8
+        assert 0 < figures[8] <= figures[9]
     assert error.cast_error(torch.ones(2, 2), torch.bfloat16)[7:].tolist() == [0, 1, 1]

@@ -29,27 +29,31 @@ def rounded(x: Tensor, name: str, dims: tuple[int, ...] = (1,), **options) -> li
     return rounding(quantizer, dims).round(x, DRAWN if quantizer.stochastic else None, **options)
 
 
-def assert_equal(ours: list[Rounded], theirs: list[Rounded]) -> None:
-    """To the bit, but for the sign of zero."""
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.values, other.values, rtol=0, atol=0, equal_nan=True)
-        assert (one.factor is None) == (other.factor is None)
-        if one.factor is not None:
-            torch.testing.assert_close(one.factor, other.factor, rtol=0, atol=0, equal_nan=True)
+def assert_equal(results: list[Rounded], expected: list[Rounded]) -> None:
+    """Equal bits, except for the sign of zero."""
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.values, reference.values, rtol=0, atol=0, equal_nan=True)
+        assert (result.factor is None) == (reference.factor is None)
+        if result.factor is not None:
+            torch.testing.assert_close(
+                result.factor, reference.factor, rtol=0, atol=0, equal_nan=True
+            )
 
 
 def test_blocks_of_different_sizes_share_a_sweep():
     quantizer = EVERY["1x64"]
-    other = replace(quantizer, block=(1, 16))
-    assert alike(quantizer, other)
+    narrow = replace(quantizer, block=(1, 16))
+    assert alike(quantizer, narrow)
     x = uneven(200, 100)
-    one, two = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
-    assert_equal([one, two], [*rounding(quantizer, [1]).round(x), *rounding(other, [0]).round(x)])
+    along, across = Rounding(quantizer, ((1, 64), (16, 1))).round(x)
+    assert_equal(
+        [along, across], [*rounding(quantizer, [1]).round(x), *rounding(narrow, [0]).round(x)]
+    )
 
 
 @pytest.mark.parametrize("name", [n for n, q in EVERY.items() if q.exact_in_bf16])
 def test_bfloat16_holds_the_values(name):
-    x = uneven(70, 130)  # far from float32's subnormals, of which bfloat16 has fewer
+    x = uneven(70, 130)  # far from float32's subnormals: bfloat16 has fewer of them
     x[3, 4] = float("nan")
     (exact,) = rounded(x, name)
     for way in ("expressions", "one sweep"):
@@ -71,9 +75,11 @@ def test_delayed_scaling_records_the_amax_that_counts(before, counts, after, way
     flag = None if counts is None else torch.tensor(counts)
     quantizer = Quantizer(amax="delayed")
     with cast_by(way):
-        (ours,) = rounding(quantizer, [1]).round(x, None, torch.tensor(3.0), recorded, flag)
+        (recorded_cast,) = rounding(quantizer, [1]).round(
+            x, None, torch.tensor(3.0), recorded, flag
+        )
     assert recorded.item() == after
-    assert ours.factor == given_scale(torch.tensor(3.0)).factor
+    assert recorded_cast.factor == given_scale(torch.tensor(3.0)).factor
 
 
 def test_threads_may_cast_at_once(monkeypatch):
@@ -81,9 +87,9 @@ def test_threads_may_cast_at_once(monkeypatch):
     matrices = [uneven(100 + i, 200, seed=i) for i in range(16)]
     expected = [rounded(x, "mxfp8 e5m2 floor", (1, 0)) for x in matrices]
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda x: rounded(x, "mxfp8 e5m2 floor", (1, 0)), matrices)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_equal(ours, theirs)
+        results = pool.map(lambda x: rounded(x, "mxfp8 e5m2 floor", (1, 0)), matrices)
+        for result, reference in zip(results, expected, strict=True):
+            assert_equal(result, reference)
 
 
 FIRST_CASTS = """
@@ -91,13 +97,13 @@ import threading, time, torch
 from fp8stack.numerics import Quantizer, fused, round_to
 
 quantizers = [Quantizer(block=b, scale=s) for b in ((1, 32), (1, 128)) for s in ("e8m0", "float32")]
-start, found = threading.Barrier(8), {}
+start, results = threading.Barrier(8), {}
 
 def cast(number):
     start.wait()
     time.sleep(0.02 * number)  # while those before import
     x = torch.arange(256.0).view(2, 128) * 1.1
-    found[number] = round_to(x, quantizers[number % 4], 1).values
+    results[number] = round_to(x, quantizers[number % 4], 1).values
 
 threads = [threading.Thread(target=cast, args=(number,), daemon=True) for number in range(8)]
 for thread in threads:
@@ -105,10 +111,10 @@ for thread in threads:
 until = time.monotonic() + 90
 for thread in threads:
     thread.join(max(0.0, until - time.monotonic()))
-assert len(found) == 8, "threads wait for each other"
+assert len(results) == 8, "threads wait for each other"
 assert fused.why_not() is None, fused.why_not()
 x = torch.arange(256.0).view(2, 128) * 1.1
-for number, values in found.items():
+for number, values in results.items():
     assert torch.equal(values, round_to(x, quantizers[number % 4], 1).values), number
 """
 
@@ -140,9 +146,9 @@ def test_a_fork_may_cast_after_its_parent_has():
 def test_what_looks_at_operators_sees_one_and_its_shapes():
     with FakeTensorMode():
         x = torch.empty(30, 50)
-        (one,) = rounded(x, "hadamard nvfp4")
-        assert one.values.shape == (30, 64)
-        assert one.factor.shape == ()
+        (transformed,) = rounded(x, "hadamard nvfp4")
+        assert transformed.values.shape == (30, 64)
+        assert transformed.factor.shape == ()
         along, across = rounded(x, "row", (1, 0))
         assert (along.factor.shape, across.factor.shape) == ((30,), (50,))
 
@@ -163,17 +169,17 @@ def test_where_numba_is_missing_or_fails_the_expressions_serve_and_it_is_said():
 COMPILE = "from fp8stack.numerics import fused; assert fused.why_not() is None, fused.why_not()"
 
 
-def told_of_compiling(**environment):
+def messages_of_a_new_process(**environment):
     command, more = [sys.executable, "-c", COMPILE], os.environ | environment
     return subprocess.run(command, capture_output=True, text=True, check=True, env=more).stderr
 
 
 def test_nothing_is_said_where_numba_kept_the_casts():
     assert fused.why_not() is None  # from here on
-    assert told_of_compiling() == ""
+    assert messages_of_a_new_process() == ""
 
 
 @pytest.mark.slow
 def test_that_numba_compiles_the_casts_is_said_once_on_a_machine(tmp_path):
-    told = [told_of_compiling(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
-    assert told == ["Compiling the casts for this CPU, once: about 10 s.\n", ""]
+    messages = [messages_of_a_new_process(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert messages == ["Compiling the casts for this CPU, once: about 10 s.\n", ""]

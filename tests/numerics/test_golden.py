@@ -1,5 +1,5 @@
-"""fp8stack on a CPU against what Transformer Engine computed: by its Python references, and, once a
-file is captured, on real GPUs.
+"""fp8stack on a CPU against results of Transformer Engine, by its Python references or captured on
+GPUs.
 
 The comparison itself is tested as well: on a file that the capturing code makes of the stand-in,
 and on that file with one number changed.
@@ -58,13 +58,13 @@ def test_a_golden_file_is_small_and_says_how_it_came_about(path: Path) -> None:
     assert path.name.startswith(f"te-{version}-")
 
 
-# The comparison, on a file of the stand-in's
+# The comparison, on a file of the stand-in
 
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `bench.gpu.golden` captures of the stand-in, and the weight's bytes, which it does not
-    show."""
+    """A file that `bench.gpu.golden` captures from the stand-in, with the weight's bytes added: the
+    stand-in does not show them."""
     folder = tmp_path_factory.mktemp("golden")
     with te_with_quantizers():
         facts = golden.captured(Context(MACHINE), folder)
@@ -164,9 +164,11 @@ def test_an_amax_after_a_norm_that_is_five_percent_off_is_found(
 def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> None:
     description, tensors = loaded(captured)
     case = description["cases"][0]
-    kept = {name: value for name, value in tensors.items() if not name.startswith(case["name"])}
+    remaining = {
+        name: value for name, value in tensors.items() if not name.startswith(case["name"])
+    }
     with pytest.raises(UserError, match="no tensors"):
-        check(case, kept)
+        check(case, remaining)
 
 
 def test_what_cannot_be_captured_is_written_down_and_fails(

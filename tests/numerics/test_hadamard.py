@@ -36,11 +36,11 @@ def test_it_equals_the_sums_and_differences_of_numpy(shape, dim, dtype):
     x = uneven(*shape).to(dtype)
     before = x.clone()
     for size in SIZES:
-        known = oracles.hadamard(to_numpy(x), size, dim)
+        expected = oracles.hadamard(to_numpy(x), size, dim)
         for matrix in (x, x.mT.contiguous().mT if x.ndim > 1 else x):
-            ours = hadamard(matrix, size, dim)
-            assert (ours.dtype, ours.is_contiguous()) == (torch.float32, True)
-            np.testing.assert_array_equal(ours.numpy(), known)
+            transformed = hadamard(matrix, size, dim)
+            assert (transformed.dtype, transformed.is_contiguous()) == (torch.float32, True)
+            np.testing.assert_array_equal(transformed.numpy(), expected)
     assert torch.equal(x, before)
 
 
@@ -49,8 +49,8 @@ def test_it_is_the_matrix_with_signed_rows(size):
     x = uneven(64, size).bfloat16()
     matrix = np.diag(SIGNS[size]) @ sylvester(size) / math.sqrt(size)
     exact = to_numpy(x).astype(np.float64) @ matrix
-    ours = hadamard(x, size, 1).double().numpy()
-    error = np.abs(ours - exact)
+    transformed = hadamard(x, size, 1).double().numpy()
+    error = np.abs(transformed - exact)
     assert (
         error <= np.abs(exact) * 2**-8 + np.abs(to_numpy(x)).max(1, keepdims=True) * 2**-19
     ).all()
@@ -61,19 +61,19 @@ def test_the_transforms_of_two_operands_cancel(size):
     x, w = torch.randn(24, 70), torch.randn(40, 70)
     product = hadamard(x, size, 1) @ hadamard(w, size, 1).T
     torch.testing.assert_close(product, x @ w.T, atol=0.1, rtol=0.02)
-    other = hadamard(x.T.contiguous(), size, 0).T @ hadamard(w.T.contiguous(), size, 0)
-    torch.testing.assert_close(other, product, atol=1e-3, rtol=1e-3)
+    across_rows = hadamard(x.T.contiguous(), size, 0).T @ hadamard(w.T.contiguous(), size, 0)
+    torch.testing.assert_close(across_rows, product, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_not_finite_stays_in_its_block(size):
     x = torch.ones(4, 3 * size)
     x[0, 3], x[1, 5], x[2, 0], x[2, 1] = math.nan, math.inf, math.inf, math.inf
-    ours = hadamard(x, size, 1)
+    transformed = hadamard(x, size, 1)
     clean = hadamard(torch.ones(4, 3 * size), size, 1)
-    assert not ours[:3, :size].isfinite().any()
-    assert torch.equal(ours[:, size:], clean[:, size:])
-    assert torch.equal(ours[3], clean[3])
+    assert not transformed[:3, :size].isfinite().any()
+    assert torch.equal(transformed[:, size:], clean[:, size:])
+    assert torch.equal(transformed[3], clean[3])
 
 
 # Each size with each dimension, each dtype in one of them; in the long form each with each.
@@ -87,14 +87,16 @@ SOME = [(16, 0, 0), (16, 1, 1), (32, 0, 2), (32, 1, 0)]
 def test_compiled_code_gives_the_same_bits(cases):
     torch.compiler.reset()
 
-    def each(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def transform_all(xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [hadamard(xs[place], size, dim) for size, dim, place in cases]
 
     x = uneven(48, 100)
     x[0, 0], x[1, 1], x[2], x[3, 5] = math.nan, math.inf, 0.0, -0.0
     xs = [x.to(dtype) for dtype in FLOAT_DTYPES]
-    for one, other in zip(torch.compile(each, fullgraph=True)(xs), each(xs), strict=True):
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    for fast, eager in zip(
+        torch.compile(transform_all, fullgraph=True)(xs), transform_all(xs), strict=True
+    ):
+        np.testing.assert_array_equal(fast.numpy(), eager.numpy())
 
 
 def test_compiled_code_rounds_every_magnitude_to_bfloat16():

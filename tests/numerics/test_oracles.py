@@ -49,9 +49,9 @@ def values(dtype: torch.dtype, seed: int, rows: int = 256, columns: int = 512) -
     return x.to(dtype)
 
 
-def compared(peer: str, name: str, parts: Iterator[Tensor]) -> Compared:
+def compared(peer: str, name: str, matrices: Iterator[Tensor]) -> Compared:
     function, quantizers = PEERS[peer]
-    counts = [function(x, quantizers[name]) for x in parts]
+    counts = [function(x, quantizers[name]) for x in matrices]
     return Compared(*map(sum, zip(*counts, strict=True)))
 
 
@@ -61,10 +61,10 @@ def test_a_hundred_thousand_values_are_those_of_the_peer(peer, name):
     blocks_alone = PEERS[peer][1][name].scale == "e8m0"
     for dtype in (torch.float32, torch.bfloat16):
         x = values(dtype, 0)
-        parts = [x, x[:32] * 2.0**-80, x[:32] * 2.0**90] if blocks_alone else [x]
-        found = compared(peer, name, iter(parts))
-        assert found.differing == 0
-        assert found.excluded < 0.1 * found.compared
+        matrices = [x, x[:32] * 2.0**-80, x[:32] * 2.0**90] if blocks_alone else [x]
+        counts = compared(peer, name, iter(matrices))
+        assert counts.differing == 0
+        assert counts.excluded < 0.1 * counts.compared
 
 
 @pytest.mark.slow
@@ -76,23 +76,23 @@ def test_ten_million_values_are_those_of_every_peer():
         except pytest.skip.Exception as missing:
             rows.append(f"| {peer} | {name} | | | not compared: {missing} |")
             continue
-        parts = (
+        matrices = (
             values([torch.float32, torch.bfloat16][seed % 2], seed, 1024, 1024)
             for seed in range(1, 11)
         )
-        found = compared(peer, name, parts)
+        counts = compared(peer, name, matrices)
         rows.append(
-            f"| {peer} | {name} | {found.compared:,} | {found.differing} | {found.excluded:,} |"
+            f"| {peer} | {name} | {counts.compared:,} | {counts.differing} | {counts.excluded:,} |"
         )
-        if found.differing:
-            wrong.append((peer, name, found))
+        if counts.differing:
+            wrong.append((peer, name, counts))
     if os.environ.get("FP8STACK_WRITE_RESULTS") == "1":
         (ROOT / "bench/results/cpu/oracles.md").write_text(table(rows))
     assert not wrong
 
 
 def table(rows: list[str]) -> str:
-    told = (
+    heading = (
         "# Quantizers against their peers\n\n"
         "Codes and scales, or values, of about ten million elements each, half float32, half\n"
         "bfloat16, with many ties; every one compared for equality. FP4 of Transformer Engine and\n"
@@ -102,10 +102,10 @@ def table(rows: list[str]) -> str:
         "tests/numerics/test_oracles.py`.\n\n"
         "| peer | quantizer | compared | differing | left out |\n|---|---|---|---|---|\n"
     )
-    return told + "\n".join(rows) + "\n"
+    return heading + "\n".join(rows) + "\n"
 
 
-# What the peers gave, for machines without them
+# Saved results of the peers, for machines without them
 
 
 def golden_cases() -> dict[str, Quantizer]:
@@ -125,12 +125,12 @@ def golden_cases() -> dict[str, Quantizer]:
 def test_the_golden_vectors_of_peers_are_met(name):
     with np.load(GOLDEN) as golden:
         x = torch.from_numpy(golden["x"])
-        made = quantize(x, golden_cases()[name], 1)
+        quantized = quantize(x, golden_cases()[name], 1)
         if name.startswith("te"):
-            np.testing.assert_array_equal(made.data.numpy(), golden[f"{name} data"])
+            np.testing.assert_array_equal(quantized.data.numpy(), golden[f"{name} data"])
             blocks = golden_cases()[name].blocks
             assert blocks is not None
-            scales = codes(made.scales).repeat(blocks[0], 0)
+            scales = codes(quantized.scales).repeat(blocks[0], 0)
             np.testing.assert_array_equal(scales, golden[f"{name} scales"])
         else:
-            np.testing.assert_array_equal(dequantize(made).numpy(), golden[name])
+            np.testing.assert_array_equal(dequantize(quantized).numpy(), golden[name])

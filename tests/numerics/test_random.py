@@ -77,27 +77,28 @@ def test_the_known_answer_is_found_at_its_place():
         torch.tensor(COUNTER >> 32), drawn.seed, drawn.stream,
     )  # fmt: skip
     assert tuple(map(int, words)) == KNOWN[2][2]
-    wanted = philox(drawn.seed, int(drawn.stream), COUNTER, 1, 4, row)  # every place is in conform
-    np.testing.assert_array_equal(drawn.bits(1, 4), wanted)
+    # every place is in conform
+    expected = philox(drawn.seed, int(drawn.stream), COUNTER, 1, 4, row)
+    np.testing.assert_array_equal(drawn.bits(1, 4), expected)
     first = philox(0, 0, 0, 1, 4)[0]
     assert tuple(first) == KNOWN[0][2]
 
 
 def test_seed_and_stream_count_modulo_2_to_the_32():
-    one = random_bits(seed=5, stream=-1).bits(4, 9)
-    assert torch.equal(one, random_bits(seed=5 + 2**32, stream=2**32 - 1).bits(4, 9))
-    assert not torch.equal(one, random_bits(seed=6, stream=-1).bits(4, 9))
-    assert not torch.equal(one, random_bits(seed=5, stream=-2).bits(4, 9))
+    bits = random_bits(seed=5, stream=-1).bits(4, 9)
+    assert torch.equal(bits, random_bits(seed=5 + 2**32, stream=2**32 - 1).bits(4, 9))
+    assert not torch.equal(bits, random_bits(seed=6, stream=-1).bits(4, 9))
+    assert not torch.equal(bits, random_bits(seed=5, stream=-2).bits(4, 9))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_rows_in_parts_equal_the_whole(as_tensor):
-    whole = random_bits(first_row=11).bits(700, 401)  # more than one chunk
+    all_rows = random_bits(first_row=11).bits(700, 401)  # more than one chunk
     for start in (0, 1, 326, 699):
         first = torch.tensor(11 + start) if as_tensor else 11 + start
-        part = random_bits(first_row=first).bits(700 - start, 401)
-        assert torch.equal(part, whole[start:])
-    assert torch.equal(random_bits(first_row=11).bits(9, 400), whole[:9, :400])
+        last_rows = random_bits(first_row=first).bits(700 - start, 401)
+        assert torch.equal(last_rows, all_rows[start:])
+    assert torch.equal(random_bits(first_row=11).bits(9, 400), all_rows[:9, :400])
 
 
 def test_the_bits_are_uniform():
@@ -119,17 +120,17 @@ def test_compiled_code_draws_alike_for_every_counter_and_stream():
     for stream in (3, 4, 99, -1):
         for counter in (0, 2**40 + 1, 2**63 - 1):
             for first in (torch.tensor(0), torch.tensor(77)):
-                one = random_bits(counter, stream=stream, first_row=first)
-                assert torch.equal(compiled(one, x), one.bits(6, 10))
+                generator = random_bits(counter, stream=stream, first_row=first)
+                assert torch.equal(compiled(generator, x), generator.bits(6, 10))
     assert counted.frame_count == 2  # for the first stream, and for any
 
 
 @pytest.mark.parametrize(("counter", "first"), PLACES)
 def test_bits_at_the_limits_of_integers_are_those_of_the_oracle(counter, first):
-    wanted = philox(WORD, WORD, counter, 9, 150, first)
+    expected = philox(WORD, WORD, counter, 9, 150, first)
     for first_row in (first, torch.tensor(first)):
         drawn = random_bits(counter, seed=WORD, stream=WORD, first_row=first_row).bits(9, 150)
-        np.testing.assert_array_equal(drawn, wanted)
+        np.testing.assert_array_equal(drawn, expected)
 
 
 @pytest.mark.parametrize(("counter", "first"), PLACES)
@@ -162,5 +163,5 @@ def test_compiled_bits_are_those_of_the_oracle_in_every_vector_width(width):
         for counter, first in PLACES:
             for stream in (0, 0x299F31D0, WORD):
                 drawn = compiled(*map(torch.tensor, (stream, counter, first)))
-                wanted = philox(WORD, stream, counter, 9, 150, first)
-                np.testing.assert_array_equal(drawn, wanted)
+                expected = philox(WORD, stream, counter, 9, 150, first)
+                np.testing.assert_array_equal(drawn, expected)

@@ -1,4 +1,4 @@
-"""What an emulated GEMM multiplies against the bytes of `quantize`, for every kind of quantizer."""
+"""The values that an emulated GEMM multiplies, against the bytes of `quantize`, per quantizer."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ from tests.support.quantizers import (
 
 # One quantizer of each way through the code; compiling takes seconds each.
 COMPILED = [
-    *("mxfp4", "mxfp4 even", "mxfp8", "mxfp8 e5m2 floor", "1x64", "1x128", "128x128"),
-    *("nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
+    *("mxfp8", "1x128", "128x128", "nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
+            *("mxfp4", "mxfp4 even", "mxfp8 e5m2 floor", "1x64"),
             *("tensor e5m2", "row", "mxfp6 e2m3", "fp6 power of two"),
             *("nvfp4", "hadamard nvfp4", "hadamard tensor", "stochastic tensor e5m2"),
             *("stochastic row e5m2", "stochastic hadamard nvfp4"),
@@ -75,36 +75,38 @@ COMPILED = [
 Expected = tuple[np.ndarray, Tensor | None]
 
 
-def wanted(x: Tensor, quantizer: Quantizer, dim: int, **options) -> Expected:
+def values_of_bytes(x: Tensor, quantizer: Quantizer, dim: int, **options) -> Expected:
     """Values and factor from the bytes."""
-    made = quantize(x, quantizer, dim, generator_of(quantizer), **options)
-    one = made._replace(scales=torch.ones_like(made.scales))
+    quantized = quantize(x, quantizer, dim, generator_of(quantizer), **options)
+    unscaled = quantized._replace(scales=torch.ones_like(quantized.scales))
     if quantizer.blocks is None:
-        values, factor = dequantize(one), made.scales.reshape(-1 if made.scales.ndim else ())
+        values = dequantize(unscaled)
+        factor = quantized.scales.reshape(-1 if quantized.scales.ndim else ())
     elif quantizer.scale == "e4m3":
-        values, factor = dequantize(two_levels(made)), made.amax * float(np.float32(1 / 2688))
+        values = dequantize(two_levels(quantized))
+        factor = quantized.amax * float(np.float32(1 / 2688))
     else:
-        values, factor = dequantize(made), None
+        values, factor = dequantize(quantized), None
     source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
     return torch.where(source.isnan(), math.nan, values).numpy(), factor
 
 
-def two_levels(made: Quantized) -> Quantized:
+def two_levels(quantized: Quantized) -> Quantized:
     """The same blocks with the E4M3 scale alone, as float32."""
-    quantizer = replace(made.quantizer, scale="float32")
-    return made._replace(scales=made.scales.float(), quantizer=quantizer)
+    quantizer = replace(quantized.quantizer, scale="float32")
+    return quantized._replace(scales=quantized.scales.float(), quantizer=quantizer)
 
 
-def assert_same(ours: Rounded, theirs: Expected) -> None:
-    """Equal values, NaN equal to NaN, and no telling +0 from -0."""
-    assert ours.values.dtype == torch.float32
-    assert ours.values.is_contiguous()
-    np.testing.assert_array_equal(ours.values.numpy(), theirs[0])
-    if theirs[1] is None:
-        assert ours.factor is None
+def assert_same(rounded: Rounded, expected: Expected) -> None:
+    """Equal values and factors; NaN equals NaN, and +0 equals -0."""
+    assert rounded.values.dtype == torch.float32
+    assert rounded.values.is_contiguous()
+    np.testing.assert_array_equal(rounded.values.numpy(), expected[0])
+    if expected[1] is None:
+        assert rounded.factor is None
     else:
-        assert (ours.factor.dtype, ours.factor.shape) == (torch.float32, theirs[1].shape)
-        np.testing.assert_array_equal(ours.factor.numpy(), np.asarray(theirs[1]))
+        assert (rounded.factor.dtype, rounded.factor.shape) == (torch.float32, expected[1].shape)
+        np.testing.assert_array_equal(rounded.factor.numpy(), np.asarray(expected[1]))
 
 
 @pytest.fixture(params=WAYS)
@@ -119,25 +121,25 @@ def test_the_values_are_those_of_the_bytes(name):
     x = uneven(75, 140)
     matrices = (with_specials(x), extreme(), extreme() * 2.0**-126, numbers(x).T, x[::2, 3:])
     for matrix, dim in itertools.product(matrices, (0, 1)):
-        before, known = matrix.clone(), wanted(matrix, quantizer, dim)
+        before, expected = matrix.clone(), values_of_bytes(matrix, quantizer, dim)
         for way in WAYS:
             with cast_by(way):
-                assert_same(round_to(matrix, quantizer, dim, generator), known)
+                assert_same(round_to(matrix, quantizer, dim, generator), expected)
                 counted_back = round_to(matrix, quantizer, dim - 2, generator)
-            assert_same(counted_back, known)
+            assert_same(counted_back, expected)
         np.testing.assert_array_equal(to_numpy(matrix), to_numpy(before))
     halves = itertools.product((torch.bfloat16, torch.float16), (x, with_specials(x), x[:64, :128]))
     for dtype, matrix in halves:
         half = matrix.to(dtype)
-        assert_same(round_to(half, quantizer, 1, generator), wanted(half, quantizer, 1))
+        assert_same(round_to(half, quantizer, 1, generator), values_of_bytes(half, quantizer, 1))
     for shape, dim in itertools.product([(0, 32), (32, 0), (1, 1), (0, 0)], (0, 1)):
         x = torch.full(shape, -3.3)
-        ours = round_to(x, quantizer, dim, generator)
+        rounded = round_to(x, quantizer, dim, generator)
         if 0 not in shape:
-            assert_same(ours, wanted(x, quantizer, dim))
-        assert ours.values.numel() == (0 if 0 in shape else max(1, quantizer.hadamard))
+            assert_same(rounded, values_of_bytes(x, quantizer, dim))
+        assert rounded.values.numel() == (0 if 0 in shape else max(1, quantizer.hadamard))
         if quantizer.block == "row":
-            assert ours.factor.shape == (shape[1 - dim],)
+            assert rounded.factor.shape == (shape[1 - dim],)
 
 
 # Both directions at once
@@ -152,13 +154,13 @@ def round_both(
     """For GEMMs over the columns and over the rows, in one pass where the quantizers are alike."""
     at_once = rounding_of_both(along, across)
     if at_once is not None:
-        one, other = at_once.round(x)
-        return one, other
+        rounded_along, rounded_across = at_once.round(x)
+        return rounded_along, rounded_across
     return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
 
 
 PAIRS = [
-    *((one, one) for one in (*PLAIN, *HADAMARD)),
+    *((name, name) for name in (*PLAIN, *HADAMARD)),
     *(("1x128", "128x128"), ("mxfp4", "mxfp4 32x32"), ("nvfp4", "nvfp4 16x16"), ("1x64", "1x64")),
     *(("nvfp4", "hadamard nvfp4"), ("mxfp8", "tensor"), ("tensor", "mxfp8"), ("mxfp4", "mxfp8")),
     *(("mxfp4", "mxfp4 floor"), ("tensor", "tensor e5m2"), ("stochastic nvfp4", "nvfp4")),
@@ -174,10 +176,10 @@ def test_both_directions_equal_one_after_the_other(pair):
     matrices = (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16())
     for x, way in itertools.product(matrices, WAYS):
         with cast_by(way):
-            both = round_both(x, along, across, generators)
-            for ours, quantizer, dim in zip(both, (along, across), (1, 0), strict=True):
-                one = round_to(x, quantizer, dim, generators[1 - dim])
-                assert_same(ours, (one.values.numpy(), one.factor))
+            pair_at_once = round_both(x, along, across, generators)
+            for rounded, quantizer, dim in zip(pair_at_once, (along, across), (1, 0), strict=True):
+                alone = round_to(x, quantizer, dim, generators[1 - dim])
+                assert_same(rounded, (alone.values.numpy(), alone.factor))
 
 
 def test_alike_quantizers_share_their_passes(monkeypatch):
@@ -195,7 +197,7 @@ def test_alike_quantizers_share_their_passes(monkeypatch):
         called.assert_called_once()
 
 
-# What is given
+# Scales from outside
 
 
 @pytest.mark.parametrize("name", ["tensor", "stochastic tensor"])
@@ -205,11 +207,11 @@ def test_a_scale_may_be_given(name):
     for amax in ("current", "delayed"):
         quantizer = replace(quantizer, amax=amax)
         for scale in (torch.tensor(448 / 3), torch.tensor(2.0**-10)):
-            ours = round_to(x, quantizer, 0, generator, scale=scale)
-            assert_same(ours, wanted(x, quantizer, 0, scale=scale))
+            rounded = round_to(x, quantizer, 0, generator, scale=scale)
+            assert_same(rounded, values_of_bytes(x, quantizer, 0, scale=scale))
     small = torch.tensor(1e-3) / x.abs().max()
-    ours = round_to(x, quantizer, 1, generator, scale=small)
-    assert_same(ours, wanted(x, quantizer, 1, scale=small))
+    rounded = round_to(x, quantizer, 1, generator, scale=small)
+    assert_same(rounded, values_of_bytes(x, quantizer, 1, scale=small))
 
 
 # Draws
@@ -222,22 +224,22 @@ def test_draws_depend_on_the_place_alone(name):
     quantizer = EVERY[name]
     x = uneven(96, 64)
     x[:, 0] = 1e4  # one amax for the tensor and for each part
-    whole = round_to(x, quantizer, 1, DRAWN)
+    unsplit = round_to(x, quantizer, 1, DRAWN)
     for way in WAYS:
         with cast_by(way):
             again = round_to(x, quantizer, 1, DRAWN)
-        assert torch.equal(again.values, whole.values)
+        assert torch.equal(again.values, unsplit.values)
     for cut in (32, 33, 95):
         above = round_to(x[:cut], quantizer, 1, DRAWN)
         below = round_to(x[cut:], quantizer, 1, replace(DRAWN, first_row=torch.tensor(cut)))
-        assert torch.equal(torch.cat([above.values, below.values]), whole.values)
+        assert torch.equal(torch.cat([above.values, below.values]), unsplit.values)
 
 
 def test_a_generator_does_not_change_what_is_rounded_to_the_nearest():
     x = uneven(64, 64)
     for name, quantizer in (PLAIN | HADAMARD).items():
-        ours, theirs = round_to(x, quantizer, 1, DRAWN), round_to(x, quantizer, 1)
-        assert torch.equal(ours.values, theirs.values), name
+        with_generator, without = round_to(x, quantizer, 1, DRAWN), round_to(x, quantizer, 1)
+        assert torch.equal(with_generator.values, without.values), name
 
 
 # Any matrix
@@ -257,8 +259,8 @@ def matrices(draw) -> Tensor:
     x[random.random(x.shape) < draw(st.sampled_from([0, 0.3]))] = 0
     for special in draw(st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 2e-45]))):
         x[random.integers(rows), random.integers(columns)] = special
-    whole = torch.from_numpy(x).to(draw(st.sampled_from(FLOAT_DTYPES)))
-    return whole.T if draw(st.booleans()) else whole
+    matrix = torch.from_numpy(x).to(draw(st.sampled_from(FLOAT_DTYPES)))
+    return matrix.T if draw(st.booleans()) else matrix
 
 
 @STEADY
@@ -271,8 +273,8 @@ def matrices(draw) -> Tensor:
 def test_any_matrix_rounds_to_the_values_of_its_bytes(x, name, dim, way):
     quantizer = (EVERY | RULES)[name]
     with cast_by(way):
-        ours = round_to(x, quantizer, dim, generator_of(quantizer))
-    assert_same(ours, wanted(x, quantizer, dim))
+        rounded = round_to(x, quantizer, dim, generator_of(quantizer))
+    assert_same(rounded, values_of_bytes(x, quantizer, dim))
 
 
 # FP8 with one scale, and in blocks
@@ -286,8 +288,8 @@ def test_every_16_bit_value_and_every_tie_rounds_as_ml_dtypes_casts(format, scal
         expected = decoded(format)[fp8_codes(to_numpy(x), scale, format)]
         for way in WAYS:
             with cast_by(way):
-                ours = round_to(x.reshape(1, -1), quantizer, 1, scale=torch.tensor(scale))
-            np.testing.assert_array_equal(ours.values.view(x.shape), expected)
+                rounded = round_to(x.reshape(1, -1), quantizer, 1, scale=torch.tensor(scale))
+            np.testing.assert_array_equal(rounded.values.view(x.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -295,14 +297,14 @@ def test_every_16_bit_value_and_every_tie_rounds_as_ml_dtypes_casts(format, scal
 def test_every_rule_of_blocks_gives_the_values_of_its_bytes(name, dtype):
     quantizer = RULES[name]
     for x in (with_specials(uneven(75, 140)).to(dtype), extreme().to(dtype)):
-        known = {dim: wanted(x, quantizer, dim) for dim in (0, 1)}
+        expected = {dim: values_of_bytes(x, quantizer, dim) for dim in (0, 1)}
         for way in WAYS:
             with cast_by(way):
-                made = [round_to(x, quantizer, dim) for dim in (1, 0)]
+                separate = [round_to(x, quantizer, dim) for dim in (1, 0)]
                 at_once = rounding(quantizer, [1, 0]).round(x)
-            for along, across in (made, at_once):
-                assert_same(along, known[1])
-                assert_same(across, known[0])
+            for along, across in (separate, at_once):
+                assert_same(along, expected[1])
+                assert_same(across, expected[0])
 
 
 # Compiled
@@ -321,10 +323,10 @@ def test_compiled_code_gives_the_values_of_eager_code(name):
         generator = replace(DRAWN, counter=torch.tensor(counter))
         for x in (with_specials(uneven(75, 140)), extreme()[:, :140]):
             x = torch.cat([x, x])[:75]
-            for one, other in zip(compiled(x, generator), rounded(x, generator), strict=True):
-                np.testing.assert_array_equal(one.values.numpy(), other.values.numpy())
-                if other.factor is not None:
-                    np.testing.assert_array_equal(one.factor.numpy(), other.factor.numpy())
+            for fast, eager in zip(compiled(x, generator), rounded(x, generator), strict=True):
+                np.testing.assert_array_equal(fast.values.numpy(), eager.values.numpy())
+                if eager.factor is not None:
+                    np.testing.assert_array_equal(fast.factor.numpy(), eager.factor.numpy())
 
 
 def test_compiled_code_rounds_every_mantissa_as_eager_code_does():
@@ -343,5 +345,5 @@ def test_compiled_code_rounds_every_mantissa_as_eager_code_does():
     for exponent in (110, 122, 124, 125, 126, 127):
         x = (mantissas.int() | exponent << 23).view(torch.float32).view(-1, 1).expand(-1, 2).clone()
         x[:, 1] = 0.99  # so that exponents below are small in their block
-        for one, other in zip(compiled(x), rounded(x), strict=True):
-            np.testing.assert_array_equal(one.numpy(), other.numpy())
+        for fast, eager in zip(compiled(x), rounded(x), strict=True):
+            np.testing.assert_array_equal(fast.numpy(), eager.numpy())

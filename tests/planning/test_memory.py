@@ -26,6 +26,7 @@ from fp8stack.planning.run_config import OptimizerName, RunConfig
 from fp8stack.planning.savings import largest_batch, savings
 from fp8stack.precision import Hardware, assumed, load_recipe
 from fp8stack.training.optim.optimizer import build_optimizer
+from tests.support.cases import case
 from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,20 +95,22 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# Every run in the shape with the most kinds of layers; the other shapes in a few.
-FEW = [
-    ("fp32", "auto", False), ("bf16", "auto", False), ("delayed", "emulate", True),
-    ("current", "torch", False), ("mxfp8", "emulate", False), ("nvfp4", "emulate", True),
+# Runs that are not slow: a few in the shape with the most kinds of layers, two in every shape.
+IN_ALL_SHAPES = [("bf16", "auto", False), ("delayed", "emulate", True)]
+IN_ONE_SHAPE = [
+    *IN_ALL_SHAPES,
+    ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
+    ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
 ]  # fmt: skip
 CASES = [
-    pytest.param(*run, shape, marks=[] if shape == "llama" or run in FEW else pytest.mark.slow)
+    case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
     for run in RUNS
     for shape in SHAPES
 ]
 
 
 @pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
-def test_what_is_saved_for_backward_is_estimated_to_the_byte(shape, recipe, backend, save_fp8):
+def test_tensors_saved_for_backward_are_estimated_to_the_byte(shape, recipe, backend, save_fp8):
     model, setting = build(shape, recipe, backend, save_fp8)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
@@ -134,8 +137,14 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
     assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        case(recipe, shape, quick=recipe == "delayed" or shape == "llama")
+        for recipe in ("fp32", "bf16", "delayed", "mxfp8")
+        for shape in SHAPES
+    ],
+)
 def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, recipe):
     model, setting = build(shape, recipe, checkpointing="block", sequences=5)
     assert estimate(setting).saved == saved_bytes(model, setting)
@@ -159,7 +168,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, r
         ("block", "emulate", "fp32"),
     ],
 )  # fmt: skip
-def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
+def test_selective_checkpointing_keeps_the_outputs_of_gemms_and_attention(
     shape, recipe, backend, residual
 ):
     changed = {"residual": residual}
@@ -172,9 +181,14 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
 @pytest.mark.parametrize(
     ("recipe", "backend", "head"),
     [
-        ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
-        ("delayed", "emulate", False), ("delayed", "emulate", True), ("mxfp8", "emulate", True),
+        ("fp32", "auto", False), ("bf16", "auto", False), ("delayed", "emulate", True),
         ("delayed", "torch", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fp16", "auto", False), ("delayed", "emulate", False), ("mxfp8", "emulate", True),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):
@@ -304,7 +318,7 @@ def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layer
     assert half == (1 + 0.5) / 2
 
 
-def test_fsdp_shares_out_what_ddp_keeps_whole():
+def test_fsdp_shards_tensors_that_ddp_replicates():
     _, setting = build("llama", "fp32")
     alone = estimate(setting)
     ddp = estimate(replace(setting, ranks=4))
@@ -328,7 +342,7 @@ def test_savings_are_an_average_over_the_phases_and_the_peak():
             savings(phases, reference=4)
 
 
-def test_the_largest_batch_is_that_of_trying_all():
+def test_the_largest_batch_is_the_largest_that_fits():
     def peak_of(sequences: int) -> int:  # the loss takes less from 40 sequences on
         return 7 * sequences + (3 * sequences if sequences <= 39 else 50)
 
@@ -390,7 +404,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
         assert piece in printed
 
 
-def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(estimated, command, capsys):
+def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     table = estimated(*arguments)
     peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in table["phases"]}

@@ -23,6 +23,7 @@ from fp8stack.planning.operations import Operation, casts_of, operations_of, tra
 from fp8stack.planning.steps import TracedStep, merged_steps
 from fp8stack.planning.tracer import Tracer
 from fp8stack.precision import Hardware, Plan, load_recipe
+from tests.support.cases import case
 from tests.support.dtype_recorder import Recorder
 from tests.support.small_loop import SmallLoop
 from tests.support.study_recipes import BACKWARD_HIGH
@@ -82,8 +83,8 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
 
 
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
-    """The GEMMs of linears as the recorder writes them: it can tell formats by their significands
-    alone."""
+    """The GEMMs of linears as the recorder writes them: it distinguishes formats only by their
+    significands."""
     gemms: Counter[Any] = Counter()
     for operation in operations:
         if operation.name in ("fprop", "dgrad", "wgrad"):
@@ -95,8 +96,8 @@ def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
 
 
 def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
-    """Compare the GEMMs, casts and quantized operands of real passes of one optimizer step, and
-    what its modules do, with the plan's; the operations."""
+    """Compare the GEMMs, casts, quantized operands and module steps of a real optimizer step with
+    the plan's, and return the plan's operations."""
     recorder, steps = record(config, plan, passes)
     assert steps == list(trace_of(config, plan).all_steps())
     operations = operations_of(config, plan)
@@ -116,13 +117,15 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     return operations
 
 
-# Every run in the style with the most kinds of operations; the others in a few.
-FEW = [
-    ("fp32", "auto", None), ("fp16", "auto", None), ("delayed", "emulate", "bf16"),
-    ("current", "torch", "bf16"), ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
+# Runs that are not slow: a few in the style with the most kinds of operations, two in every style.
+IN_ALL_STYLES = [("fp16", "auto", None), ("delayed", "emulate", "bf16")]
+IN_ONE_STYLE = [
+    *IN_ALL_STYLES,
+    ("fp32", "auto", None), ("current", "torch", "bf16"), ("block", "emulate", "fp32"),
+    ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
 ]  # fmt: skip
 CASES = [
-    pytest.param(*run, style, marks=[] if style == "llama" or run in FEW else pytest.mark.slow)
+    case(*run, style, quick=run in (IN_ONE_STYLE if style == "llama" else IN_ALL_STYLES))
     for run in RUNS
     for style in STYLES
 ]
@@ -144,7 +147,7 @@ def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
     assert (attention.operands, attention.output) == (("fp32",) * 3, "fp32")
 
 
-@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), FEW[2]])
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), IN_ALL_STYLES[1]])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style, recipe, backend, dtype):
     config = STYLES[style]
@@ -201,7 +204,7 @@ def test_a_gemm_adds_in_float32(recipe, backend, dtype):
 
 
 class StepDtypes(TorchDispatchMode):
-    """The floating-point dtypes of what an optimizer step does, by operator."""
+    """Records the floating-point dtypes of an optimizer step, by operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +275,7 @@ def huge_heads() -> list[torch.Tensor]:
 
 @pytest.fixture
 def _half_sums() -> Iterator[None]:
-    """Kernels of torch that hold what they compute in fp16, as torch may be told to."""
+    """Use torch's attention in plain operations, with intermediate results in fp16."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     with sdpa_kernel(SDPBackend.MATH):
@@ -290,8 +293,8 @@ def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_withou
         outputs[precision] = backend.attention(q, k, v, dropout=0.0)
         assert outputs[precision].dtype == torch.float16
     assert not outputs["compute"].isfinite().any()
-    # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
-    # that: weights to 3 %.
+    # A float32 logit of 113137 has an error of up to 113137 x 2**-23, a sum of eight terms a few
+    # times as much: weights are accurate to 3 %.
     error = outputs["fp32"].double() - attention_oracle(q, k, v)
     assert float(error.abs().max()) < 0.03 * float(v.abs().max())
 

@@ -1,5 +1,5 @@
-"""`fp8stack plan`: what it says of a model and a machine. That steps do as it says is in
-test_precision_of_ops.py."""
+"""`fp8stack plan`: its tables for a model and a machine. test_operations.py compares them with real
+steps."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_blocks_that_are_alike_are_shown_once():
     assert "excluded by the pattern 'blocks.1.*'" in excluded
 
 
-def test_the_counts_of_a_step_are_those_of_its_micro_batches_and_of_weights_once():
+def test_a_step_counts_each_micro_batch_and_casts_of_weights_once():
     planned = table("delayed", backend="torch", accumulate=4)
     linears = 4 * 4
     assert planned.counts("micro-batch")["to_fp8"] == 2 * linears
@@ -160,7 +160,7 @@ def test_the_casts_of_alike_layers_are_one_line():
     ) in lines
 
 
-def test_the_casts_of_attention_are_shown_those_of_its_backward_pass_too():
+def test_the_casts_of_attention_are_shown_for_both_passes():
     lines = as_lines(table("delayed", assumed("10.0"), backend="te", attention="delayed"))
     (line,) = (line for line in lines if "attention: queries" in line)
     inputs = ("queries", "keys", "values")

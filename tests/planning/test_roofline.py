@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, r
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Rates, achievable, cast_bytes
 from tests.conftest import refusal
+from tests.support.cases import case
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
@@ -40,10 +42,7 @@ PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 def of_presets(*recipes: str) -> list[Any]:
     """Each model in the first of these recipes, and one in each; the others take longer."""
     return [
-        pytest.param(
-            *(model, recipe),
-            marks=[] if recipe == recipes[0] or model == "llama-1b" else pytest.mark.slow,
-        )
+        case(model, recipe, quick=recipe == recipes[0] or model == "llama-1b")
         for model in PRESETS
         for recipe in recipes
     ]
@@ -53,8 +52,8 @@ def plan(config: GPTConfig, recipe: str, head: bool = False) -> Plan:
     chosen = load_recipe(recipe)
     if chosen.is_fp8:
         chosen = chosen.model_copy(update={"head": head})
-    made = resolve(chosen, assumed("10.0") if recipe == "nvfp4" else HOPPER)
-    return made.for_layers(config.linear_shapes(padded_vocabulary(config, 32)))
+    resolved = resolve(chosen, assumed("10.0") if recipe == "nvfp4" else HOPPER)
+    return resolved.for_layers(config.linear_shapes(padded_vocabulary(config, 32)))
 
 
 def at(rates: Rates, model: str = "gpt2-124m", recipe: str = "bf16", **options) -> Prediction:
@@ -72,7 +71,7 @@ def seconds(prediction: Prediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "bf16", "nvfp4"))
-def test_operations_are_those_of_the_configuration(model, recipe):
+def test_gemms_and_attention_do_the_operations_that_the_configuration_needs(model, recipe):
     config = load_config(model)
     config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
     got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=128, rates=FLOPS))
@@ -104,7 +103,7 @@ def test_work_takes_as_long_as_its_operations_or_its_bytes():
         ("mxfp8", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),
         ("mxfp4", 3 + 2 / 32, 3 + 2 / 32, 5 + 2 / 32),  # half a byte each
         ("mxfp6_e2m3", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),  # a byte each
-        # One pass for two copies of their own, and one before for the amax of all.
+        # A pass finds the tensor's amax, and a second writes two copies, each with scales.
         ("nvfp4", 5 + 2 / 16, 5 + 2 / 16, 9),
         ("rowwise_wgrad_hp", 3, 3, 5 + 9),
         ("nvfp4_forward_high", 4.5 + 1 / 16, 5 + 2 / 16, 8.5 + 6),
@@ -119,7 +118,7 @@ def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(
     assert got == pytest.approx([inputs, gradients, weights])
 
 
-# M tokens of two sequences, D width, H the MLP's, V vocabulary
+# M tokens in two sequences of T, width D, MLP width H, vocabulary V
 LAYERS, T, D, H, V = 3, 5, 10, 7, 64
 M, WEIGHTS = 2 * T, LAYERS * (D * 3 * D + D * D + 2 * D * H)
 SMALL = GPTConfig(
@@ -133,24 +132,25 @@ def small(**changes) -> dict[str, float]:
     return seconds(predict(config, plain, H200, batch=2, context=T, rates=BYTES))
 
 
-# The residual stream x and its gradient are float32, all else is bf16; y is what a linear gave.
-# A norm with the residual sum before it reads x and y and writes x and its output; back, it reads
-# that one's gradient, x and the gradient of x, and writes this and the branch's in bf16.
+# The residual stream x and its gradient are float32, all else is bf16; y is a linear's output.
+# A norm fused with the residual sum reads x and y, and writes x and the norm's output. Backward, it
+# reads the output's gradient, x and its gradient, and writes the gradients of x and of y.
 NORM = (4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2)
-# The first has an embedding's row before it and adds its gradient to the row's. The last's x is
-# never written, but summed again in the backward pass, and has no other gradient.
+# The first norm reads an embedding's row, and adds the gradient of x to the row's. The last norm
+# does not write x, which the backward pass sums again, and x has no other gradient.
 FIRST = (4 + 4 + 2) + (2 + 4 + 4) + (4 + 4)
 LAST = (4 + 2 + 2) + (2 + 4 + 2 + 4 + 2)
 ENDS = FIRST + LAST - NORM
 TABLE = 2 * 4 * T * D  # of positions: rows are read, and their gradient written
-OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gradients written
+NORM_WEIGHTS = 3 * 4 * D * (2 * LAYERS + 1)  # read in both passes, their gradients written
 
 
 @pytest.mark.parametrize(
     ("changes", "more", "fixed"),
     [
-        # Of qkv's gradient alone, which attention gave: others are summed where they are made.
-        # And the norms' biases, read in both passes, and their gradients.
+        # Attention writes qkv's output gradient, which is read again for the bias; other kernels
+        # sum the gradients that they write. The norms' biases are read in both passes, and their
+        # gradients are written.
         ({"bias": True}, 2 * 3 * D, 3 * 4 * D * (2 * LAYERS + 1)),
         # Cosines and sines in both passes.
         ({"positions": "rope"}, 8 * 2 * D, 3 * 2 * 2 * 4 * T * D - TABLE),
@@ -165,8 +165,8 @@ OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gr
     ids=str,
 )
 def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
-    # An activation reads and writes H; back, it reads its gradient and input and writes another.
-    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + OF_NORMS
+    # An activation reads and writes H; backward, it reads two tensors and writes a gradient.
+    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + NORM_WEIGHTS
     assert small()["norms, elementwise"] == pytest.approx(expected)
     expected += M * LAYERS * more + fixed
     assert small(**changes)["norms, elementwise"] == pytest.approx(expected)
@@ -174,8 +174,8 @@ def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
 
 def test_bytes_of_attention_loss_weights_and_optimizer_by_hand():
     got = small()
-    # q, k, v and the output, forth; these, its gradient and those of q, k, v, back; a log-sum-exp
-    # in float32 for each query and head
+    # Forward, q, k, v and the output; backward, these and their gradients; in both, a float32
+    # log-sum-exp for each query and head.
     assert got["attention"] == pytest.approx(M * 3 * (12 * (D + D) + 8))
     grouped = small(heads=5, kv_heads=1)
     assert grouped["attention"] == pytest.approx(M * 3 * (12 * (D + 2) + 8 * 5))
@@ -198,16 +198,16 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
     config, tokens = WIDE, 4 * 64
     got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=64, rates=BYTES))
     d, h, layers = 128, 384, 4
-    # Two copies of a byte each of the inputs of qkv, output, up and down, and of the gradients of
-    # what these give; what attention gave, and gave back, no other kernel reads.
+    # Two copies, of a byte per element, of the inputs and output gradients of qkv, output, up and
+    # down. The casts read what attention wrote; other kernels cast their own outputs.
     operands = (d + d + d + h) + (3 * d + d + h + d)
     casts: float = 2 * operands + 2 * d + 2 * 3 * d
     weights = 6
-    # None of these is written in bf16 besides: not by 2 layers - 1 norms and the first forward,
-    # nor back, by the last and the others but the first, nor by activations.
+    # Kept in FP8 only: forward, the outputs of all norms but the last; backward, the gradients that
+    # all norms but the first write for y; the outputs and gradients of activations.
     elementwise = layers * (2 * NORM * d + 10 * h) + ENDS * d
     elementwise -= 2 * (2 * layers * 2 * d + layers * 2 * h)
-    if recipe == "current":  # but for casts of current scaling, which wait for the amax
+    if recipe == "current":  # casts wait for the amax, and read bf16 again
         casts += 2 * operands + 2 * (operands - d - 3 * d)
         weights += 4
     if recipe == "block":
@@ -218,10 +218,10 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
     norms = 3 * 4 * d * (2 * layers + 1)
     expected: float = tokens * elementwise + positions + norms
     assert got["norms, elementwise"] == pytest.approx(expected, rel=1e-6)
-    kept = layers * (d * 3 * d + d * d + 2 * d * h)
-    if recipe == "block":  # output's weight is one block, whose amax is that of the whole
+    layer_weights = layers * (d * 3 * d + d * d + 2 * d * h)
+    if recipe == "block":  # output's weight is a single block, with the amax of the matrix
         once = 4 * d * d * layers
-    expected = tokens * layers * casts + weights * kept + 12 * 256 * d + once
+    expected = tokens * layers * casts + weights * layer_weights + 12 * 256 * d + once
     assert got["casts"] == pytest.approx(expected, rel=2e-3)  # and some scales and amaxes
     # Operands of a byte, y and dx in bf16, dw in float32; scales are some bytes more.
     gemms = sum(
@@ -235,13 +235,13 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
 
 def test_blocks_of_several_kinds_are_counted_one_by_one():
     chosen = load_recipe("delayed", {"exclude": ("blocks.0.*", "blocks.3.mlp.up")})
-    made = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
-    got = predict(WIDE, made, H200, batch=2, context=64, rates=BYTES).parts_ms
-    whole = trace(WIDE, made, 2, 64, blocks=(0, 1, 2, 3), backward=True)
-    every = list(ideal_work(whole))
-    for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
-        found = sum(one.moved for one in every if one.category == part)
-        assert 1000 * found == pytest.approx(got[part], rel=1e-4)
+    resolved = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
+    got = predict(WIDE, resolved, H200, batch=2, context=64, rates=BYTES).parts_ms
+    traced_blocks = trace(WIDE, resolved, 2, 64, blocks=(0, 1, 2, 3), backward=True)
+    every = list(ideal_work(traced_blocks))
+    for category in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
+        moved_bytes = sum(work.moved for work in every if work.category == category)
+        assert 1000 * moved_bytes == pytest.approx(got[category], rel=1e-4)
 
 
 # The rule
@@ -249,36 +249,36 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
 
 def traced(*operators: dict) -> Trace:
     """Operators of values of 100 bytes each; `reads` is their numbers."""
-    made, count = [], 0
-    for one in operators:
-        reads = tuple(Slice(number, 0, 100) for number in one["reads"])
-        made.append(
-            Operator(**({"name": "", "path": "", "backward": False} | one | {"reads": reads}))
+    traced_operators, count = [], 0
+    for operator in operators:
+        reads = tuple(Slice(number, 0, 100) for number in operator["reads"])
+        traced_operators.append(
+            Operator(**({"name": "", "path": "", "backward": False} | operator | {"reads": reads}))
         )
-        count = max(count, *one["reads"], *one["writes"])
+        count = max(count, *operator["reads"], *operator["writes"])
     none: dict[str, Any] = {"kinds": (), "lasting": set(), "fp8_weights": 0}
     none |= {"activations": Counter(), "weight_copies": Counter()}
-    return Trace(operators=made, values=[100] * (count + 1), **none)
+    return Trace(operators=traced_operators, values=[100] * (count + 1), **none)
 
 
 def moved(*operators: dict) -> int:
     return sum(work.moved for work in ideal_work(traced(*operators)))
 
 
-def test_what_one_kernel_can_do_is_one_kernel():
+def test_operators_that_can_be_fused_are_one_kernel():
     first, second = {"reads": [0], "writes": [1]}, {"reads": [1, 0], "writes": [2]}
     gemm = {"reads": [2, 3], "writes": [4], "rate": "half"}
-    # 0 is read once, 1 is nowhere, 2 is written for the GEMM, which reads it and 3 and writes 4
+    # 0 is read once, 1 is never in memory, 2 is written for the GEMM, which reads 2 and 3
     after = {"reads": [4], "writes": [5]}
     assert moved(first, second, gemm, after) == 100 * (1 + 1 + 3 + 1)
-    # What is needed after the GEMM is written before it and read again.
+    # A value that is needed after the GEMM is written before it and read again.
     assert moved(first, second, gemm, after | {"reads": [4, 1]}) == 100 * (1 + 2 + 3 + 2)
-    # The backward pass makes it again, of what is in memory.
+    # The backward pass computes it again from values in memory.
     back = {"reads": [4, 1], "writes": [5], "backward": True}
     assert moved(first, second, gemm, back) == 100 * (1 + 1 + 3 + 2)
 
 
-def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
+def test_an_operator_that_needs_a_reduction_of_the_tensor_is_another_kernel():
     first = {"reads": [0], "writes": [1]}
     amax = {"reads": [1], "writes": [2]}
     cast = {"reads": [1, 2], "writes": [3]}
@@ -289,7 +289,7 @@ def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
     assert apart == 100 * (1 + 2 + 3 + 2 + 1)
 
 
-# The whole
+# A step
 
 
 @pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "current", "block", "nvfp4"))
@@ -312,7 +312,8 @@ def test_attention_in_fp8_has_the_rate_of_fp8():
     recipes = (load_recipe("delayed", {"attention": x}) for x in ("compute", "delayed"))
     plans = [plan_for(config, recipe, HOPPER) for recipe in recipes]
     plain, fp8 = (
-        seconds(predict(config, each, H200, batch=1, context=128, rates=rates)) for each in plans
+        seconds(predict(config, chosen, H200, batch=1, context=128, rates=rates))
+        for chosen in plans
     )
     assert fp8 == plain | {"attention": plain["attention"] / 2}
     assert plain["attention"] > 0
@@ -324,10 +325,10 @@ def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_
     before = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
     slower = dataclasses.replace(rates, memory=rates.memory / 2)
     after = at(slower, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
-    for part in ("casts", "norms, elementwise", "optimizer"):
-        assert after[part] == pytest.approx(2 * before[part])
-    for part in ("GEMMs", "attention"):
-        assert after[part] == before[part]
+    for category in ("casts", "norms, elementwise", "optimizer"):
+        assert after[category] == pytest.approx(2 * before[category])
+    for category in ("GEMMs", "attention"):
+        assert after[category] == before[category]
     free = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024, free_casts=True)
     assert free.parts_ms == {**before, "casts": 0}
     assert sum(before.values()) - free.step_ms == pytest.approx(before["casts"])
@@ -349,8 +350,8 @@ def test_parts_add_up_and_rates_follow_from_the_step():
 
 def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
     rates = achievable(H200)
-    found = (rates.half, rates.fp8, rates.attention, rates.memory)
-    assert found == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
+    actual = (rates.half, rates.fp8, rates.attention, rates.memory)
+    assert actual == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
     assert rates.fp8_attention / 1979 == pytest.approx(rates.attention / 989)
     a100 = achievable(gpu_named("A100"))
     assert a100.fp8 == a100.half
@@ -377,8 +378,8 @@ NAMES = {
 
 @pytest.mark.parametrize("device", NAMES)
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives(device):
-    found = find_gpu(device)
-    assert (found.name if found else None) == NAMES[device]
+    gpu = find_gpu(device)
+    assert (gpu.name if gpu else None) == NAMES[device]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -421,15 +422,15 @@ def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
 
 
 def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_named(monkeypatch):
-    here = Hardware("cuda", (8, 9), name="NVIDIA L4")
-    monkeypatch.setattr(hardware, "probe", lambda device: here)
-    assert roofline.choose_gpu(None, None) == (gpu_named("L4"), here)
+    machine = Hardware("cuda", (8, 9), name="NVIDIA L4")
+    monkeypatch.setattr(hardware, "probe", lambda device: machine)
+    assert roofline.choose_gpu(None, None) == (gpu_named("L4"), machine)
     monkeypatch.setattr(hardware, "probe", lambda device: Hardware("cpu", name="Xeon"))
     assert "--gpu H200" in refusal(roofline.choose_gpu, None, None)
 
 
 @pytest.mark.parametrize(
-    ("capability", "gpu", "said"),
+    ("capability", "gpu", "phrase"),
     [
         (None, "H20O", "Did you mean 'H200'"),
         ("8.0", "H200", "has compute capability 9.0, not 8.0"),
@@ -438,17 +439,18 @@ def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_
         ("9", None, "no compute capability"),
     ],
 )
-def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, said):
-    assert said in refusal(roofline.choose_gpu, capability, gpu)
+def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, phrase):
+    assert phrase in refusal(roofline.choose_gpu, capability, gpu)
 
 
 # The table
 
 
+@cache
 def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
     gpu, hardware = roofline.choose_gpu(capability, None)
-    given = {"batch": 8, "context": 1024} | options
-    return roofline.predict_all(model, load_config(model), gpu, hardware, **given)
+    arguments = {"batch": 8, "context": 1024} | options
+    return roofline.predict_all(model, load_config(model), gpu, hardware, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -463,21 +465,21 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
         ),
     ],
 )
-def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
+def test_every_recipe_that_runs_natively_is_predicted_and_the_others_have_a_reason(
     capability, predicted
 ):
-    made = table(capability)
-    assert [row.precision for row in made.predictions] == predicted
+    predicted_table = table(capability)
+    assert [row.precision for row in predicted_table.predictions] == predicted
     quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
-    assert set(made.left_out) == quantized - set(predicted)
-    for name, why in made.left_out.items():
-        assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in why
+    assert set(predicted_table.left_out) == quantized - set(predicted)
+    for name, reason in predicted_table.left_out.items():
+        assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in reason
 
 
 def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
     rows, bound = (
-        {row.precision: row for row in made.predictions}["delayed"]
-        for made in (table(), table(ceiling=True))
+        {row.precision: row for row in predicted_table.predictions}["delayed"]
+        for predicted_table in (table(), table(ceiling=True))
     )
     assert (rows.fp8_layers, bound.fp8_layers) == (rows.layers - 1, bound.layers)
     assert bound.parts_ms["casts"] == 0
@@ -494,7 +496,7 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]
     assert len({line.count("|") for line in lines[3:10]}) == 1
-    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
+    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # printed once for all of them
     assert lines[11].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
     assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
     base, *rows = (cells(line) for line in lines[5:10])
@@ -528,19 +530,19 @@ def test_a_gpu_without_bf16_is_predicted_in_fp16():
 
 
 def test_measured_steps_stand_beside_the_predicted_ones(results):
-    made = table(results=results)
-    lines = roofline.as_lines(made)
+    predicted_table = table(results=results)
+    lines = roofline.as_lines(predicted_table)
     assert cells(lines[3])[-2:] == ["measured ms", "measured vs bf16"]
     rows = {cells(line)[0]: cells(line)[-2:] for line in lines[5:9]}
     none = ["-", "-"]
     measured = {"bf16": ["150.0", "1.00"], "delayed": ["120.0", "1.25"]}
     assert rows == measured | {"current": none, "block": none}
     assert lines[-1] == f"measured: {results}, at the batch and context given there"
-    data = {row["precision"]: row for row in roofline.as_json(made)["predictions"]}
+    data = {row["precision"]: row for row in roofline.as_json(predicted_table)["predictions"]}
     assert (data["delayed"]["measured_ms"], data["block"]["measured_ms"]) == (120.0, None)
-    other = table(model="llama-1b", results=results)
-    assert "measured ms" not in roofline.as_lines(other)[3]
-    assert other.measured_in == ""
+    unmeasured = table(model="llama-1b", results=results)
+    assert "measured ms" not in roofline.as_lines(unmeasured)[3]
+    assert unmeasured.measured_in == ""
 
 
 @pytest.mark.parametrize(
@@ -552,9 +554,9 @@ def test_measured_steps_stand_beside_the_predicted_ones(results):
 def test_a_file_without_results_is_refused_with_what_it_should_hold(tmp_path, content):
     path = tmp_path / "step.json"
     path.write_text(content)
-    said = refusal(roofline.measured_steps, path, "a")
-    assert "median_ms" in said
-    assert str(path) in said
+    message = refusal(roofline.measured_steps, path, "a")
+    assert "median_ms" in message
+    assert str(path) in message
 
 
 def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, results):
@@ -566,8 +568,8 @@ def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, 
         path.write_text(results.read_text())
     monkeypatch.setattr(roofline, "files", lambda name: package)
     for gpu in GPUS:
-        found = roofline.find_results(gpu)
-        assert (found.parent.name if found else None) == folders.get(gpu.name)
+        results_file = roofline.find_results(gpu)
+        assert (results_file.parent.name if results_file else None) == folders.get(gpu.name)
 
 
 # The command
@@ -576,11 +578,11 @@ ARGUMENTS = ("bench", "roofline", "--model", "gpt2-1.5b", "--capability", "9.0")
 
 
 def test_the_command_prints_the_table_and_as_json_the_same_figures(command, capsys, results):
-    given = [*ARGUMENTS, "--batch", "4", "--context", "512", "--results", str(results)]
-    assert command(*given) == 0
+    words = [*ARGUMENTS, "--batch", "4", "--context", "512", "--results", str(results)]
+    assert command(*words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("on one H200, 4 x 512 tokens per step")
-    assert command(*given, "--json") == 0
+    assert command(*words, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["predicted"] is True
     assert (data["gpu"]["name"], data["batch"], data["context"]) == ("H200", 4, 512)
@@ -592,7 +594,7 @@ def test_the_command_prints_the_table_and_as_json_the_same_figures(command, caps
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("words", "phrase"),
     [
         (["--gpu", "H900"], "No GPU 'H900'"),
         (["--gpu", "H200", "--model", "gpt3"], "No model 'gpt3'"),
@@ -601,8 +603,8 @@ def test_the_command_prints_the_table_and_as_json_the_same_figures(command, caps
         (["--gpu", "H200", "--context", "2048"], "2048 is more than the 1024 of model gpt2-124m"),
     ],
 )
-def test_bad_input_to_the_command_is_one_line(refused, given, said):
-    assert said in refused("bench", "roofline", *given)
+def test_bad_input_to_the_command_is_one_line(refused, words, phrase):
+    assert phrase in refused("bench", "roofline", *words)
 
 
 def test_the_document_says_what_the_command_prints(command, capsys, monkeypatch):

@@ -19,12 +19,12 @@ from fp8stack.precision import Hardware, Plan, load_recipe, resolve
 CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))
 H100, B200 = (Hardware("cuda", (major, 0), has_te=True) for major in (9, 10))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
-# All that ship and quantize every layer alike.
+# The recipes that ship with the package, and those that quantize every layer alike.
 SHIPPED = {name: load_recipe(name) for name in presets.names("recipes")}
-LOW = [name for name, one in SHIPPED.items() if one.is_fp8 and not one.layers]
+LOW = [name for name, recipe in SHIPPED.items() if recipe.is_fp8 and not recipe.layers]
 PER_TENSOR = ["delayed", "current"]
 BACKENDS = ["emulate", "torch", "te"]
-# Which recipes each backend runs on a CPU.
+# Recipes and the backends that run them on a CPU.
 WAYS = [
     *((recipe, "emulate") for recipe in RECIPES),
     *((recipe, "torch") for recipe in PER_TENSOR),
@@ -33,9 +33,9 @@ WAYS = [
 DELAYED = [("delayed", backend) for backend in BACKENDS]
 TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
 PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-LINEARS = [f"blocks.{i}.{part}" for i in range(2) for part in PARTS]
+LINEARS = [f"blocks.{i}.{path}" for i in range(2) for path in PARTS]
 OPERANDS = ("input", "weight", "grad_output")
-# How a model is evaluated.
+# Contexts in which a model is evaluated.
 QUIET: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "eval": nullcontext,
     "no_grad": torch.no_grad,
@@ -49,7 +49,7 @@ def machine(recipe: str) -> Hardware:
 
 
 def planned(recipe: str, backend: str, hardware: Hardware | None = None, **options: Any) -> Plan:
-    """A plan for some hardware, or for what the backend runs on, to be run on the CPU."""
+    """A plan for `hardware`, by default hardware that the backend runs on. It runs on the CPU."""
     on = hardware or (machine(recipe) if backend == "te" else CPU)
     plan = resolve(load_recipe(recipe, options), on, backend)
     assert backend in (plan.backend, "auto")
@@ -69,11 +69,12 @@ def linear(
 ) -> tuple[Any, Backend]:
     """One layer called "layer", and its backend."""
     plan = planned(recipe, backend, hardware, **options)
-    made = build_backend(plan.for_layers({"layer": (inputs, outputs)}), save_fp8=save_fp8)
+    layer_plan = plan.for_layers({"layer": (inputs, outputs)})
+    layer_backend = build_backend(layer_plan, save_fp8=save_fp8)
     torch.manual_seed(0)
-    layer = made.linear("layer", inputs, outputs, bias)
-    made.attach(layer)
-    return layer, made
+    layer = layer_backend.linear("layer", inputs, outputs, bias)
+    layer_backend.attach(layer)
+    return layer, layer_backend
 
 
 def gpt(
@@ -90,8 +91,8 @@ def gpt(
     config = GPTConfig(**TINY | (model or {}))
     plan = planned(recipe, backend, hardware, **options)
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
-    made = build_backend(plan.for_layers(config.linear_shapes(vocabulary)), save_fp8=save_fp8)
-    return GPT(config, made, seed=seed)
+    model_plan = plan.for_layers(config.linear_shapes(vocabulary))
+    return GPT(config, build_backend(model_plan, save_fp8=save_fp8), seed=seed)
 
 
 def tokens(seed: int = 1, rows: int = 2, length: int = 16) -> Tensor:
@@ -99,13 +100,13 @@ def tokens(seed: int = 1, rows: int = 2, length: int = 16) -> Tensor:
 
 
 def loss_of(model: Any, step: int, length: int = 16) -> Tensor:
-    """Of a batch in which there is something to learn."""
+    """The loss of a batch whose targets follow from its tokens, so that a model can learn them."""
     x = tokens(step, length=length)
     return model(x, (5 * x + 3) % 64)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Of an epsilon that keeps steps in proportion to gradients: no rounding becomes a step."""
+    """Adam with an epsilon that keeps steps in proportion to gradients: no rounding is a step."""
     return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.01)
 
 
@@ -117,26 +118,26 @@ def train(
 ) -> list[float]:
     """Losses of optimizer steps."""
     optimizer = optimizer or adam(model)
-    found = []
+    losses = []
     for step in steps:
         optimizer.zero_grad()
-        for part in range(accumulate):
-            loss = loss_of(model, step + 1000 * part) / accumulate
+        for micro_step in range(accumulate):
+            loss = loss_of(model, step + 1000 * micro_step) / accumulate
             loss.backward()
-            found.append(loss.item() * accumulate)
+            losses.append(loss.item() * accumulate)
         optimizer.step()
-    return found
+    return losses
 
 
 @torch.no_grad()
 def change_weights(model: nn.Module) -> None:
-    """What an optimizer with a learning rate of 0 does."""
+    """Update each weight by nothing, as an optimizer with a learning rate of 0 does."""
     for parameter in model.parameters():
         parameter.add_(0)
 
 
 def checkpointed(model: GPT, use_reentrant: bool) -> GPT:
-    """Its blocks run again in the backward pass, by torch's own checkpointing."""
+    """Run the blocks again in the backward pass, by torch's checkpointing."""
     for block in model.blocks:
         inner = block.forward
         block.forward = lambda x, rotation, inner=inner: checkpoint(
@@ -157,7 +158,7 @@ def grad(x: Tensor) -> Tensor:
 
 @contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
-    """The tensors that are saved within for the backward pass."""
+    """The tensors that are saved for the backward pass in this context."""
     saved: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -172,15 +173,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+def same(first: Mapping[Any, Tensor], second: Mapping[Any, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 def raw(model: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state as it lies there, with no update made by looking at it; empty if there is
-    none."""
-    found = (getattr(part, "delayed", None) for part in model.modules())
-    delayed = next((one for one in found if one is not None), None)
+    """The FP8 state as stored, without the update that `fp8_state` makes; empty if none."""
+    states = (getattr(module, "delayed", None) for module in model.modules())
+    delayed = next((state for state in states if state is not None), None)
     return {} if delayed is None else delayed.history.state_dict()
 
 
@@ -193,7 +193,7 @@ def scales(model: nn.Module, operands: tuple[str, ...] = OPERANDS) -> dict[str, 
 
 
 def filled(model: nn.Module, path: str = LINEARS[2]) -> list[int]:
-    """How many amaxes the windows of a layer hold: of its input, weight and grad_output."""
+    """The counts of amaxes in a layer's windows: of its input, weight and grad_output."""
     state = raw(model)
     windows = [state[f"{path}.{operand}.amax_history"][1:] for operand in OPERANDS]
     return [int((window != 0).sum()) for window in windows]

@@ -11,7 +11,7 @@ import torch
 from fp8stack.numerics import fused
 
 WAYS = ("expressions", "one sweep", "many tiles")
-"""As where numba is missing; as it is; and shared by threads in tiles as small as blocks allow."""
+"""No numba; the default; and work shared by threads in tiles as small as blocks allow."""
 
 
 @contextmanager

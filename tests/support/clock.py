@@ -18,10 +18,10 @@ class Clock:
 
     def arm(self, *seconds: float, over_and_over: bool = False) -> Callable[[], None]:
         """An arm that takes these seconds in turn, the last from then on or all of them again."""
-        left = cycle(seconds) if over_and_over else chain(seconds, repeat(seconds[-1]))
+        durations = cycle(seconds) if over_and_over else chain(seconds, repeat(seconds[-1]))
 
         def call() -> None:
-            self.now += next(left)
+            self.now += next(durations)
 
         return call
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does with converted models; a module that is quick to import."""
+"""The work of each of two ranks with converted models; a module that is quick to import."""
 
 import copy
 from datetime import timedelta
@@ -27,39 +27,39 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def converted(*parts: nn.Module, backend: str = "emulate", **options: Any) -> nn.Sequential:
-    return convert(nn.Sequential(*parts), resolve("delayed", Hardware("cpu"), backend), **options)
+def converted(*modules: nn.Module, backend: str = "emulate", **options: Any) -> nn.Sequential:
+    return convert(nn.Sequential(*modules), resolve("delayed", Hardware("cpu"), backend), **options)
 
 
 def x(seed: int = 0) -> Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def fsdp(rank: int, keep: bool | None, backend: str, nested: bool) -> list[float]:
-    """The losses of three steps of two micro-batches under FSDP, then those of its twin, whose
-    gradients are averaged by hand."""
+def fsdp(rank: int, use_orig_params: bool | None, backend: str, nested: bool) -> list[float]:
+    """The losses of three steps of two micro-batches under FSDP, then the losses of its twin,
+    whose gradients are averaged by hand."""
     torch.manual_seed(0)
     model = converted(Block(), Block(), backend=backend)
     twin = copy.deepcopy(model)
-    if keep is None:
-        for part in (*model, model):
-            fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
+    if use_orig_params is None:
+        for module in (*model, model):
+            fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,)))
         wrapped: nn.Module = model
     else:
         policy = ModuleWrapPolicy({Block}) if nested else None
         cpu = torch.device("cpu")
         wrapped = FullyShardedDataParallel(
-            model, use_orig_params=keep, auto_wrap_policy=policy, device_id=cpu
+            model, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=cpu
         )
     losses = []
-    for each in (wrapped, twin):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+    for trained in (wrapped, twin):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         for step in range(3):
-            for part in range(2):
-                loss = each(x(10 * step + 2 * part + rank)).square().mean()
+            for micro_step in range(2):
+                loss = trained(x(10 * step + 2 * micro_step + rank)).square().mean()
                 loss.backward()
                 losses.append(loss.item())
-            for p in twin.parameters() if each is twin else ():
+            for p in twin.parameters() if trained is twin else ():
                 assert p.grad is not None
                 dist.all_reduce(p.grad)
                 p.grad /= 2
@@ -69,7 +69,7 @@ def fsdp(rank: int, keep: bool | None, backend: str, nested: bool) -> list[float
 
 
 def stage(rank: int, group: Any) -> str:
-    """Two passes of a rank whose layers are not the other's: what is said, or "it runs"."""
+    """Two passes of a rank whose layers differ from the other rank's: the error, or "it runs"."""
     before = [nn.Identity() for _ in range(rank)]  # so that the layers have other names
     model = converted(*before, Block(), amax_group=group)
     try:
@@ -81,7 +81,7 @@ def stage(rank: int, group: Any) -> str:
 
 
 def tensor_parallel(rank: int) -> str:
-    """What is said of a weight that ranks share out."""
+    """The error for a weight that is sharded over the ranks."""
     block = Block()
     model = converted(block)
     rows = distribute_tensor(block.up.weight.detach(), dist.init_device_mesh("cpu", (2,)))
@@ -95,9 +95,9 @@ def tensor_parallel(rank: int) -> str:
 
 def all_of(rank: int) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    alone = [dist.new_group([other]) for other in range(2)][rank]
+    alone = [dist.new_group([member]) for member in range(2)][rank]
     return {
-        "fsdp": [fsdp(rank, *each) for each in WRAPS],
+        "fsdp": [fsdp(rank, *wrap) for wrap in WRAPS],
         "stages": stage(rank, "world"),
         "own group": stage(rank, alone),
         "tensor parallel": tensor_parallel(rank),

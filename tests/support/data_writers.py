@@ -1,4 +1,4 @@
-"""Writers of the data formats of others, by their published layouts; nothing of fp8stack's."""
+"""Writers of data formats by their published layouts, without any code of fp8stack."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "ui
 
 
 def write_llmc(path: Path, tokens: Sequence[int], *, llama: bool = False) -> Path:
-    """As `write_datafile` of llm.c's dev/data/data_common.py does."""
+    """Write tokens as `write_datafile` of llm.c's dev/data/data_common.py does."""
     magic, version, code = (20240801, 7, "I") if llama else (20240520, 1, "H")
     path.parent.mkdir(parents=True, exist_ok=True)
     header = struct.pack("<256i", magic, version, len(tokens), *[0] * 253)
@@ -25,9 +25,9 @@ def write_llmc(path: Path, tokens: Sequence[int], *, llama: bool = False) -> Pat
 def write_megatron(
     prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16"
 ) -> Path:
-    """As `IndexedDatasetBuilder` of megatron/core/datasets/indexed_dataset.py does.
+    """Write documents as `IndexedDatasetBuilder` of megatron/core/datasets/indexed_dataset.py.
 
-    `documents` are made of sequences, which are made of tokens.
+    `documents` are lists of sequences, which are lists of tokens.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     sequences = [sequence for document in documents for sequence in document]
@@ -64,7 +64,7 @@ def write_prepared(
     vocabulary: int = 256,
     dtype: str = "uint16",
 ) -> Path:
-    """A folder like `fp8stack prepare`'s: shards, which are made of documents, made of tokens."""
+    """A folder like `fp8stack prepare`'s: shards are lists of documents, documents of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json_of_tokenizer() if tokenizer is None else tokenizer
     (folder / "tokenizer.json").write_text(text)

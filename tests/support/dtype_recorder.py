@@ -1,5 +1,5 @@
-"""What the GEMMs of a real training pass multiply, by its values, and what is cast, forward and
-backward. It knows no plan."""
+"""Records the operands of a real training pass's GEMMs, by their values, and its casts, forward and
+backward, without reading the plan."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ FP8 = ("e2m1", "e5m2", "e4m3")
 
 
 class Recorder(TorchDispatchMode):
-    """Records the passes of `model` that run inside, of so many rows.
+    """Records the passes of `model` that run in the context, on `rows` rows.
 
     Attributes:
-        gemms: how often which was run: its name, operands and output.
-        casts: how often something was cast: source, target, pass.
-        quantized: how often an operand of a linear was quantized: path, operand, pass.
+        gemms: the number of GEMMs by name, operands and output.
+        casts: the number of casts by source, target and pass.
+        quantized: the number of quantized operands of linears by path, operand and pass.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -45,11 +45,11 @@ class Recorder(TorchDispatchMode):
         self.quantized: Counter[tuple[str, str, str]] = Counter()
         self._paths_of_quantizers = {
             id(quantizers): path
-            for path, part in model.named_modules()
-            if isinstance(part, QuantizedLinear)
-            for quantizers in part.quantizers.values()
+            for path, module in model.named_modules()
+            if isinstance(module, QuantizedLinear)
+            for quantizers in module.quantizers.values()
         }
-        self._inside = 0  # operations that are one, whatever runs within them
+        self._inside = 0  # the depth of operations that count as one, whatever they call
         self._of_attention: set[int] = set()  # autograd's nodes, by number
 
     @contextmanager
@@ -95,18 +95,18 @@ class Recorder(TorchDispatchMode):
     def _quantize(self, real: Any) -> Any:
         def quantize(this: Any, x: Tensor, quantizers: Any, *more: Any) -> Any:
             self._inside += 1
-            made = real(this, x, quantizers, *more)
+            copies = real(this, x, quantizers, *more)
             path, name = self._paths_of_quantizers[id(quantizers)], quantizers.name
             ways = {name: quantizers.along, f"{name} across": quantizers.across}
             if ways[name] == ways[f"{name} across"]:  # one cast, however many copies
                 del ways[f"{name} across"]
-            for way, copy in zip(ways, made, strict=False):
+            for way, copy in zip(ways, copies, strict=False):
                 values = getattr(copy, "values", None)
                 is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
                 if is_quantized and ways[way] != "forward":
                     self.quantized[path, way, _pass()] += 1
             self._inside -= 1
-            return made
+            return copies
 
         return quantize
 
@@ -140,8 +140,8 @@ def dtypes(*tensors: Tensor) -> tuple[str, ...]:
 
 
 def fp8_of(values: Tensor) -> str:
-    """The format whose significands `values` have, whatever powers of two scale them: E2M3's are
-    those of E4M3, E3M2's those of E5M2. Scales in E4M3 make six bits of the two of E2M1."""
+    """The format whose significands `values` have, whatever powers of two scale them. E2M3
+    has E4M3's significands, E3M2 has E5M2's. With scales in E4M3, E2M1's two bits become six."""
     mantissas = values.float().abs().frexp().mantissa  # [0.5, 1)
     for bits, name in ((2, "e2m1"), (3, "e5m2"), (4, "e4m3"), (6, "e2m1"), (8, "bf16")):
         if torch.equal(mantissas * 2**bits, (mantissas * 2**bits).round()):
@@ -150,6 +150,6 @@ def fp8_of(values: Tensor) -> str:
 
 
 def _held(values: Tensor) -> str:
-    """What operands are and what they are held in, as the planner spells it."""
+    """An operand's format and the dtype that holds its values, as the planner spells them."""
     dtype, name = dtypes(values)[0], fp8_of(values)
     return dtype if name in ("", dtype) else f"{name} in {dtype}"

@@ -1,4 +1,4 @@
-"""What a quantized linear must compute: float64 GEMMs on what `conform`'s oracle quantizes."""
+"""The results of a quantized linear by an oracle: float64 GEMMs of what `conform` quantizes."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from fp8stack.precision import load_recipe
 
 
 def normal(*shape, seed=0, std=1.0):
-    """Normally distributed, the columns of different magnitudes, so that blocks differ."""
+    """Normally distributed numbers; columns differ in magnitude, so that blocks do."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
     return x * 2.0 ** (torch.arange(shape[-1]) % 7 - 3)
 
@@ -24,7 +24,7 @@ def run(layer, x, dy, forward=None):
 
 
 def quantized(recipe: str, x: Tensor, name: Operand, reduced: int) -> Tensor:
-    """What a GEMM that reduces `x` [rows, columns] over dimension `reduced` multiplies; in delayed
+    """The operand of a GEMM that reduces `x` [rows, columns] over dimension `reduced`; in delayed
     scaling before the first update."""
     table = load_recipe(recipe).quantizers
     assert table is not None
@@ -49,8 +49,8 @@ def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor) -> list[Tensor 
 
 def assert_all_close(got, expected, tolerance=1e-5):
     names = ["y", "dx", "dw", "db"][: len(got)]
-    for name, one, other in zip(names, got, expected, strict=True):
-        assert (one is None) == (other is None), name
-        if other is not None:
-            assert one.shape == other.shape, name
-            assert (one - other).abs().max() <= tolerance * other.abs().max(), name
+    for name, result, exact in zip(names, got, expected, strict=True):
+        assert (result is None) == (exact is None), name
+        if exact is not None:
+            assert result.shape == exact.shape, name
+            assert (result - exact).abs().max() <= tolerance * exact.abs().max(), name

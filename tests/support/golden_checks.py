@@ -1,7 +1,7 @@
-"""What fp8stack makes of a golden file's inputs, against what the file says TE made of them.
+"""Compares fp8stack's results for a golden file's inputs with the file's, which TE computed.
 
-Bytes, scales and histories to the bit, by `fp8stack conform`; what went through a GEMM by signal to
-noise, in dB.
+Bytes, scales and histories must be the same to the bit, by `fp8stack conform`; results of a GEMM
+must have a signal-to-noise ratio, in dB.
 """
 
 import dataclasses
@@ -38,21 +38,21 @@ def check(case: Case, tensors: Tensors) -> None:
         _module(case, fields_of(f"{case['name']}/", tensors), tensors)
 
 
-def equal(found: Tensor, expected: Tensor, what: str) -> None:
-    facts = same_bits({what: (found, expected)})
+def equal(actual: Tensor, expected: Tensor, name: str) -> None:
+    facts = same_bits({name: (actual, expected)})
     assert facts["holds"], facts
 
 
-def near_db(found: Tensor, expected: Tensor, least: float, what: str) -> None:
-    ratio = agreement_db(found.double(), expected.double())
-    assert ratio >= least, f"{what}: {ratio} dB, which is not {least}"
+def near_db(actual: Tensor, expected: Tensor, least: float, name: str) -> None:
+    ratio = agreement_db(actual.double(), expected.double())
+    assert ratio >= least, f"{name}: {ratio} dB, which is not {least}"
 
 
 # Modules
 
 
 class Chain(nn.Module):
-    """What a TE module is in one piece: a norm if it has one, then one or two linears."""
+    """The layers of one TE module: a norm if it has one, then one or two linears."""
 
     activation = "gelu_tanh"
     gemm1: nn.Module
@@ -63,17 +63,17 @@ class Chain(nn.Module):
         self.kind, self.backend = kind, backend
         names = ("fc1_", "fc2_") if kind == "LayerNormMLP" else ("",)
         shapes = [weights[f"{name}weight"].shape for name in names]
-        made = [
+        linears = [
             backend.linear(f"gemm{place}", inputs, outputs, True)
             for place, (outputs, inputs) in enumerate(shapes, start=1)
         ]
         self.names: dict[str, nn.Parameter] = {}
-        for place, (name, linear) in enumerate(zip(names, made, strict=True), start=1):
+        for place, (name, linear) in enumerate(zip(names, linears, strict=True), start=1):
             setattr(self, f"gemm{place}", linear)
-            self.names |= {f"{name}{part}": p for part, p in linear.named_parameters()}
+            self.names |= {f"{name}{suffix}": p for suffix, p in linear.named_parameters()}
         if kind != "Linear":
             self.norm = backend.norm("layernorm", shapes[0][1], 1e-5, True)
-            self.names |= {f"layer_norm_{part}": p for part, p in self.norm.named_parameters()}
+            self.names |= {f"layer_norm_{suffix}": p for suffix, p in self.norm.named_parameters()}
         with torch.no_grad():
             for name, parameter in self.names.items():
                 parameter.copy_(weights[name])
@@ -88,52 +88,52 @@ class Chain(nn.Module):
 
 def _module(case: Case, fields: Tensors, tensors: Tensors) -> None:
     kind, scaling = case["module"], case["scaling"]
-    given = fields_of(f"inputs/{kind} ", tensors)
+    inputs = fields_of(f"inputs/{kind} ", tensors)
     overrides = {"history_length": case["history_length"]} if scaling == "delayed" else {}
     plan = resolve(load_recipe(scaling, overrides), Hardware("cpu"), "emulate")
     plan = dataclasses.replace(plan, compute_dtype=case["dtype"])
-    weights = {k: v for k, v in given.items() if v.ndim == 2 and k not in ("x", "dy")}
+    weights = {k: v for k, v in inputs.items() if v.ndim == 2 and k not in ("x", "dy")}
     shapes = {
         f"gemm{place}": (weight.shape[1], weight.shape[0])
         for place, weight in enumerate(weights.values(), start=1)
     }
-    model = Chain(kind, given, build_backend(plan.for_layers(shapes, heads=())))
+    model = Chain(kind, inputs, build_backend(plan.for_layers(shapes, heads=())))
     dtype = DTYPES[case["dtype"]]
     for factor in case["factors"]:
         before = {name: value.clone() for name, value in fp8_state(model).items()}
         mark_weights_changed(model)
-        x = (given["x"].to(dtype) * factor).requires_grad_()
+        x = (inputs["x"].to(dtype) * factor).requires_grad_()
         y = model(x)
-        y.backward((given["dy"].to(dtype) * factor).to(y.dtype))
-    found = {"y": y.detach(), "dx": x.grad}
-    found |= {f"d {name}": parameter.grad for name, parameter in model.names.items()}
+        y.backward((inputs["dy"].to(dtype) * factor).to(y.dtype))
+    results = {"y": y.detach(), "dx": x.grad}
+    results |= {f"d {name}": parameter.grad for name, parameter in model.names.items()}
     least = LINEAR_DB if kind == "Linear" else FUSED_DB
-    for name, value in found.items():
+    for name, value in results.items():
         near_db(value, fields[name], least, name)
     _module_state(case, fields, fp8_state(model))
-    _module_weight(case, fields, given, before)
+    _module_weight(case, fields, inputs, before)
 
 
 def _module_state(case: Case, fields: Tensors, state: Tensors) -> None:
     """Scales and histories: to the bit where nothing was computed before the cast."""
     for name, expected in fields.items():
-        what, _, slot = name.partition(" ")
-        if what not in ("scale", "amax_history"):
+        key, _, slot = name.partition(" ")
+        if key not in ("scale", "amax_history"):
             continue
-        found = state[f"{slot}.{what}"]
+        actual = state[f"{slot}.{key}"]
         last = "gemm2" if case["module"] == "LayerNormMLP" else "gemm1"
-        given = ("gemm1.weight", "gemm2.weight", f"{last}.grad_output")
-        if case["module"] == "Linear" or slot in given:
-            equal(found, expected, name)
+        exact_slots = ("gemm1.weight", "gemm2.weight", f"{last}.grad_output")
+        if case["module"] == "Linear" or slot in exact_slots:
+            equal(actual, expected, name)
         else:
-            torch.testing.assert_close(found, expected, rtol=NEAR, atol=0.0)
+            torch.testing.assert_close(actual, expected, rtol=NEAR, atol=0.0)
 
 
-def _module_weight(case: Case, fields: Tensors, given: Tensors, before: Tensors) -> None:
+def _module_weight(case: Case, fields: Tensors, inputs: Tensors, before: Tensors) -> None:
     """The bytes of the weight in the last step, if TE showed them."""
     if "weight bytes" not in fields:
         return
-    weight, scaling = given["weight"], case["scaling"]
+    weight, scaling = inputs["weight"], case["scaling"]
     if scaling == "mxfp8":
         data = numerics.quantize(weight, MXFP8).data
     elif scaling == "block":

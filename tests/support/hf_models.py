@@ -1,4 +1,4 @@
-"""Models for the tests of Hugging Face folders: ours and transformers', small and random."""
+"""Small random models for the tests of Hugging Face folders, of fp8stack and of transformers."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def random_model(config: GPTConfig, seed: int = 0) -> GPT:
 
 
 def weights_of(model: GPT) -> dict[str, Tensor]:
-    """As a checkpoint has them: without the rows that pad the vocabulary."""
+    """The weights of a checkpoint: without the rows that pad the vocabulary."""
     rows = model.config.vocabulary
     return {
         name: parameter.data[:rows] if name in PADDED else parameter.data
@@ -62,7 +62,7 @@ def source_of(model: GPT, **changes: Any) -> ModelSource:
     """A model as if it had come out of a checkpoint of a run in fp32."""
     recipe = {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"}
     layers = [{"name": name, "fp8": False} for name in model.config.linear_shapes()]
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "path": Path("run/checkpoints/step-000001"),
         "step": 1,
         "config": model.config,
@@ -72,7 +72,7 @@ def source_of(model: GPT, **changes: Any) -> ModelSource:
         "dtype": torch.float32,
         "notes": (),
     }
-    return ModelSource(**(told | changes))
+    return ModelSource(**(fields | changes))
 
 
 def export_to(folder: Path, model: GPT) -> Path:
@@ -86,29 +86,29 @@ def tokens(vocabulary: int, count: int = 64, seed: int = 1) -> Tensor:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    """What transformers makes of a folder; a tensor that is missing or left over fails."""
-    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    """The model that transformers loads from a folder; a missing or unused tensor fails."""
+    model_and_info: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, **options
     )
-    model, told = found
+    model, info = model_and_info
     if "quantization_config" in options:  # weights alone are read
-        told["unexpected_keys"] = {
-            name for name in told["unexpected_keys"] if not name.endswith(".input_scale")
+        info["unexpected_keys"] = {
+            name for name in info["unexpected_keys"] if not name.endswith(".input_scale")
         }
-    assert not any(told.values()), told
+    assert not any(info.values()), info
     return model.eval()
 
 
 def logits(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Of a model of ours or of transformers."""
+    """The logits of a model of fp8stack or of transformers."""
     with torch.no_grad():
-        found = model(tokens_BT)
-    return found if isinstance(found, Tensor) else found.logits
+        output = model(tokens_BT)
+    return output if isinstance(output, Tensor) else output.logits
 
 
-def require_same_logits(ours: GPT, theirs: Any, atol: float = 1e-5) -> None:
-    x = tokens(ours.config.vocabulary)
-    torch.testing.assert_close(logits(theirs, x), logits(ours, x), rtol=0, atol=atol)
+def require_same_logits(model: GPT, hf_model: Any, atol: float = 1e-5) -> None:
+    x = tokens(model.config.vocabulary)
+    torch.testing.assert_close(logits(hf_model, x), logits(model, x), rtol=0, atol=atol)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
@@ -120,7 +120,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def config_json(folder: Path, **changes: Any) -> None:
-    """Change keys of a folder's config.json; None removes one."""
+    """Change keys of a folder's config.json; None removes a key."""
     table = json.loads((folder / "config.json").read_text()) | changes
     table = {key: value for key, value in table.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(table))

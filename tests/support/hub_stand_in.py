@@ -1,5 +1,5 @@
 """A Hugging Face Hub on this machine: the part of its HTTP API that huggingface_hub uses to create
-a model's repository, commit files to it, and download them. It keeps every request."""
+a model's repository, commit files to it, and download them. It records every request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = "hf_of_the_tests"
 
 @dataclass(kw_only=True)
 class Stored:
-    """A repository: its files by commit, the last commit being that of `main`."""
+    """A repository: its files by commit, `main` is the last commit."""
 
     private: bool = False
     gated: bool = False
@@ -30,15 +30,15 @@ class Stored:
         return list(self.commits)[-1]
 
     def commit(self, files: dict[str, bytes], message: str) -> str:
-        told = [message, str(len(self.commits)), *sorted(files)]
-        sha = hashlib.sha1("\n".join(told).encode()).hexdigest()
+        lines = [message, str(len(self.commits)), *sorted(files)]
+        sha = hashlib.sha1("\n".join(lines).encode()).hexdigest()
         self.commits[sha] = files
         return sha
 
 
 @dataclass(kw_only=True)
 class Hub:
-    """What is stored, and what was asked for: method, path and body of each request."""
+    """The repositories, and the method, path and body of each request."""
 
     endpoint: str = ""
     repositories: dict[str, Stored] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class Hub:
         self.repositories[name] = Stored(gated=gated)
         return self.repositories[name].commit(files, "first")
 
-    def asked(self, method: str, part: str = "") -> list[str]:
-        """The paths of requests by a method that contain `part`."""
-        return [path for verb, path, _ in self.requests if verb == method and part in path]
+    def requested(self, method: str, fragment: str = "") -> list[str]:
+        """The paths of requests by a method that contain `fragment`."""
+        return [path for verb, path, _ in self.requests if verb == method and fragment in path]
 
 
 class Refused(Exception):
-    def __init__(self, status: int, code: str = "", said: str = "") -> None:
-        self.status, self.code, self.said = status, code, said
+    def __init__(self, status: int, code: str = "", message: str = "") -> None:
+        self.status, self.code, self.message = status, code, message
 
 
 def _etag(content: bytes) -> str:
@@ -78,11 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, body))
         try:
             if self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
-                raise Refused(401, said="Invalid credentials in Authorization header")
+                raise Refused(401, message="Invalid credentials in Authorization header")
             self._route(path, body)
         except Refused as refused:
-            told = {"X-Error-Code": refused.code, "X-Error-Message": refused.said}
-            self._send(b"{}", refused.status, {key: text for key, text in told.items() if text})
+            headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.message}
+            self._send(b"{}", refused.status, {key: text for key, text in headers.items() if text})
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
@@ -93,8 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._create(json.loads(body))
             case ["api", "validate-yaml"]:
                 self._json({"errors": [], "warnings": []})
-            case ["api", "models", owner, name, *rest]:
-                self._model(f"{owner}/{name}", rest, body)
+            case ["api", "models", owner, name, *subpath]:
+                self._model(f"{owner}/{name}", subpath, body)
             case ["uploads", sha256]:
                 assert hashlib.sha256(body).hexdigest() == sha256
                 self.hub.uploads[sha256] = body
@@ -106,19 +106,19 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 raise Refused(404)
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked['organization']}/{asked['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request['organization']}/{request['name']}"
         self._require_token(name)
         if name in self.hub.repositories:
             return self._json({"url": f"{self.hub.endpoint}/{name}"}, 409)
-        private = asked.get("private") is True or asked.get("visibility") == "private"
+        private = request.get("private") is True or request.get("visibility") == "private"
         self.hub.repositories[name] = Stored(private=private)
         self.hub.repositories[name].commit({".gitattributes": b""}, "initial commit")
         return self._json({"url": f"{self.hub.endpoint}/{name}"})
 
-    def _model(self, name: str, rest: list[str], body: bytes) -> None:
+    def _model(self, name: str, subpath: list[str], body: bytes) -> None:
         stored = self._stored(name)
-        if rest[:1] == ["preupload"]:
+        if subpath[:1] == ["preupload"]:
             self._require_token(name)
             mode = {True: "lfs", False: "regular"}
             modes = [
@@ -130,12 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
                 for file in json.loads(body)["files"]
             ]
             return self._json({"files": modes})
-        if rest[:1] == ["commit"]:
+        if subpath[:1] == ["commit"]:
             self._require_token(name)
             return self._commit(name, stored, [json.loads(line) for line in body.splitlines()])
-        sha = self._revision(stored, rest[1] if len(rest) > 1 else "main")
+        sha = self._revision(stored, subpath[1] if len(subpath) > 1 else "main")
         files = stored.commits[sha]
-        if rest[:1] == ["tree"]:
+        if subpath[:1] == ["tree"]:
             return self._json([self._entry(path, content) for path, content in files.items()])
         siblings = [{"rfilename": path, "size": len(files[path])} for path in files]
         about = {"id": name, "sha": sha, "private": stored.private, "gated": False, "tags": []}
@@ -150,13 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
             entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": 134}
         return entry
 
-    def _batch(self, name: str, asked: dict[str, Any]) -> None:
+    def _batch(self, name: str, request: dict[str, Any]) -> None:
         self._require_token(name)
         objects = []
-        for one in asked["objects"]:
-            upload = {"href": f"{self.hub.endpoint}/uploads/{one['oid']}", "header": {}}
-            actions = {} if one["oid"] in self.hub.uploads else {"actions": {"upload": upload}}
-            objects.append(one | actions)
+        for file in request["objects"]:
+            upload = {"href": f"{self.hub.endpoint}/uploads/{file['oid']}", "header": {}}
+            actions = {} if file["oid"] in self.hub.uploads else {"actions": {"upload": upload}}
+            objects.append(file | actions)
         self._json({"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, stored: Stored, lines: list[dict[str, Any]]) -> None:
@@ -205,11 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") is None:
             raise Refused(401)
         if name.split("/")[0] in self.hub.forbidden:
-            raise Refused(403, said="You don't have the rights to create a model there")
+            raise Refused(403, message="You don't have the rights to create a model there")
 
     def _json(self, content: Any, status: int = 200) -> None:
-        told = {"Content-Type": "application/json"}
-        self._send(json.dumps(content).encode(), status, told)
+        headers = {"Content-Type": "application/json"}
+        self._send(json.dumps(content).encode(), status, headers)
 
     def _send(
         self, content: bytes, status: int = 200, headers: Mapping[str, str] | None = None
@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve() -> Iterator[Hub]:
-    """A Hub, empty, while the block runs."""
+    """Serve an empty Hub while the context is open."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True

@@ -1,5 +1,5 @@
-"""What a GPU would be given: the kernels that torch's operators launch, and the bytes they pass
-over, counted on a CPU by a `TorchDispatchMode`."""
+"""Counts the kernels that torch's operators would launch on a GPU, and the bytes that they read and
+write, on a CPU by a `TorchDispatchMode`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8stack.numerics.operators import EAGER
 
-# They give views or memory that is not filled in.
+# Operators that return views or memory that is not filled in.
 _NOTHING = {
     *("detach", "alias", "view", "_unsafe_view", "as_strided", "select", "slice", "expand", "t"),
     *("transpose", "permute", "unsqueeze", "squeeze", "unbind", "split", "split_with_sizes"),
@@ -33,18 +33,17 @@ _CAT = 128  # tensors that one launch of cat joins
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by operator while `counting`. An operator of ours counts as those that it
-    calls.
+    """Counts launches by operator while `counting`. An operator of fp8stack counts as the
+    operators that it calls.
 
     Attributes:
-        found: launches by operator.
-        passed: the bytes read and written by operators, by name, of tensors of `watched` or more
-            elements.
+        counts: launches by operator.
+        passed: bytes read and written by operator, in tensors of `watched` or more elements.
     """
 
     def __init__(self, watched: int = 1 << 60) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
         self.counting = True
         self.watched = watched
@@ -64,30 +63,30 @@ class Launches(TorchDispatchMode):
                 return eager(*args, **kwargs)
         out = func(*args, **kwargs)
         if self.counting and name not in _NOTHING:
-            self.found[name] += launches(name, args)
+            self.counts[name] += launches(name, args)
             self._note_bytes(name, func, args, kwargs, out)
         return out
 
     def _note_bytes(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        written = {id(one): one for one in tensors_in(out)}
+        written = {id(tensor): tensor for tensor in tensors_in(out)}
         # torch's fused optimizers write gradients back where they are given a scale for them.
-        left_out = "grads" if kwargs.get("grad_scale") is None else ""
+        unwritten = "grads" if kwargs.get("grad_scale") is None else ""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and argument.name != left_out:
-                written |= {id(one): one for one in tensors_in(value)}
+            if writes and argument.name != unwritten:
+                written |= {id(tensor): tensor for tensor in tensors_in(value)}
         read = [] if name in _FILLS else tensors_in(args)
-        for one in (*read, *written.values()):
-            if one.numel() >= self.watched:
-                self.passed[name] += one.numel() * one.element_size()
+        for tensor in (*read, *written.values()):
+            if tensor.numel() >= self.watched:
+                self.passed[name] += tensor.numel() * tensor.element_size()
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def launches(name: str, args: Any) -> int:
-    """How many kernels CUDA is given for one call of an operator."""
+    """The number of kernels that one call of an operator launches on a GPU."""
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     if name in ("cat", "stack") and lists:
         return -(-len(lists[0]) // _CAT)
@@ -95,16 +94,16 @@ def launches(name: str, args: Any) -> int:
         return 1
     depth = len(lists) - (name.startswith("_fused"))  # the steps of an optimizer are no such list
     if not name.endswith("_"):
-        depth += name != "_foreach_norm"  # what it gives is a list, too
+        depth += name != "_foreach_norm"  # its output is a list, too
     tensors = blocks = count = 0
-    for one in lists[0]:
-        left = -(-one.numel() // _BLOCK)
+    for tensor in lists[0]:
+        remaining = -(-tensor.numel() // _BLOCK)
         tensors += 1
-        while left:
-            room = _BLOCKS - blocks
-            blocks, left = blocks + min(room, left), left - min(room, left)
+        while remaining:
+            launched = min(_BLOCKS - blocks, remaining)
+            blocks, remaining = blocks + launched, remaining - launched
             if blocks == _BLOCKS:
-                count, blocks, tensors = count + 1, 0, 1 if left else 0
+                count, blocks, tensors = count + 1, 0, 1 if remaining else 0
         if tensors == _TENSORS[depth]:
             count, blocks, tensors = count + 1, 0, 0
     return count + (blocks > 0) + (name == "_foreach_norm")
@@ -112,35 +111,35 @@ def launches(name: str, args: Any) -> int:
 
 @contextmanager
 def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
-    """Count what the steps of a run launch, but for its blocks, the loss and their backward passes:
-    what is left is the model's hooks, embeddings, the guard, clipping and the optimizer."""
-    inside = [0]
+    """Count what the steps of a run launch outside its blocks, the loss and their backward passes:
+    the launches of the model's hooks, embeddings, the guard, clipping and the optimizer."""
+    depth = [0]
 
-    def go(by: int) -> None:
-        inside[0] += by
-        mode.counting = inside[0] == 0
+    def enter(levels: int) -> None:
+        depth[0] += levels
+        mode.counting = depth[0] == 0
 
     backward, delayed = run.accelerator.backward, run.backend.delayed
 
     def hidden(loss: Tensor) -> None:
-        go(1)
+        enter(1)
         backward(loss)
-        go(-1)
+        enter(-1)
 
     with ExitStack() as stack:
-        for part in (*run.model.blocks, run.model.loss):
-            stack.enter_context(part.register_forward_pre_hook(lambda *_: go(1)))
-            stack.enter_context(part.register_forward_hook(lambda *_: go(-1)))
+        for module in (*run.model.blocks, run.model.loss):
+            stack.enter_context(module.register_forward_pre_hook(lambda *_: enter(1)))
+            stack.enter_context(module.register_forward_hook(lambda *_: enter(-1)))
         stack.enter_context(patch.object(run.accelerator, "backward", hidden))
         if delayed is not None:
             after = delayed._after_backward
 
-            def seen() -> None:
-                go(-1)
+            def counted() -> None:
+                enter(-1)
                 with mode:  # the thread of a backward pass
                     after()
-                go(1)
+                enter(1)
 
-            stack.enter_context(patch.object(delayed, "_after_backward", seen))
+            stack.enter_context(patch.object(delayed, "_after_backward", counted))
         stack.enter_context(mode)
         yield

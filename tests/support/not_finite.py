@@ -1,5 +1,5 @@
-"""Operands that are not finite, are zero, or whose scales underflow, and the products where a NaN
-must show that float32 would have."""
+"""Operands that are not finite, are zero, or whose scales underflow, and a search for products that
+have a number where float32 has NaN."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def operand(kind: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def hidden(layer: Any, rows: int, forward: Any = None) -> list[str]:
-    """The products of a linear without a bias that have a number where float32 has NaN: of each
-    kind of x with each of weight and of dy, and of each of weight with each of dy."""
+    """The products of a linear without a bias that have a number where float32 has NaN, for
+    every pair of kinds of two of x, weight and dy."""
     kinds, wrong = list(KINDS), []
     for first, second in itertools.product(range(len(kinds)), repeat=2):
         # A Latin square: each two of the three meet.

@@ -1,4 +1,4 @@
-"""Linears that get no row, one, or a number that nothing divides, and parameters of any dtype."""
+"""Linears on no row, one row, or a prime number of rows, with parameters of any dtype."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def odd_shapes(
         results, expected = run(layer, x, dy, forward), run(reference, x.float(), dy)
         shapes = [(rows, layer.out_features), x.shape, layer.weight.shape, layer.bias.shape]
         dtypes = [layer.compute_dtype, dtype, dtype, dtype]
-        for name, result, exact, shape, of in zip(
+        for name, result, exact, shape, result_dtype in zip(
             ("y", "dx", "dw", "db"), results, expected, shapes, dtypes, strict=True
         ):
-            if (result.shape, result.dtype) != (shape, of):
+            if (result.shape, result.dtype) != (shape, result_dtype):
                 wrong.append(f"{name} of {rows} rows: {result.shape} {result.dtype}")
             elif name == "db":  # summed in float64, if it is that
-                if not torch.allclose(result, dy.sum(0, dtype=of), rtol=1e-2, atol=1e-2):
+                if not torch.allclose(result, dy.sum(0, dtype=result_dtype), rtol=1e-2, atol=1e-2):
                     wrong.append(f"db of {rows} rows: not the sum")
-            elif not torch.equal(result, exact.to(of)):
+            elif not torch.equal(result, exact.to(result_dtype)):
                 wrong.append(f"{name} of {rows} rows: other numbers than in float32")
         if rows == 0 and (results[2].any() or results[3].any()):
             wrong.append("gradients of no rows")

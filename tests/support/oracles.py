@@ -1,6 +1,6 @@
 """Casts by ml_dtypes and scales by exact fractions, peers of the oracle in NumPy.
 
-`fp8stack.analysis.conform.oracles` has the rules of every quantizer, and is tested against these.
+`fp8stack.analysis.conform.oracles` has the rules of every quantizer. Tests compare it with these.
 """
 
 from bisect import bisect_left
@@ -39,7 +39,7 @@ STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=1
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Torch's default dtype is another one for a while."""
+    """Set torch's default dtype in this context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

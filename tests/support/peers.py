@@ -1,7 +1,7 @@
-"""Other people's quantizers, as functions from a matrix to codes and scales.
+"""Comparisons of fp8stack's quantizers with those of other projects.
 
-Each takes what a case of `CASES` gives and returns numpy arrays: codes one to an element, and
-scales, or values. Transformer Engine's file is loaded without its extension.
+Each function quantizes a matrix by both, and compares codes and scales, or values. Transformer
+Engine's file is loaded without its extension.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRAWN = RandomBits(2, 3, torch.tensor(2**33 + 1))
 
 
 class Compared(NamedTuple):
-    """How many numbers were compared, how many differ, and how many were left out."""
+    """The counts of numbers that were compared, that differ, and that were left out."""
 
     compared: int
     differing: int
@@ -54,38 +54,38 @@ def te_nvfp4(reference: Any, x: Tensor, tile: tuple[int, int]) -> tuple[np.ndarr
     quantizer = reference.NVFP4QuantizerRef(
         reference.reference_utils.Fp4Formats.E2M1, columnwise=False, quant_tile_shape=tile
     )
-    made = quantizer.quantize(x)
-    return made.data.numpy(), codes(made.scale)
+    result = quantizer.quantize(x)
+    return result.data.numpy(), codes(result.scale)
 
 
 def _count(*pairs: tuple[np.ndarray, np.ndarray], excluded: np.ndarray | None = None) -> Compared:
-    """Differences of arrays, the first of them element by element, less what is excluded."""
-    first, rest = pairs[0], pairs[1:]
-    kept = np.ones(first[0].shape, bool) if excluded is None else ~excluded
-    differing = int((first[0] != first[1])[kept].sum())
-    differing += sum(int((one != other).sum()) for one, other in rest)
-    return Compared(int(kept.sum()), differing, int((~kept).sum()))
+    """The differences of pairs of arrays, without the `excluded` elements of the first pair."""
+    first, *further = pairs
+    included = np.ones(first[0].shape, bool) if excluded is None else ~excluded
+    differing = int((first[0] != first[1])[included].sum())
+    differing += sum(int((a != b).sum()) for a, b in further)
+    return Compared(int(included.sum()), differing, int((~included).sum()))
 
 
 def mx_by_ml_dtypes(x: Tensor, quantizer: Quantizer) -> Compared:
     """Codes and scales of 1x32 blocks: numpy for the scale, ml_dtypes for the cast."""
-    made = quantize(x, quantizer, 1)
+    quantized = quantize(x, quantizer, 1)
     name, limit = quantizer.format, MAX[quantizer.format]
     blocks = x.float().numpy().reshape(x.shape[0], -1, 32)
     largest = np.abs(blocks).max(2)
     if quantizer.scale_rounding == "rceil":
-        part, exponent = np.frexp(largest * np.float32(1 / limit))
-        power = exponent - 1 + (part > 0.5)
+        mantissa, exponent = np.frexp(largest * np.float32(1 / limit))
+        power = exponent - 1 + (mantissa > 0.5)
     else:
-        part, exponent = np.frexp(largest)
+        mantissa, exponent = np.frexp(largest)
         if quantizer.scale_rounding == "even":
             bits = int(ml_mantissa(name))
-            exponent = exponent + (np.floor(part * 2 ** (bits + 1) + 0.5) == 2 ** (bits + 1))
+            exponent = exponent + (np.floor(mantissa * 2 ** (bits + 1) + 0.5) == 2 ** (bits + 1))
         power = exponent - 1 - int(np.log2(limit))
     scaled = np.ldexp(blocks, -power[..., None]).reshape(x.shape)
     return _count(
-        (one_to_an_element(made.data, name), nearest_codes(scaled, name)),
-        (codes(made.scales), (power + 127).astype(np.uint8)),
+        (one_to_an_element(quantized.data, name), nearest_codes(scaled, name)),
+        (codes(quantized.scales), (power + 127).astype(np.uint8)),
     )
 
 
@@ -98,24 +98,24 @@ def ml_mantissa(name: str) -> int:
 
 def mx_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
     """Values of 1x32 blocks by the OCP rule: gfloat's scale and its rounding."""
-    made = quantize(x, quantizer, 1)
+    quantized = quantize(x, quantizer, 1)
     info = GFLOAT[quantizer.format]
     blocks = x.float().numpy().astype(np.float64).reshape(x.shape[0], -1, 32)
     largest = np.abs(blocks).max(2, keepdims=True)
     scale = 2.0 ** np.clip(np.floor(np.log2(largest)) - info.emax, -127, 127)
     values = gfloat.round_ndarray(info, blocks / scale, sat=True) * scale
-    return _count((dequantize(made).numpy(), values.reshape(x.shape)))
+    return _count((dequantize(quantized).numpy(), values.reshape(x.shape)))
 
 
 def draws_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
     """Stochastic rounding by gfloat with 32 bits: it rounds up from a sum, so its bits count from
-    the other end; and it rounds the place between two neighbours to 32 bits, ours up. Places that
-    need more bits, of values below 2^-9 of a step, are left out."""
+    the other end; and it rounds the place between two neighbours to 32 bits, where fp8stack rounds
+    it up. Places that need more bits, of values below 2^-9 of a step, are left out."""
     quantizer = replace(quantizer, rounding="stochastic")
-    made = quantize(x, quantizer, 1, DRAWN)
+    quantized = quantize(x, quantizer, 1, DRAWN)
     info = GFLOAT[quantizer.format]
     bits = DRAWN.bits(*x.shape).numpy()
-    power = made.scales.view(torch.uint8).numpy().astype(int) - 127
+    power = quantized.scales.view(torch.uint8).numpy().astype(int) - 127
     blocks = x.float().numpy().astype(np.float64).reshape(x.shape[0], -1, 32)
     scaled = np.ldexp(blocks, -power[..., None]).reshape(x.shape)
     held = np.clip(scaled, -info.max, info.max)
@@ -125,21 +125,21 @@ def draws_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
     values = np.ldexp(values.reshape(blocks.shape), power[..., None]).reshape(x.shape)
     exponent = np.maximum(np.frexp(np.where(held == 0, 1, held))[1] - 1, 1 - info.bias)
     steps = np.ldexp(np.abs(held), 32 + info.precision - 1 - exponent)
-    return _count((dequantize(made).numpy(), values), excluded=steps != np.floor(steps))
+    return _count((dequantize(quantized).numpy(), values), excluded=steps != np.floor(steps))
 
 
 def mx_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
     """Codes and scales of 1x32 blocks by torchao's `to_mx`."""
-    made = quantize(x, quantizer, 1)
+    quantized = quantize(x, quantizer, 1)
     mode = ScaleCalculationMode(quantizer.scale_rounding)
     scales, data = to_mx(x, TORCHAO[quantizer.format], 32, mode)
-    return _count((_bytes(made.data), _bytes(data)), (codes(made.scales), codes(scales)))
+    return _count((_bytes(quantized.data), _bytes(data)), (codes(quantized.scales), codes(scales)))
 
 
 def row_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
     """Bytes and scales of rows by torchao's recipe `rowwise`. Left out: rows whose scale is so
     close below a power of two that torchao's float32 logarithm takes it for one."""
-    made = quantize(x, quantizer, 1)
+    quantized = quantize(x, quantizer, 1)
     scale = float8_utils.tensor_to_scale(
         x,
         torch.float8_e4m3fn,
@@ -151,10 +151,10 @@ def row_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
     exact = 448 / x.double().abs().amax(1, keepdim=True)
     near = (exact.log2() - exact.log2().round()).abs() < 2e-6
     excluded = near.numpy().repeat(x.shape[1], 1)
-    kept = ~near.numpy()
+    compared_rows = ~near.numpy()
     return _count(
-        (codes(made.data), codes(data)),
-        (made.scales.numpy()[kept], (1 / scale).numpy()[kept]),
+        (codes(quantized.data), codes(data)),
+        (quantized.scales.numpy()[compared_rows], (1 / scale).numpy()[compared_rows]),
         excluded=excluded,
     )
 
@@ -164,16 +164,16 @@ def nvfp4_by_te(x: Tensor, quantizer: Quantizer) -> Compared:
     a transform. Its function drops the sign of -0; TE's kernels do not."""
     path = installed()
     assert path is not None
-    made = quantize(x, quantizer, 1)
+    quantized = quantize(x, quantizer, 1)
     if quantizer.hadamard:
         x = hadamard(x, 16, 1).bfloat16()
     assert quantizer.blocks is not None
     with nvfp4_reference(path) as reference:
         data, scales = te_nvfp4(reference, x, quantizer.blocks)
-    ours = codes(made.scales).repeat(quantizer.blocks[0], 0)
+    scale_codes = codes(quantized.scales).repeat(quantizer.blocks[0], 0)
     zeros = (x == 0) & x.signbit()
     excluded = (zeros[:, ::2] | zeros[:, 1::2]).numpy()
-    return _count((made.data.numpy(), data), (ours, scales), excluded=excluded)
+    return _count((quantized.data.numpy(), data), (scale_codes, scales), excluded=excluded)
 
 
 def mx_by_microxcaling(x: Tensor, quantizer: Quantizer) -> Compared:
@@ -189,7 +189,7 @@ def mx_by_microxcaling(x: Tensor, quantizer: Quantizer) -> Compared:
 
 
 def one_to_an_element(data: Tensor, name: str) -> np.ndarray:
-    """Codes, of packed ones too."""
+    """The codes of a tensor, one to an element; packed codes are unpacked."""
     if name != "e2m1":
         return codes(data)
     packed = data.numpy()

@@ -1,6 +1,6 @@
 """A pytest plugin: `-p tests.support.pretend_gpu` collects the tests for GPUs where there is none,
-which imports all that they import. PRETEND_WITHOUT names modules, by commas, that are then not
-installed."""
+which imports all that they import. PRETEND_WITHOUT names modules, separated by commas, that appear
+not to be installed."""
 
 import os
 import sys
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bench.gpu_code.pretend import told
+from bench.gpu_code.pretend import cuda_functions
 
 MISSING = set(filter(None, os.environ.get("PRETEND_WITHOUT", "").split(",")))
 
 
 class _Without:
-    """A finder of modules that does not find those."""
+    """A finder of modules that does not find `MISSING`."""
 
     def __init__(self, finder: Any) -> None:
         self._finder = finder
@@ -28,5 +28,5 @@ class _Without:
 
 if MISSING:
     sys.meta_path[:] = [_Without(finder) for finder in sys.meta_path]
-for name, answer in told().items():
-    setattr(torch.cuda, name, answer)
+for name, function in cuda_functions().items():
+    setattr(torch.cuda, name, function)

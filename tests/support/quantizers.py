@@ -78,17 +78,17 @@ def numbers(x: Tensor) -> Tensor:
 
 
 def has_amax_of_tensors(recipe: str) -> bool:
-    """Whether a scale of this recipe follows from the whole of the tensor that is cast: then each
-    rank has those of its own part of a batch."""
-    return any(not q.delayed and (q.per_tensor or q.scale == "e4m3") for q in _each(recipe))
+    """Whether a scale of this recipe follows from all elements of the tensor that is cast: ranks,
+    which have different rows of a batch, then have different scales."""
+    return any(not q.delayed and (q.per_tensor or q.scale == "e4m3") for q in _quantizers(recipe))
 
 
 def has_draws(recipe: str) -> bool:
     """Whether a quantizer of this recipe rounds at random."""
-    return any(q.stochastic for q in _each(recipe))
+    return any(q.stochastic for q in _quantizers(recipe))
 
 
-def _each(recipe: str) -> list[Quantizer]:
+def _quantizers(recipe: str) -> list[Quantizer]:
     return [q for table in load_recipe(recipe).tables for q in table.each.values()]
 
 

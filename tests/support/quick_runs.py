@@ -1,4 +1,4 @@
-"""Runs without what takes longer than the training of a tiny one."""
+"""Runs without the work that takes longer than training a tiny model."""
 
 import json
 import os
@@ -25,9 +25,10 @@ _library: dict[int, Corpus] = {}
 
 @contextmanager
 def quick_runs() -> Iterator[None]:
-    """Within, the losses of a run and of a comparison are listed and not drawn, a CPU's peak,
-    which is measured once a process, is measured in a moment, no file waits for the disk, and the
-    standard library's source is read and the command's options are parsed once a process."""
+    """Skip slow work in this context. The losses of a run and of a comparison are listed and not
+    drawn, a CPU's peak, which is measured once a process, is measured in a moment, no file waits
+    for the disk, and the standard library's source is read and the command's options are parsed
+    once a process."""
     with (
         patch.object(finalize, "loss_plot", _listed),
         patch.object(comparison, "comparison_plot", _compared),
@@ -58,9 +59,9 @@ def _read_once(loader: _Loader, data: str | None) -> tuple[Corpus, Corpus]:
 @cache
 def _read(root: str, vocabulary: int, held_out: float) -> tuple[Corpus, Corpus]:
     loader = _Loader(vocabulary=vocabulary, held_out=held_out, end_of_text=None, texts=None)
-    found = _splits(loader, None)
-    _library.update({id(corpus): corpus for corpus in found})
-    return found
+    corpora = _splits(loader, None)
+    _library.update({id(corpus): corpus for corpus in corpora})
+    return corpora
 
 
 def _summed_once(corpus: Corpus) -> str:

@@ -43,8 +43,8 @@ class SmallLoop:
         small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
         small |= ON_GPU
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
-        given = small | {"recipe": recipe, "out": str(folder)} | flags
-        self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
+        settings = small | {"recipe": recipe, "out": str(folder)} | flags
+        self.run = set_up(settings, None, [*SETS, f"model_overrides.width={width}"], resume)
         self.loop = _Loop(self.run, PlainDisplay(), PEAK)
         self.tokens = batches(self.run)
 
@@ -53,7 +53,7 @@ class SmallLoop:
         return tokens_of(self.run, step)
 
     def advance(self, steps: int = 1) -> None:
-        """Go on as `train` does."""
+        """Take steps as `train` does."""
         for _ in range(steps):
             self.loop.advance(*next(self.tokens))
 
@@ -62,7 +62,7 @@ class SmallLoop:
         return train(self.run)
 
     def resumed(self, **flags: Any) -> SmallLoop:
-        """The run, gone on with as by another process; with other `flags`."""
+        """The run as another process resumes it, with other `flags`."""
         self.loop.wait()
         self.run.folder.release()
         return SmallLoop(**{**self._again, "resume": "auto", **flags})
@@ -75,12 +75,12 @@ class SmallLoop:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the weights, the moments and the step counts."""
-        found = {}
+        tensors = {}
         for name, parameter in self.run.model.named_parameters():
-            found[name] = parameter.detach().clone()
+            tensors[name] = parameter.detach().clone()
             for key, value in self.run.optimizer.state[parameter].items():
-                found[f"{name}.{key}"] = value.clone()
-        return found
+                tensors[f"{name}.{key}"] = value.clone()
+        return tensors
 
     def everything(self) -> dict[str, Tensor]:
         """`state`, copies of the FP8 state, and the random state."""
@@ -88,8 +88,8 @@ class SmallLoop:
         return self.state() | fp8 | {"rng": torch.get_rng_state()}
 
     def spoil(self, where: str, steps: Container[int], factor: float = math.nan) -> None:
-        """In some training steps, multiply what a module gives ("" is the model, which gives the
-        loss), as long as it is in FP8 if it can be; or the gradient of a parameter."""
+        """Multiply, in some training steps, the output of a module ("" is the model, whose output
+        is the loss), as long as it is in FP8 if it can be; or the gradient of a parameter."""
 
         def spoilt(x: Tensor) -> Tensor:
             return x * (factor if self.run.step + 1 in steps else 1.0)
@@ -98,17 +98,17 @@ class SmallLoop:
             self.run.model.get_parameter(where).register_hook(spoilt)
         else:
             self.run.model.get_submodule(where).register_forward_hook(
-                lambda part, _, y: (
-                    spoilt(y) if part.training and getattr(part, "in_fp8", True) else None
+                lambda module, _, y: (
+                    spoilt(y) if module.training and getattr(module, "in_fp8", True) else None
                 )
             )
 
     def events(self) -> list[dict[str, Any]]:
-        """The rows of the metrics that tell what the guard did."""
+        """The rows of the metrics that report what the guard did."""
         return [row for row in self.run.folder.read_metrics() if "event" in row]
 
-    def told(self) -> list[tuple[int, str]]:
-        """The steps and names of those events."""
+    def guard_events(self) -> list[tuple[int, str]]:
+        """The steps and names of `events`."""
         return [(row["step"], row["event"]) for row in self.events()]
 
 
@@ -119,9 +119,9 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[s
 
 
 def host_reads(work: Callable[[], object]) -> Counter[str]:
-    """Which operators that read a tensor on the host `work` runs, and how often: on a GPU each of
-    them waits for the device. Those within the fused optimizer do not count: its CPU kernel reads
-    the step counts, which the one for CUDA reads on the device."""
+    """The operators of `work` that read a tensor on the host, with their counts: on a GPU each of
+    them waits for the device. The fused optimizer's reads do not count: its CPU kernel reads the
+    step counts, which the kernel for CUDA reads on the device."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
     return Counter(e.name for e in recorded.events() if e.name in WAITS and not _optimizes(e))

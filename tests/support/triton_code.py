@@ -33,7 +33,7 @@ with get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # none changes a 
 
 @contextmanager
 def launched_on_a_cpu() -> Iterator[None]:
-    """Within, casts of matrices on a CPU launch their kernel too, which is interpreted there."""
+    """Launch the kernel for casts of matrices on a CPU too, where Triton interprets it."""
     with (
         patch.object(fused_casts, "has_kernel", lambda device: True),
         patch.object(nvfp4, "has_kernel", lambda device: True),
@@ -43,8 +43,8 @@ def launched_on_a_cpu() -> Iterator[None]:
 
 
 def interpreted(*functions: str) -> Any:
-    """What functions without arguments of test modules give, by `module:name`, as JSON data, where
-    Triton interprets its kernels: where `TRITON_INTERPRET` was set before Triton came in."""
+    """The results of functions without arguments, by `module:name`, as JSON data. They run in a
+    process with `TRITON_INTERPRET` set before Triton is imported, where it interprets kernels."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _WORK, *functions],
         cwd=Path(__file__).parents[2],
@@ -70,10 +70,10 @@ def launched_ptx(kernel: Any, *arguments: Any, capability: int, **options: Any) 
     kernel.device_caches.clear()
     try:
         with patch.object(driver, "_active", stand_in):
-            made = kernel.warmup(*arguments, grid=(1,), **options)
+            compiled = kernel.warmup(*arguments, grid=(1,), **options)
     finally:
         kernel.device_caches.clear()
-    text: str = made.asm["ptx"]
+    text: str = compiled.asm["ptx"]
     return text
 
 
@@ -84,8 +84,8 @@ def ptx_of(
     capability: int,
     **options: Any,
 ) -> str:
-    """What Triton compiles a kernel to; pointers and sizes are divisible by
-    16, but for a `scale`, which is one of many."""
+    """The PTX that Triton compiles for a kernel; pointers and sizes are divisible by 16, except for
+    `scale`, which points into an array."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -98,13 +98,13 @@ def ptx_of(
         if name != "scale"
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    text: str = made.asm["ptx"]
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    text: str = compiled.asm["ptx"]
     return text
 
 
 def spilled_bytes(ptx: str, capability: int, folder: Path) -> int:
-    """What a thread of a kernel stores to local memory, as it has not enough registers."""
+    """The bytes that a thread of a kernel stores to local memory for want of registers."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     (architecture,) = re.findall(r"\.target (\w+)", ptx)

@@ -1,5 +1,5 @@
-"""What each of two ranks does that train a model in delayed scaling and do not make the same number
-of passes; a module that is quick to import."""
+"""The work of each of two ranks that train a model in delayed scaling with different numbers of
+passes; a module that is quick to import."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COUNTS = {
     "one more": [(2, 3), (2, 3), (2, 2)],
     "many more": [(1, 5), (4, 1), (2, 2), (1, 3)],
 }
-"""How many micro-batches rank 0 and rank 1 have in each step."""
+"""The numbers of micro-batches of rank 0 and rank 1 in each step."""
 
 
-def batch(rank: int, step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
-    return torch.randn(8, 32, generator=generator) * (1 + part + 2 * rank)
+def batch(rank: int, step: int, micro_step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + rank)
+    return torch.randn(8, 32, generator=generator) * (1 + micro_step + 2 * rank)
 
 
 def wrapped(backend: str) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
@@ -46,10 +46,10 @@ def result(model: nn.Module) -> Result:
 def steps(rank: int, backend: str, counts: list[tuple[int, int]]) -> Result:
     model, ddp, optimizer = wrapped(backend)
     for step, count in enumerate(counts):
-        for part in range(count[rank]):
-            last = part == count[rank] - 1
+        for micro_step in range(count[rank]):
+            last = micro_step == count[rank] - 1
             with contextlib.nullcontext() if last else ddp.no_sync():
-                ddp(batch(rank, step, part)).square().mean().backward()
+                ddp(batch(rank, step, micro_step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return result(model)
@@ -68,11 +68,11 @@ def joined(rank: int, backend: str, more: int) -> Result:
 
 def all_of(rank: int) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"{name} {backend}": steps(rank, backend, counts)
         for name, counts in COUNTS.items()
         for backend in BACKENDS
     }
     for more in (0, 2):
-        found[f"join {more}"] = joined(rank, "emulate", more)
-    return found
+        results[f"join {more}"] = joined(rank, "emulate", more)
+    return results

@@ -240,7 +240,7 @@ def test_a_compiled_model_is_not_compiled_for_each_length():
     assert list(generate(model, [1, 2], 8, GREEDY, seed=0)) == expected
     assert not compiler.graphs
     model(tokens(), tokens(seed=2))
-    assert compiler.graphs  # compilation is not off for good
+    assert compiler.graphs  # compilation is on again
 
 
 # The command
@@ -286,7 +286,7 @@ def test_one_token_is_not_called_tokens(write):
     assert "read 1 token at " in write("--prompt", "T", "--tokens", "1")[1]
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """`text` as the command prints it."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
@@ -297,11 +297,11 @@ def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
     ways = [["--temperature", "0", "--seed", seed] for seed in ("1", "2")]
     texts = {write(*flags, *more)[0] for more in (*ways, *likeliest)}
     expected = without_cache(fp8stack.load(run), list(b"quick"), 12)
-    assert texts == {shown("quick" + bytes(expected).decode(errors="replace") + "\n")}
+    assert texts == {printable("quick" + bytes(expected).decode(errors="replace") + "\n")}
     # An empty prompt begins as a document does.
     text = write("--tokens", "10", "--temperature", "0", "--recipe", "fp32")[0]
     expected = without_cache(fp8stack.load(run), [255], 10)
-    assert text == shown(bytes(expected).decode(errors="replace") + "\n")
+    assert text == printable(bytes(expected).decode(errors="replace") + "\n")
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])

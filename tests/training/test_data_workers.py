@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import dataloader
 
 from fp8stack.common.errors import DataWorkerLost
 from fp8stack.data import StepBatches
@@ -59,9 +60,15 @@ def end(number: int) -> None:
 
 @contextmanager
 def forking(rank: int) -> Iterator[None]:
-    """A change: processes are forked, as in a command, unlike in the tests' server."""
+    """A change: processes are forked, as in a command, unlike in the tests' server, and torch looks
+    after half a second, rather than after five, whether a worker that is silent has ended."""
     multiprocessing.set_start_method("fork", force=True)
-    yield
+    receive = dataloader._MultiProcessingDataLoaderIter._try_get_data
+    with (
+        patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5),
+        patch.object(receive, "__defaults__", (0.5,)),
+    ):
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.analysis.compare import runs as comparison_runs
 from fp8stack.common.errors import UserError
 from fp8stack.data import load_corpora, texts, tokenizer
 from fp8stack.data.tokenizer import tokenizer_from_json
@@ -21,9 +22,10 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training import dataloader
 from fp8stack.training.distributed.parallelize import part_of
 from fp8stack.training.load import tokenizer_of_run
+from tests.analysis.compare.test_comparison import InProcess, stand_in
 from tests.conftest import TINY, exit_code, losses
-from tests.support.made_tokenizers import trained
 from tests.support.small_loop import SmallLoop
+from tests.support.small_tokenizers import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,9 +70,9 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
 
 def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
     words = ["pretrain", "--data", tokens, *TINY]
-    refused(*words, "--tokenizer", "bytes", *VOCABULARY, said="is not that of the data")
+    refused(*words, "--tokenizer", "bytes", *VOCABULARY, message="is not that of the data")
     small = ("--set", "model_overrides.vocabulary=299")
-    refused(*words, *small, said="--set model.vocabulary=300")
+    refused(*words, *small, message="--set model.vocabulary=300")
 
 
 def vocabulary_of(run: Path) -> int:
@@ -78,7 +80,7 @@ def vocabulary_of(run: Path) -> int:
     return load_config(config.model, config.model_overrides).vocabulary
 
 
-def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path):
+def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_path, monkeypatch):
     """And a run that was resumed keeps its own."""
     assert command("pretrain", "--data", tokens, "--out", "run", *TINY) == 0
     assert vocabulary_of(tmp_path / "run") == 300
@@ -92,6 +94,7 @@ def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_
     flags = ["--data", "train.bin", "--tokenizer", "tokens", "--out", "bin"]
     assert command("pretrain", *flags, *SHORT) == 0
     assert vocabulary_of(tmp_path / "bin") == 300
+    monkeypatch.setattr(comparison_runs, "subprocess", stand_in(InProcess))
     flags = ["--recipes", "fp32,bf16", "--seeds", "1", "--data", tokens, "--out", "compared"]
     small = ["--steps", "2", "--batch", "4", "--context", "32"]
     assert command("compare", *flags, *small, "--set", "model_overrides.layers=1") == 0
@@ -116,7 +119,7 @@ def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, t
 
 def test_a_folder_of_tokens_is_no_place_for_a_run(refused, tokens, tmp_path):
     before = (tmp_path / "tokens/tokenizer.json").read_text()
-    refused("pretrain", "--out", tokens, *TINY, said="tokenizer.json is in the way")
+    refused("pretrain", "--out", tokens, *TINY, message="tokenizer.json is in the way")
     assert (tmp_path / "tokens/tokenizer.json").read_text() == before
 
 
@@ -187,8 +190,8 @@ def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, ca
     saved = (cut / "run.toml").read_text()
     assert f'data = "0.75:{tmp_path}/a.txt,0.25:{tmp_path}/b.txt"' in saved
     again = ["pretrain", "--resume", "cut"]
-    refused(*again, "--data", "0.7:a.txt,0.3:b.txt", said="the data are not those")
-    refused(*again, "--set", "data_order=random", said="data_order")
+    refused(*again, "--data", "0.7:a.txt,0.3:b.txt", message="the data are not those")
+    refused(*again, "--set", "data_order=random", message="data_order")
 
 
 def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path):
@@ -198,7 +201,7 @@ def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path
     )  # fmt: skip
     small.spoil("", {5, 6, 7})
     assert small.go() == 0
-    assert small.told()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]
+    assert small.guard_events()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]
 
 
 def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_path):
@@ -364,7 +367,7 @@ def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
     many = [*flags, "--set", "model.vocabulary=5000"]
-    assert "--tokenizer bytes" in refused(*many, said="fp8stack prepare")
+    assert "--tokenizer bytes" in refused(*many, message="fp8stack prepare")
     assert command(*many, "--tokenizer", "bytes") == 0
 
 

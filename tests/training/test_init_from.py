@@ -108,7 +108,9 @@ def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, c
 )
 def test_another_shape_is_refused_by_name_and_nothing_is_written(sets, difference, source, refused):
     flags = ["--init-from", "source", "--out", "new", "--steps", "3"]
-    error = refused("pretrain", *flags, *(w for s in sets for w in ("--set", s)), said=difference)
+    error = refused(
+        "pretrain", *flags, *(w for s in sets for w in ("--set", s)), message=difference
+    )
     assert "Cannot begin with the weights of" in error
 
 
@@ -138,7 +140,7 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expecte
         _damage(path)
     (source / "checkpoints" / "step-000008" / "checkpoint.json").unlink()
     words = ["pretrain", "--init-from", name, "--out", "new", *TINY]
-    refused(*words, code=code, said=expected)
+    refused(*words, code=code, message=expected)
     assert not Path("new").exists()
 
 
@@ -183,5 +185,5 @@ def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, comman
     resume = ["pretrain", "--resume", "auto", "--out", "new", "--steps", "13"]
     assert command(*resume, "--init-from", "source") == 0
     assert command(*resume, "--init-from", "source/checkpoints/step-000012") == 0
-    refused(*resume, "--init-from", "source/checkpoints/step-000008", said="init_from is")
+    refused(*resume, "--init-from", "source/checkpoints/step-000008", message="init_from is")
     refused("pretrain", "--resume", "source", "--init-from", "new")

@@ -1,4 +1,4 @@
-"""How allocators are set, and that a run that cannot fit into the memory is refused."""
+"""The settings of allocators, and the refusal of a run that cannot fit into the memory."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
 def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
     monkeypatch.setattr(build, "available_memory", lambda device: 5 * 2**18)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
-    refused(*flags, said="enough for 1. Give --batch 4 --accumulate 4, or --batch 1.")
+    refused(*flags, message="enough for 1. Give --batch 4 --accumulate 4, or --batch 1.")
     assert command(*flags, "--set", "check_memory=false") == 0
 
 
@@ -170,10 +170,10 @@ def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
     )
-    without, kept = map(int, done.stdout.split())
-    assert without >= 10 * 48  # 96 MiB anew each time, in pages of 2 MiB at most
-    assert kept < without / 10
-    assert kept < 100
+    before, after = map(int, done.stdout.split())
+    assert before >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
+    assert after < before / 10
+    assert after < 100
 
 
 def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):

@@ -48,14 +48,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     mode = Launches()
 
     def replayed(self: Replayed, device: torch.device, key: object = None) -> object:
-        mode.found["graph"] += 1
+        mode.counts["graph"] += 1
         before, mode.counting = mode.counting, False
         result = self._function()
         mode.counting = before
         return result
 
     def launched(*_: object) -> None:
-        mode.found["weights"] += 1
+        mode.counts["weights"] += 1
 
     monkeypatch.setattr(Replayed, "__call__", replayed)
     monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
@@ -84,14 +84,14 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     gc.collect()
     small.run.backend.delayed._compiled = True
     small.advance(2)
-    as_on_a_gpu.found.clear()
+    as_on_a_gpu.counts.clear()
     with outside_of_blocks(small.run, as_on_a_gpu):
         small.loop.train_step(*next(small.tokens))
-    launches = as_on_a_gpu.found
-    assert launches["graph"] == 4  # begin, scales of weights, update of the history, verdict
-    assert launches["weights"] == 1
-    assert launches["_foreach_norm"] + launches["_fused_adamw_"] == 4
-    assert launches.total() <= 28, launches
+    counts = as_on_a_gpu.counts
+    assert counts["graph"] == 4  # begin, scales of weights, update of the history, verdict
+    assert counts["weights"] == 1
+    assert counts["_foreach_norm"] + counts["_fused_adamw_"] == 4
+    assert counts.total() <= 28, counts
 
 
 def test_torchs_norm_and_adamw_launch_25_kernels_at_1_5b_parameters() -> None:

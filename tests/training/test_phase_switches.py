@@ -353,9 +353,9 @@ def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path):
     assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
         ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
     ]  # fmt: skip
-    told = run.plan_json()
-    assert (told["asked"], told["recipe"]["name"]) == ("delayed", "delayed")
-    assert [one["precision"] for one in told["phases"]] == ["bf16", "delayed-emulated", "bf16"]
+    plan = run.plan_json()
+    assert (plan["asked"], plan["recipe"]["name"]) == ("delayed", "delayed")
+    assert [phase["precision"] for phase in plan["phases"]] == ["bf16", "delayed-emulated", "bf16"]
 
 
 def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
@@ -371,8 +371,8 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
         layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
     }
     assert (third.precision, third.attention) == ("bf16", "fp32")
-    told = [one["overrides"] for one in small.run.plan_json()["phases"]]
-    assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
+    overrides = [phase["overrides"] for phase in small.run.plan_json()["phases"]]
+    assert overrides == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
     resumed = small.resumed()
     assert resumed.run.schedule == small.run.schedule
     resumed.advance(3)
@@ -456,7 +456,7 @@ def test_resuming_with_other_phases_is_refused(command, refused, phases, capsys)
     flags = ["--config", phases, "--recipe", "current"]
     assert command("pretrain", *flags, "--out", "r", *TINY) == 0
     again = ["pretrain", "--resume", "r", "--steps", "14"]
-    refused(*again, "--phases", "default", said="phases")
+    refused(*again, "--phases", "default", message="phases")
     assert command(*again, "--no-guard") == 0  # without the reference in fp32
     assert "late 10 to 14" in capsys.readouterr().out
 

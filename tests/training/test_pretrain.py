@@ -96,7 +96,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refu
     # Steps so large that the weights soon leave all bounds; each is larger than the one before.
     flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
     words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
-    refused(*words, code=5, said="Lower --lr (now 1e+26)")
+    refused(*words, code=5, message="Lower --lr (now 1e+26)")
     assert metrics(tmp_path / "r")[-1]["event"] == "stop"
     assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()
 
@@ -112,7 +112,7 @@ def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
 
     monkeypatch.setattr(GPT, "forward", broken)
     flags = [*TINY, "--save-every", "1", "--no-guard", "--recipe", "fp32", "--out", "r"]
-    refused("pretrain", *flags, code=5, said="The step was not taken")
+    refused("pretrain", *flags, code=5, message="The step was not taken")
     rows = metrics(tmp_path / "r")
     assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
     assert saved(tmp_path / "r")[0] == f"step-{rows[-1]['step'] - 1:06d}"
@@ -124,7 +124,7 @@ def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     flags = ["pretrain", "--recipe", "fp16", *TINY, "--steps", "40", "--save-every", "100"]
     flags += ["--set", "model_overrides.init_std=300.0", "--eval-every", "100"]
     advice = "or use a recipe with more range"
-    refused(*flags, "--no-guard", "--out", "r", code=5, said=advice)
+    refused(*flags, "--no-guard", "--out", "r", code=5, message=advice)
     rows = metrics(tmp_path / "r")
     assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
     # The guard finds no loss scale to be the cause, and that bf16 has the range.
@@ -191,7 +191,7 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
 def test_without_a_compiler_nothing_is_written(refused, tmp_path):
     with torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)):
         refused(
-            "pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY, said="Install g++"
+            "pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY, message="Install g++"
         )
     assert not (tmp_path / "r").exists()
 

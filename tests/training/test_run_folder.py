@@ -17,7 +17,7 @@ from fp8stack.planning.run_config import parse_config
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from tests.common.test_io import held_by_another_process
 from tests.conftest import TINY, contents, refusal
-from tests.support.made_runs import make_run, write_lines
+from tests.support.run_folders import make_run, write_lines
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 
@@ -106,7 +106,7 @@ def test_who_asks_about_a_run_is_not_in_the_way_of_who_trains_it(tmp_path):
     [(True, "running", "still running"), (False, "unfinished", "killed")],
 )
 def test_list_show_and_report_say_that_a_run_is_running(
-    held, state, ending, unfinished, command, capsys
+    held, state, ending, unfinished, command, capsys, undrawn
 ):
     os.chdir(unfinished.parents[1])
     with held_by_another_process(unfinished / ".lock") if held else os.scandir():
@@ -149,7 +149,7 @@ def test_a_run_that_another_process_trains_is_left_alone(flags, live, refused):
     os.chdir(live.parents[1])
     before = contents(live)
     recipe = [] if "--resume" in flags else ["--recipe", "fp32"]
-    refused("pretrain", *flags, *recipe, said=IN_USE)
+    refused("pretrain", *flags, *recipe, message=IN_USE)
     assert contents(live) == before
 
 

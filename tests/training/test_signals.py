@@ -88,7 +88,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
         patch.setattr(*places[where], struck)
         compiled = ["--compile"] if where == "compiling" else []
         message = "Stopped before a step was done; nothing is lost."
-        refused(*new, "--out", "r", *compiled, code=75, said=message)
+        refused(*new, "--out", "r", *compiled, code=75, message=message)
     assert not after
     assert command(*new, "--no-compile", "--resume", "auto", "--out", "r") == 0
     assert losses(tmp_path / "r") == losses(finished / "r")
@@ -105,7 +105,7 @@ def test_a_signal_at_the_end_is_heeded_at_once_and_the_end_is_made_up_for(
     with monkeypatch.context() as patch:
         patch.setattr(finalize, where, struck)
         message = "Stopped at the end, all is saved. Go on with: fp8stack pretrain --resume r"
-        refused(*new, "--out", "r", code=75, said=message)
+        refused(*new, "--out", "r", code=75, message=message)
     assert command(*AUTO) == 0
     for name in ("sample.txt", "loss.png"):
         assert (tmp_path / "r" / name).read_bytes() == (finished / "r" / name).read_bytes()
@@ -113,7 +113,7 @@ def test_a_signal_at_the_end_is_heeded_at_once_and_the_end_is_made_up_for(
 
 @pytest.mark.usefixtures("_terminal")
 def test_requests_are_heard_where_the_terminal_is_gone_and_not_by_children(monkeypatch):
-    def gone(*arguments: object) -> int:
+    def write(*arguments: object) -> int:
         raise OSError(5, "Input/output error")
 
     with stop_requests() as requested:
@@ -122,7 +122,7 @@ def test_requests_are_heard_where_the_terminal_is_gone_and_not_by_children(monke
             signal.raise_signal(signal.SIGTERM)
         assert not requested()
         with monkeypatch.context() as hangup:
-            hangup.setattr(os, "write", gone)
+            hangup.setattr(os, "write", write)
             signal.raise_signal(signal.SIGHUP)
         assert requested()
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from fp8stack.analysis.compare.gaps import Judging
 from fp8stack.common.errors import UserError, quoted
@@ -95,7 +95,7 @@ class _Run(BaseModel):
 class _Report(BaseModel):
     """The keys of `compare.json` that a later start reads."""
 
-    asked: _SavedRequest
+    request: _SavedRequest = Field(alias="asked")
     config: dict[str, Any]
     contents: dict[str, Any]
     runs: list[_Run]

@@ -294,7 +294,7 @@ def by_weight_kernel(
 
 
 def _operand(copy: Scaled) -> Copy:
-    return copy.data, copy.inv_scale, copy.whole
+    return copy.data, copy.inv_scale, copy.upper_scale
 
 
 def gemm_operand(

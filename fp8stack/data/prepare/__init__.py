@@ -1,1 +1,1 @@
-"""Tokenizes documents into shards; see `run.prepare`. No torch."""
+"""Tokenizes documents into shards; see `pipeline.prepare`. No torch."""

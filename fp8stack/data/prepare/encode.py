@@ -75,8 +75,8 @@ def bytes_of(text: str) -> int:
 def encode_blocks(
     tokenizer: Tokenizer, blocks: Iterable[TextBlock], workers: int
 ) -> Generator[tuple[TextBlock, Encoded], None, None]:
-    """Yield blocks with their tokens, in order, from so many processes. They end with this
-    generator, and with this process. Raises a RankLost if one of them dies."""
+    """Yield blocks with their tokens, in order, from `workers` processes, which end with this
+    generator or this process. Raises a RankLost if a worker dies."""
     if workers == 1:
         for block in blocks:
             yield block, encode(tokenizer, block.texts)
@@ -101,7 +101,7 @@ def encode_blocks(
             "saved: the same command continues, with fewer --workers if necessary."
         ) from None
     finally:
-        pool.shutdown(cancel_futures=True)  # what is being tokenized takes a second
+        pool.shutdown(cancel_futures=True)  # waits a second for blocks in progress
 
 
 @contextmanager

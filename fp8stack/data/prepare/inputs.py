@@ -41,7 +41,7 @@ class Settings:
     train_bpe: int | None  # vocabulary size of a tokenizer to train on the inputs
     text_key: str  # the field or column that holds the text
     held_out: float  # the share of documents that is held out
-    shard_tokens: int  # a shard ends with the document that reaches so many tokens
+    shard_tokens: int  # a shard ends with the document that reaches this many
     workers: int  # processes
     out: Path
     include: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Source:
 
 
 def listings(sources: Sequence[Source]) -> list[str]:
-    """For each source, a hash of it and of all before: of paths, sizes and times of change."""
+    """For each source, a hash of the paths, sizes and times of change up to this source."""
     digest, hashes = hashlib.sha256(), list[str]()
     for source in sources:
         digest.update(f"{source}\n".encode(errors="surrogateescape"))
@@ -152,13 +152,13 @@ def is_saved(folder: Path) -> bool:
 
 
 class _Binary(UserError):
-    """A file that is no text."""
+    """A file that is not text."""
 
 
 def _in_folder(
     folder: Path, settings: Settings, input_index: int, problems: list[str]
 ) -> list[Source]:
-    """The sources in a folder; what is wrong with others is added to `problems`."""
+    """The sources in a folder; the problems of other files are added to `problems`."""
     out, saved = settings.out.resolve(), list[Path]()
 
     def skips(inside: Path) -> bool:

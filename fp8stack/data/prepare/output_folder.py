@@ -16,7 +16,7 @@ from fp8stack.common.tables import counted
 from fp8stack.common.version import __version__
 from fp8stack.data.prepare.inputs import Settings, Source
 from fp8stack.data.prepare.shards import SHARD_FILE, SplitWriter
-from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_parts
+from fp8stack.data.prepared import MANIFEST, UNFINISHED, prepared_segments
 from fp8stack.data.tokenizer import TOKENIZER_FILES, Tokenizer
 
 GPT2_IDS = 50257
@@ -111,7 +111,7 @@ class OutputFolder:
         if not self.manifest_path.exists():
             return None
         try:
-            prepared_parts(self.path, 2**32)
+            prepared_segments(self.path, 2**32)
             manifest: dict[str, Any] = json.loads(self.manifest_path.read_text(encoding="utf-8"))
             for key, kind in (("documents", dict), ("inputs", list), ("settings", dict)):
                 if not isinstance(manifest.get(key), kind):
@@ -123,7 +123,7 @@ class OutputFolder:
             ) from error
         return manifest
 
-    def begun(self) -> dict[str, Any]:
+    def unfinished_content(self) -> dict[str, Any]:
         """The settings and inputs of an unfinished preparation; empty if there is none."""
         try:
             content = json.loads(self.begun_path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ class OutputFolder:
 
     def begin(self, content: dict[str, Any]) -> None:
         """Begin a preparation; an unfinished one with the same `content` stays."""
-        if self.begun() != content:
+        if self.unfinished_content() != content:
             self.remove_unfinished()
             with storage_errors(self.path):
                 self.scratch.mkdir()

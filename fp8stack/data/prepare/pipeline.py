@@ -28,20 +28,20 @@ from fp8stack.data.tokenizer import (
 )
 
 BLOCK_BYTES = 2**20
-DOCUMENT_BYTES = 2**8  # counted for each document, in case they are all empty
-GROUP_BYTES = 2**23  # for each process, between two places in the journal
+DOCUMENT_BYTES = 2**8  # added for each document: many may be empty
+GROUP_BYTES = 2**23  # of text per process between two entries of the journal
 SAVED = "Stopped. Progress is saved; the same command continues."
 
 Stopping = Callable[[str], AbstractContextManager[object]]
-"""A context within which a request to stop is answered with these words."""
+"""A context in which a request to stop is answered with this message."""
 
 
 def prepare(
     settings: Settings, overwrite: bool = False, stopping: Stopping = nullcontext
 ) -> dict[str, Any]:
     """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
-    return its manifest. `overwrite` first removes an existing preparation. What begins anew if it
-    is stopped runs in a context of `stopping`.
+    return its manifest. `overwrite` first removes an existing preparation. Steps that start over
+    if they are stopped run in a context of `stopping`.
 
     Raises:
         UserError: datasets is missing; inputs, the tokenizer or the folder cannot be used.
@@ -63,7 +63,7 @@ def prepare(
         else:
             if not is_own:
                 folder.require_empty()
-            folder.require_settings(folder.begun().get("settings"), settings)
+            folder.require_settings(folder.unfinished_content().get("settings"), settings)
             manifest, speed = _prepare(folder, settings, sources, stopping)
         say(*summary(settings, manifest, speed))
         return manifest
@@ -108,7 +108,7 @@ def _prepare(
         folder.begin(begin | {"tokenizer": tokenizer.sha256, "end": tokenizer.end_of_text})
     else:
         trained, begin = folder.scratch / "trained", begin | {"inputs": listings(sources)[-1]}
-        if folder.begun() != begin or not (trained / TOKENIZER_FILE).is_file():
+        if folder.unfinished_content() != begin or not (trained / TOKENIZER_FILE).is_file():
             with stopping("Stopped. The same command trains the tokenizer anew."):
                 try:
                     tokenizer = _train(settings, sources, reader)
@@ -159,13 +159,13 @@ def _size(sources: Iterable[Source]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def _resume(folder: OutputFolder, sources: Sequence[Source], writer: Writer) -> Place:
-    """The last place in the journal up to which the sources have not changed since."""
-    listing = listings(sources)
+def _resume(folder: OutputFolder, listing: Sequence[str], writer: Writer) -> Place:
+    """The last place in the journal up to which the sources, of which `listing` has the hashes,
+    have not changed since."""
 
     def is_valid(entry: dict[str, Any]) -> bool:
         number = entry["place"]["source"]
-        unchanged = number < len(sources) and entry["listing"] == listing[number]
+        unchanged = number < len(listing) and entry["listing"] == listing[number]
         return unchanged and writer.has(entry["written"])
 
     entry = folder.return_to(is_valid)
@@ -186,11 +186,11 @@ def _encode_all(
 ) -> int:
     """Tokenize and write all documents, and return the number of tokens. Raises one UserError for
     all sources that cannot be read: after the first, the others are only looked through."""
-    begin = place = _resume(folder, sources, writer)
     listing, problems = listings(sources), list[str]()
+    begin = place = _resume(folder, listing, writer)
     tokens, unrecorded, total, workers = 0, 0, _size(sources), settings.workers
     done = sum(source.size for source in sources[: begin.source])
-    if total:  # an idle process would cost its start
+    if total:  # do not start processes that would be idle
         workers = max(1, min(workers, -(-(total - done) // BLOCK_BYTES)))
 
     started = time.monotonic()
@@ -211,7 +211,7 @@ def _encode_all(
             line = f"{tokens / 1e6:,.1f}M tokens | {speed / 1e3:,.0f}k tok/s"
             display.update(block.on_disk, line)
     if problems and place == Place() and settings.train_bpe is None:
-        folder.remove_unfinished()  # what holds nothing yet must not bind the folder
+        folder.remove_unfinished()  # no progress is recorded: settings may change
     require_none(problems)
     return tokens
 

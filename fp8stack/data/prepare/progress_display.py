@@ -15,7 +15,7 @@ LINE_EVERY_S = 10.0
 
 
 class ProgressDisplay:
-    """Shows the progress of `work` on files of `total` bytes (0: unknown), of which `done` were
+    """Shows the progress of `work` on files of `total` bytes (0: unknown); `done` bytes were
     processed before."""
 
     def __init__(

@@ -26,7 +26,7 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, width: int, shard_tokens: int) -> None:
         self._folder, self._split = folder, split
         self._width, self._shard_tokens = width, shard_tokens
-        self.shards: list[Shard] = []  # the finished ones
+        self.shards: list[Shard] = []  # finished
         self.text_bytes = 0  # of all shards
         self._files: list[IO[bytes]] = []  # of the open shard: tokens, and ends of documents
         self._tokens = self._documents = 0  # of the open shard

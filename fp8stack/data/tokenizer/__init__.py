@@ -35,7 +35,7 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
     Args:
         name: "bytes", whose ids are the bytes of UTF-8; "gpt2", by tiktoken; or the path of a
             `tokenizer.json`, or of a folder that has one, such as one that transformers saved.
-        end_of_text: the token that ends a document; None for the `eos_token` of files beside
+        end_of_text: the token that ends a document; None for the `eos_token` of files next to
             `tokenizer.json`, or else a special token of a usual name.
 
     Raises:

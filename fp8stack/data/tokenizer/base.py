@@ -24,9 +24,9 @@ class TokenizerIdentity(BaseModel, frozen=True, extra="forbid", strict=True):
     sha256: str
     ids_sha256: str
 
-    def is_alike(self, other: TokenizerIdentity) -> bool:
+    def is_alike(self, identity: TokenizerIdentity) -> bool:
         """Whether ids stand for the same texts in both; the rest of their files may differ."""
-        return self.sha256 == other.sha256 or self.ids_sha256 == other.ids_sha256
+        return self.sha256 == identity.sha256 or self.ids_sha256 == identity.ids_sha256
 
 
 class Decoder(Protocol):
@@ -145,17 +145,17 @@ class _TextStream(Decoder):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._told = 0  # how many of the ids gave text already
+        self._decoded = 0  # the number of ids whose text was returned
 
     def step(self, token: int) -> str:
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[: self._told])
+        before = self._tokenizer.decode(self._ids[: self._decoded])
         text = self._tokenizer.decode(self._ids)
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
-        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        self._ids, self._decoded = self._ids[self._decoded :], len(self._ids) - self._decoded
         return text[len(before) :]
 
     def finish(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._told])
+        before = self._tokenizer.decode(self._ids[: self._decoded])
         return self._tokenizer.decode(self._ids)[len(before) :]

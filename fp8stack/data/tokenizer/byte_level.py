@@ -16,10 +16,10 @@ BYTES_END_OF_TEXT = 255
 def _alphabet() -> dict[int, str]:
     """The character that stands for each byte: itself if it can be seen, else one from U+0100 on
     (`bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py)."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    shifted = {byte: chr(256 + number) for number, byte in enumerate(unseen)}
-    return {byte: chr(byte) for byte in seen} | shifted
+    visible = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    invisible = [byte for byte in range(256) if byte not in visible]
+    shifted = {byte: chr(256 + number) for number, byte in enumerate(invisible)}
+    return {byte: chr(byte) for byte in visible} | shifted
 
 
 CHARACTER_OF_BYTE: Mapping[int, str] = _alphabet()
@@ -38,7 +38,7 @@ def bpe_json(
 
     Args:
         vocabulary: the ids of the tokens, spelled as `written` does.
-        merges: the pairs that are joined, first those of the highest priority.
+        merges: the pairs that are joined, the highest priority first.
         end_of_text: the id of `<|endoftext|>`.
         words: split the text into words as GPT-2 does before pairs are joined.
     """

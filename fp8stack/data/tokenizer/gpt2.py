@@ -36,7 +36,7 @@ class Gpt2Tokenizer(Tokenizer):
         """See `Tokenizer.to_json`."""
         ranks = self._ranks()
         vocabulary = {written(token): rank for token, rank in ranks.items()}
-        merges = [(written(left), written(right)) for left, right in merges_of(ranks)]
+        merges = [(written(first), written(second)) for first, second in merges_of(ranks)]
         return bpe_json(vocabulary, merges, self._encoding.eot_token, words=True)
 
     def _ranks(self) -> dict[bytes, int]:
@@ -45,10 +45,10 @@ class Gpt2Tokenizer(Tokenizer):
         return dict(sorted(ranks.items(), key=lambda pair: pair[1]))
 
     def _bytes_of_tokens(self) -> Sequence[bytes]:
-        found = [b""] * self.vocabulary
+        bytes_of_ids = [b""] * self.vocabulary
         for token, rank in self._ranks().items():
-            found[rank] = token
-        return found
+            bytes_of_ids[rank] = token
+        return bytes_of_ids
 
 
 def load_gpt2() -> Gpt2Tokenizer:
@@ -80,21 +80,23 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
         if len(token) > 1:
-            parts = _joined(token, ranks, rank)
-            if len(parts) != 2:
-                raise ValueError(f"Token {token!r} is made of {len(parts)} earlier ones, not of 2.")
-            merges.append((parts[0], parts[1]))
+            pieces = _joined(token, ranks, rank)
+            if len(pieces) != 2:
+                raise ValueError(
+                    f"Token {token!r} is made of {len(pieces)} earlier ones, not of 2."
+                )
+            merges.append((pieces[0], pieces[1]))
     return merges
 
 
 def _joined(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]:
     """The bytes of `token`, joined by every merge whose rank is below `below`."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 1:
-        pairs = [ranks.get(a + b, below) for a, b in itertools.pairwise(parts)]
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 1:
+        pairs = [ranks.get(a + b, below) for a, b in itertools.pairwise(pieces)]
         least = min(pairs)
         if least >= below:
             break
         at = pairs.index(least)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces

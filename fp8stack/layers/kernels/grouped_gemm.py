@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.numerics.fused import seen
+from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.groups import spans, split_groups
 from fp8stack.numerics.operators import operator_on_any_device
 
@@ -60,7 +60,7 @@ def grouped_gemm(
     Returns:
         [rows, N], or [groups, M, N] with `turn` "a".
     """
-    run = _operator if seen(a) else _grouped_gemm
+    run = _operator if needs_operator(a) else _grouped_gemm
     y: Tensor = run(a, b, ends, turn, bias)
     return y
 
@@ -105,7 +105,7 @@ def by_grouped_mm(a: Tensor, b: Tensor, ends: Tensor, turn: str) -> Tensor:
 
 def sum_groups(x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums over the rows of each group: [groups, columns] in `dtype`."""
-    run = _sum_operator if seen(x) else _sum_groups
+    run = _sum_operator if needs_operator(x) else _sum_groups
     sums: Tensor = run(x, ends, dtype)
     return sums
 

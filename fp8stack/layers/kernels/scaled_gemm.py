@@ -58,14 +58,14 @@ class Scaled(NamedTuple):
 
     `data` is float8 [rows, K], row-major, of NV uint8 [rows, K / 2]: two FP4 codes to a byte, the
     even element in the low half. `inv_scale` is float32 and 0-dim, or as `pack_scales` gives it.
-    `whole` is what NV's scales stand below: float32, 0-dim. `sums` over the rows, float32 [K], are
-    the gradient of a bias where the matrix is dy.
+    `upper_scale`, for NV alone, multiplies all of its block scales: float32, 0-dim. `sums` over the
+    rows, float32 [K], are the gradient of a bias where the matrix is dy.
     """
 
     data: Tensor
     inv_scale: Tensor
     kind: ScaleLayout
-    whole: Tensor | None = None
+    upper_scale: Tensor | None = None
     sums: Tensor | None = None
 
 
@@ -141,7 +141,8 @@ def scaled_gemm(
         return y
     if a.kind in _SWIZZLED or not _COMPILES_SCALED_MM:
         kinds = a.kind.value, b.kind.value
-        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype, a.whole, b.whole, *kinds)
+        upper_scales = a.upper_scale, b.upper_scale
+        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype, *upper_scales, *kinds)
     else:
         y = _by_blocks(a, b, out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
@@ -162,11 +163,11 @@ def _by_blocks(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
     scales = [a.inv_scale], [b.inv_scale]
     kinds = [[_TORCHS_NAMES[operand.kind]] for operand in (a, b)]
     swizzles = [SwizzleType.SWIZZLE_32_4_4 if a.kind in _SWIZZLED else SwizzleType.NO_SWIZZLE]
-    if a.whole is not None and b.whole is not None:
+    if a.upper_scale is not None and b.upper_scale is not None:
         # torch multiplies the two in float32 and hands them to cuBLAS as alpha: the product is
         # multiplied by it before the one rounding to `out_dtype`.
         x, w = x.view(torch.float4_e2m1fn_x2), w.view(torch.float4_e2m1fn_x2)
-        scales = [a.inv_scale, a.whole], [b.inv_scale, b.whole]
+        scales = [a.inv_scale, a.upper_scale], [b.inv_scale, b.upper_scale]
         kinds = [[*kind, ScalingType.TensorWise] for kind in kinds]
         swizzles.append(SwizzleType.NO_SWIZZLE)  # torch counts one for each level
     return F.scaled_mm(
@@ -196,14 +197,14 @@ def _mx_gemm(
     scale_a: Tensor,
     scale_b: Tensor,
     out_dtype: torch.dtype,
-    whole_a: Tensor | None = None,
-    whole_b: Tensor | None = None,
+    upper_scale_a: Tensor | None = None,
+    upper_scale_b: Tensor | None = None,
     kind_a: str = "1x32",
     kind_b: str = "1x32",
 ) -> Tensor:
     """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
-    first = Scaled(a, scale_a, ScaleLayout(kind_a), whole_a)
-    return _by_blocks(first, Scaled(b, scale_b, ScaleLayout(kind_b), whole_b), out_dtype)
+    first = Scaled(a, scale_a, ScaleLayout(kind_a), upper_scale_a)
+    return _by_blocks(first, Scaled(b, scale_b, ScaleLayout(kind_b), upper_scale_b), out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:

@@ -90,7 +90,7 @@ def windows_for(
     end = None if tokenizer is None else tokenizer.end_of_text
     train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end, texts=texts)
     if not is_run_data and path is not None and os.path.isfile(path):
-        held_out = Corpus(name=path, parts=(*train.parts, *held_out.parts))
+        held_out = Corpus(name=path, segments=(*train.segments, *held_out.segments))
     tokens = data.validation_windows(
         held_out,
         count=config.eval_windows if count is None else count,

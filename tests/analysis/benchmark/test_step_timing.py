@@ -28,8 +28,8 @@ def test_a_cpu_has_every_recipe_and_compiles_those_that_are_named():
 
 
 def test_a_gpu_has_every_backend_compiled_except_te():
-    found = step.arms(H200, ["bf16", "delayed", "mxfp8"], ())
-    assert [(arm.name, arm.compiled) for arm in found] == [
+    arms = step.arms(H200, ["bf16", "delayed", "mxfp8"], ())
+    assert [(arm.name, arm.compiled) for arm in arms] == [
         ("bf16", True),
         ("delayed", False),  # te, what `resolve` chooses
         ("delayed by torch", True),

@@ -37,12 +37,12 @@ def test_a_timing_is_of_its_own_arm_and_of_the_timed_rounds_alone():
 def test_a_budget_cuts_rounds_short_but_leaves_enough_for_an_interval():
     clock = Clock()
     arms = {"a": clock.arm(100.0, 1.0)}
-    found = interleaved(arms, rounds=50, warm_up=3, budget_s=20, clock=clock)["a"]
+    times = interleaved(arms, rounds=50, warm_up=3, budget_s=20, clock=clock)["a"]
     # The first round, which compiles, is not counted; the warm-up stops after a tenth.
-    assert found.rounds in (17, 18)
+    assert times.rounds in (17, 18)
     assert clock.now == pytest.approx(120)
-    found = interleaved({"a": clock.arm(1.0)}, rounds=50, warm_up=9, budget_s=2, clock=clock)["a"]
-    assert found.rounds == timing.LEAST_ROUNDS
+    times = interleaved({"a": clock.arm(1.0)}, rounds=50, warm_up=9, budget_s=2, clock=clock)["a"]
+    assert times.rounds == timing.LEAST_ROUNDS
     assert clock.now == pytest.approx(120 + 2 + timing.LEAST_ROUNDS)
 
 
@@ -79,9 +79,9 @@ def test_few_samples_have_their_whole_range_for_an_interval():
 
 def test_what_slows_down_a_round_leaves_the_ratio_within_it():
     weather = [1.0, 3.0, 2.0, 9.0, 1.5, 4.0]
-    found = timed({"a": weather, "b": [1.25 * of for of in weather]}, rounds=6)
-    assert paired_ratio(found["b"], found["a"]) == pytest.approx((1.25, 1.25, 1.25))
-    assert found["b"].samples_ms == pytest.approx([1250 * of for of in weather])
+    timings = timed({"a": weather, "b": [1.25 * factor for factor in weather]}, rounds=6)
+    assert paired_ratio(timings["b"], timings["a"]) == pytest.approx((1.25, 1.25, 1.25))
+    assert timings["b"].samples_ms == pytest.approx([1250 * factor for factor in weather])
 
 
 def test_the_interval_of_a_ratio_encloses_the_truth_as_often_as_it_says():
@@ -90,9 +90,9 @@ def test_the_interval_of_a_ratio_encloses_the_truth_as_often_as_it_says():
     inside = 0
     for _ in range(400):
         base = random.lognormal(0, 0.5, 40)
-        ours = 1.1 * base * random.lognormal(0, 0.1, 40)
-        found = timed({"base": base.tolist(), "ours": ours.tolist()}, rounds=40)
-        _, low, high = paired_ratio(found["ours"], found["base"])
+        slower = 1.1 * base * random.lognormal(0, 0.1, 40)
+        timings = timed({"base": base.tolist(), "ours": slower.tolist()}, rounds=40)
+        _, low, high = paired_ratio(timings["ours"], timings["base"])
         inside += low <= 1.1 <= high
     assert 0.93 <= inside / 400 <= 0.99
 

@@ -39,7 +39,7 @@ from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, contents, exit_code, losses, metrics
 from tests.faults.processes import Child
-from tests.support.made_runs import write_lines
+from tests.support.run_folders import write_lines
 
 SETS = [word for word in TINY[10:] if word != "--set"]
 SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]

@@ -1,5 +1,5 @@
-"""Faults of hardware, drivers and libraries, put into the functions that compute: what `conform` is
-there to find. Each breaks a function of the package, or one of torch's that the package calls."""
+"""Faults of hardware, drivers and libraries, put into the functions that compute, for `conform` to
+find. Each breaks a function of the package, or one of torch's that the package calls."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Put = Callable[[pytest.MonkeyPatch], None]
 
 
 def instead(where: Any, name: str, broken: Callable[..., Any]) -> Put:
-    """A function gives `broken(the exact function, *its arguments)`, wherever the package has
-    imported it to."""
+    """Make a function return `broken(the exact function, *its arguments)`, in every module of the
+    package that imports it."""
 
     def put(patch: pytest.MonkeyPatch) -> None:
         exact = getattr(where, name)
 
-        def fault(*given: Any, **options: Any) -> Any:
-            return broken(exact, *given, **options)
+        def fault(*arguments: Any, **options: Any) -> Any:
+            return broken(exact, *arguments, **options)
 
         patch.setattr(where, name, fault)
         for module in [m for key, m in sys.modules.items() if key.startswith("fp8stack.")]:
@@ -57,7 +57,7 @@ def instead(where: Any, name: str, broken: Callable[..., Any]) -> Put:
 
 
 def after(where: Any, name: str, change: Callable[..., Any]) -> Put:
-    """What a function gives is passed through `change(result, *its arguments)`."""
+    """Pass the result of a function through `change(result, *its arguments)`."""
     return instead(where, name, lambda exact, *x, **more: change(exact(*x, **more), *x, **more))
 
 
@@ -87,10 +87,10 @@ def ties_away(exact: Any, scaled: Tensor, target: Any) -> Tensor:
     return data
 
 
-def one_off(codes: Tensor, *given: Any) -> Tensor:
-    made = codes.clone()
-    made.view(-1)[777 % max(1, made.numel()) :: 100_003] ^= 1
-    return made
+def one_off(codes: Tensor, *arguments: Any) -> Tensor:
+    changed = codes.clone()
+    changed.view(-1)[777 % max(1, changed.numel()) :: 100_003] ^= 1
+    return changed
 
 
 def rounded_twice(exact: Any, x: Tensor, scale: Any, format: str = "e4m3") -> Tensor:
@@ -107,25 +107,25 @@ def not_swizzled(exact: Any, codes: Tensor) -> Tensor:
     return padded.view(torch.float8_e8m0fnu)
 
 
-def not_padded(made: Tensor, scales: Tensor, kind: Any) -> Tensor:
-    return scales.contiguous().t() if kind is scaled_gemm.ScaleLayout.SQUARES else made
+def not_padded(packed: Tensor, scales: Tensor, kind: Any) -> Tensor:
+    return scales.contiguous().t() if kind is scaled_gemm.ScaleLayout.SQUARES else packed
 
 
-def without_last_row(made: list[Tensor], *given: Any) -> list[Tensor]:
+def without_last_row(outputs: list[Tensor], *arguments: Any) -> list[Tensor]:
     if torch.get_num_threads() > 1:
-        made[0][-1] = 0
-    return made
+        outputs[0][-1] = 0
+    return outputs
 
 
-def some_off(made: list[Tensor], *given: Any) -> list[Tensor]:
-    made[0].view(-1)[::1009] *= 1.125
-    return made
+def some_off(outputs: list[Tensor], *arguments: Any) -> list[Tensor]:
+    outputs[0].view(-1)[::1009] *= 1.125
+    return outputs
 
 
 # Histories
 
 
-def twice(made: None, self: Any, slots: Any = None) -> None:
+def twice(_: None, self: Any, slots: Any = None) -> None:
     self.history.copy_(self.history.roll(-1, 0))
 
 
@@ -153,28 +153,30 @@ def sums(change: Callable[[Tensor], Tensor]) -> Put:
         exact: Any, a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Any,
         out_dtype: Any, use_fast_accum: bool,
     ) -> Tensor:  # fmt: skip
-        left, right = a.float(), b.float()
+        a_values, b_values = a.float(), b.float()
         if use_fast_accum:
-            y = left @ right
+            y = a_values @ b_values
         else:
-            y = torch.zeros(left.shape[0], right.shape[1])
-            for start in range(0, left.shape[1], 32):
-                y = change(y + left[:, start : start + 32] @ right[start : start + 32])
+            y = torch.zeros(a_values.shape[0], b_values.shape[1])
+            for start in range(0, a_values.shape[1], 32):
+                y = change(y + a_values[:, start : start + 32] @ b_values[start : start + 32])
         y = y * (scale_a * scale_b)
         return (y if bias is None else y + bias).to(out_dtype)
 
     return instead(torch, "_scaled_mm", multiply)
 
 
-def zero_gradients(made: Any, self: Any, x: Tensor, quantizers: Any, *given: Any) -> Any:
+def zero_gradients(copies: Any, self: Any, x: Tensor, quantizers: Any, *arguments: Any) -> Any:
     if quantizers.name != "grad_output":
-        return made
-    return tuple(each and each._replace(values=each.values * 0) for each in made)
+        return copies
+    return tuple(copy and copy._replace(values=copy.values * 0) for copy in copies)
 
 
-def along_twice(exact: Any, self: Any, x: Tensor, quantizers: Any, both: bool, call: Any) -> Any:
+def along_twice(
+    exact: Any, self: Any, x: Tensor, quantizers: Any, with_columns: bool, call: Any
+) -> Any:
     along, _ = exact(self, x, quantizers, False, call)
-    return along, along._replace(form=quantizers.columns) if both else None
+    return along, along._replace(form=quantizers.columns) if with_columns else None
 
 
 def gradient_of_keys(change: Callable[[Tensor], Tensor]) -> Put:
@@ -218,14 +220,17 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "one element in 100,000 is off by a code": ("casts: *eager", codes(one_off)),
     "the transpose is a copy": (
         "casts: *transpose*",
-        after(fused_casts, "_cast_op", lambda made, *x: (made[0], made[0].clone(), *made[2:])),
+        after(
+            fused_casts, "_cast_op",
+            lambda copies, *x: (copies[0], copies[0].clone(), *copies[2:]),
+        ),
     ),
     "the amax is that of the rounded values": (
         "casts: *transpose*",
         after(
             fused_casts, "_cast_op",
-            lambda made, name, x, dy, scale, *given: (
-                *made[:2], numerics.amax(made[0].float() / scale).view(1), made[3]
+            lambda copies, name, x, dy, scale, *arguments: (
+                *copies[:2], numerics.amax(copies[0].float() / scale).view(1), copies[3]
             ),
         ),
     ),
@@ -233,30 +238,30 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "histories: fp8_state*",
         after(
             cast, "amax",
-            lambda made, x: made if x.ndim < 2 else cast.magnitude(x[:-1]).max(),
+            lambda amax, x: amax if x.ndim < 2 else cast.magnitude(x[:-1]).max(),
         ),
     ),
     "the inverse is one unit off": (
         "scales: *eager",
         after(
             cast, "inverse",
-            lambda made, scale: torch.nextafter(made, torch.full_like(made, torch.inf)),
+            lambda inverse, scale: torch.nextafter(inverse, torch.full_like(inverse, torch.inf)),
         ),
     ),
     "powers of two are rounded up": (
         "scales: *eager",
         after(
             cast, "truncate_to_power_of_two",
-            lambda made, scale: torch.where(made == scale, made, made * 2),
+            lambda power, scale: torch.where(power == scale, power, power * 2),
         ),
     ),
     "E8M0's code 0 counts as zero": (
         "quantizers: mxfp8*operators",
-        after(scales, "e8m0_value", lambda made, codes: torch.where(codes == 0, 0.0, made)),
+        after(scales, "e8m0_value", lambda values, codes: torch.where(codes == 0, 0.0, values)),
     ),
     "E8M0's largest scale is its NaN, 255": (
         "quantizers: mxfp8*eager",
-        after(scales, "e8m0_code", lambda made, *x: torch.where(made == 254, 255, made)),
+        after(scales, "e8m0_code", lambda code, *x: torch.where(code == 254, 255, code)),
     ),
     "E8M0's scales are rounded down": (
         "golden: mxfp8*",
@@ -268,20 +273,22 @@ FAULTS: dict[str, tuple[str, Put]] = {
         ),
     ),
     "a block is transposed": (
-        "quantizers: block, bytes*", after(blocks, "block_sizes", lambda made, *x: made[::-1])
+        "quantizers: block, bytes*", after(blocks, "block_sizes", lambda sizes, *x: sizes[::-1])
     ),
     "the second copy in blocks is the transpose of the first": (
         "quantizers: block, both*",
         after(
             fused_casts, "_blocks_op",
-            lambda made, *x: (made[0], made[0].t().contiguous(), *made[2:]),
+            lambda copies, *x: (copies[0], copies[0].t().contiguous(), *copies[2:]),
         ),
     ),
     "the scales of MX's second copy are in reverse": (
         "quantizers: mxfp8, both*",
         after(
             fused_casts, "_blocks_op",
-            lambda made, *x: (*made[:3], bytes_of(made[3]).flip(0).view(made[3].dtype), made[4]),
+            lambda copies, *x: (
+                *copies[:3], bytes_of(copies[3]).flip(0).view(copies[3].dtype), copies[4]
+            ),
         ),
     ),
     "an activation is not rounded before it is cast": (
@@ -296,15 +303,16 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: nvfp4*operators",
         after(
             scales, "_two_levels",
-            lambda made, *given: made._replace(factor=torch.ones_like(made.factor)),
+            lambda levels, *arguments: levels._replace(factor=torch.ones_like(levels.factor)),
         ),
     ),
     "the upper scale of a transformed copy is that of the matrix": (
-        "quantizers: nvfp4, both*", after(nvfp4, "_amaxes_op", lambda made, *x: made[:2].repeat(2))
+        "quantizers: nvfp4, both*",
+        after(nvfp4, "_amaxes_op", lambda amaxes, *x: amaxes[:2].repeat(2)),
     ),
     "FP4's halves of a byte are swapped": (
         "quantizers: mxfp4*eager",
-        after(quantized, "_packed", lambda made, *given: made << 4 | made >> 4),
+        after(quantized, "_packed", lambda packed, *arguments: packed << 4 | packed >> 4),
     ),
     "the scales of MX are not swizzled": (
         "layouts: scales 1x32", instead(scaled_gemm, "_swizzled", not_swizzled)
@@ -314,13 +322,13 @@ FAULTS: dict[str, tuple[str, Put]] = {
     ),
     "stochastic rounding always rounds away": (
         "quantizers: nvfp4*operators",
-        after(RandomBits, "bits", lambda made, *given: torch.zeros_like(made)),
+        after(RandomBits, "bits", lambda bits, *arguments: torch.zeros_like(bits)),
     ),
     "stochastic rounding draws zeros in numba's kernels too": (
         "quantizers: nvfp4*numba*",
         after(
             rounding, "_bits",
-            lambda made, drawn: (torch.tensor(0), 0, 0, 0),
+            lambda bits, drawn: (torch.tensor(0), 0, 0, 0),
         ),
     ),
     "all stochastic gradients are zero": (
@@ -347,7 +355,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: current*1 thread", after(fused, "round", some_off)
     ),
     "an amax is dropped": (
-        "histories: updates*", instead(amax_history, "record_amax", lambda *given: None)
+        "histories: updates*", instead(amax_history, "record_amax", lambda *arguments: None)
     ),
     "the torch backend drops the gradients' amax": (
         "histories: fp8_state of torch*",
@@ -360,7 +368,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "histories: updates*",
         instead(
             amax_history, "record_amax",
-            lambda exact, kept, new, counts=None: kept.copy_(torch.maximum(kept, new)),
+            lambda exact, recorded, new, counts=None: recorded.copy_(torch.maximum(recorded, new)),
         ),
     ),
     "the window moves twice": ("histories: updates*", after(AmaxHistory, "update", twice)),
@@ -385,7 +393,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "gemms: current by torch*", sums(lambda y: y.bfloat16().float())
     ),
     "one product in 256 is left out": (
-        "gemms: current by emulate*", after(emulate, "_gemm", lambda y, *given: y * 1.004)
+        "gemms: current by emulate*", after(emulate, "_gemm", lambda y, *arguments: y * 1.004)
     ),
     "the scales of rows are reversed": (
         "gemms: rowwise by emulate*",
@@ -407,7 +415,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "attention: documents*",
         after(
             attention, "dense_mask",
-            lambda made, allowed, dtype: torch.zeros_like(made).masked_fill_(
+            lambda mask, allowed, dtype: torch.zeros_like(mask).masked_fill_(
                 ~torch.ones_like(allowed).tril(), -torch.inf
             ),
         ),
@@ -420,18 +428,24 @@ FAULTS: dict[str, tuple[str, Put]] = {
 
 
 def other_rules(**changes: Any) -> Put:
-    """The kernel for many weights goes by another quantizer."""
+    """Give the kernel for many weights another quantizer."""
     return instead(
         weights, "variant",
-        lambda made, quantizer, **more: made(dataclasses.replace(quantizer, **changes), **more),
+        lambda make_variant, quantizer, **options: make_variant(
+            dataclasses.replace(quantizer, **changes), **options
+        ),
     )  # fmt: skip
 
 
-# Those of the kernel for many weights, which no CPU runs but in Triton's interpreter.
+# Faults of the kernel for many weights, which a CPU runs only in Triton's interpreter.
 OF_WEIGHTS: dict[str, tuple[str, Put]] = {
     "the amaxes of weights are not recorded": (
         "casts: bf16 to e4m3, *many weights",
-        instead(weights, "variant", lambda made, **how: made(**how | {"record": False})),
+        instead(
+            weights,
+            "variant",
+            lambda make_variant, **options: make_variant(**options | {"record": False}),
+        ),
     ),
     "weights are cast to the other format": (
         "quantizers: current, *many weights",

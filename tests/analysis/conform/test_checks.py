@@ -52,25 +52,25 @@ def rows(checks, *words: str) -> list[Facts]:
     return [run_check(check) for check in chosen]
 
 
-def assert_hold(found: list[Facts]) -> None:
-    wrong = [row for row in found if row.get("holds") is not True]
+def assert_hold(facts: list[Facts]) -> None:
+    wrong = [row for row in facts if row.get("holds") is not True]
     assert not wrong, wrong
 
 
 def test_bits_that_differ_are_counted_and_shown():
     expected = torch.tensor([1.0, -0.0, math.nan, 3.0])
-    found = torch.tensor([1.0, 0.0, math.nan, 3.0000002])
-    facts = same_bits({"x": (found, expected)})
+    actual = torch.tensor([1.0, 0.0, math.nan, 3.0000002])
+    facts = same_bits({"x": (actual, expected)})
     assert (facts["holds"], facts["checked"], facts["differing"]) == (False, 4, 2)
     assert facts["first"] == [
         "x[1]: 0 (0x00000000), not -0 (0x80000000)",
         "x[3]: 3.00000024 (0x40400001), not 3 (0x40400000)",
     ]
-    assert same_values({"x": (found[:3], expected[:3])})["holds"]
-    assert not same_values({"x": (found, expected)})["holds"]
-    facts = same_bits({"x": (found, expected[:3])})
+    assert same_values({"x": (actual[:3], expected[:3])})["holds"]
+    assert not same_values({"x": (actual, expected)})["holds"]
+    facts = same_bits({"x": (actual, expected[:3])})
     assert facts["first"] == ["x: torch.float32 (4,) instead of torch.float32 (3,)"]
-    facts = merged({"a": same_bits({"x": (found, expected)}), "b": same_bits({})})
+    facts = merged({"a": same_bits({"x": (actual, expected)}), "b": same_bits({})})
     assert (facts["holds"], facts["differing"], len(facts["first"])) == (False, 2, 2)
 
 
@@ -107,17 +107,19 @@ def test_the_quantizers_of_every_shipped_recipe_are_checked():
     assert checked == {q for q in in_recipes if not q.delayed}
 
 
-# In the long form
+# The long form
 
 
 def compiled_checks() -> list[Check]:
-    """Those of `fp8stack conform` that a compiler which takes no time can do on a CPU."""
+    """The checks of compiled code that a CPU can do with a compiler that takes no time."""
     groups = casts.casts, casts.scales, quantizers.quantizers, histories.histories
-    found = [check for group in groups for check in group(CPU) if "compiled" in check.name]
-    can = ("by emulate, compiled", "delayed by torch, compiled")
-    found += [one for one in gemms.gemms(CPU) if any(way in one.name for way in can)]
+    checks = [check for group in groups for check in group(CPU) if "compiled" in check.name]
+    on_a_cpu = ("by emulate, compiled", "delayed by torch, compiled")
+    checks += [
+        check for check in gemms.gemms(CPU) if any(words in check.name for words in on_a_cpu)
+    ]
     nvfp4 = partial(gemms.linear, CPU, "nvfp4", "emulate", gemms.SHAPES[0], compiled=True)
-    return [*found, Check("nvfp4 by emulate", nvfp4)]
+    return [*checks, Check("nvfp4 by emulate", nvfp4)]
 
 
 SHORT = (
@@ -132,8 +134,8 @@ def test_what_is_compiled_holds(words):
     """Inductor's own code is tried by `fp8stack conform` itself."""
     checks = compiled_checks()
     for word in words:
-        found = rows(checks, word)
-        assert_hold([row for row in found if "float8_e8m0fnu" not in row.get("skipped", "")])
+        compiled = rows(checks, word)
+        assert_hold([row for row in compiled if "float8_e8m0fnu" not in row.get("skipped", "")])
 
 
 def test_rows_and_features_that_no_fp8_gemm_takes_are_emulated_and_norms_are_near_float64():
@@ -152,7 +154,7 @@ def test_fused_layers_that_are_not_finite_fail_with_facts_that_json_can_hold(mon
     run = gemms._once
     monkeypatch.setattr(
         *(gemms, "_once"),
-        lambda *given: {name: x * math.nan for name, x in run(*given).items()},
+        lambda *arguments: {name: x * math.nan for name, x in run(*arguments).items()},
     )
     (row,) = rows(gemms.gemms(CPU), "norms and MLP in current by emulate")
     assert broken(row)
@@ -161,8 +163,8 @@ def test_fused_layers_that_are_not_finite_fail_with_facts_that_json_can_hold(mon
 
 
 def interpreted_copies() -> list[str]:
-    """Where the kernels of both NVFP4 copies differ from the reference, as Triton interprets
-    them."""
+    """Differences of the kernels of both NVFP4 copies, in Triton's interpreter, from the
+    reference."""
     check = "nvfp4, both copies at once"
     with launched_on_a_cpu():
         (row,) = suite.run(Context(CPU.hardware, quick=True), check)["rows"]
@@ -170,8 +172,8 @@ def interpreted_copies() -> list[str]:
 
 
 def interpreted_weights() -> list[str]:
-    """Where the kernel for many weights differs from the reference, as Triton interprets it, and
-    the faults of it that are not found."""
+    """Differences of the kernel for many weights, in Triton's interpreter, from the reference, and
+    its faults that are not found."""
     context, wrong = Context(CPU.hardware, quick=True), []
     with launched_on_a_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(casts, "has_kernel", lambda device: True)
@@ -182,8 +184,8 @@ def interpreted_weights() -> list[str]:
             patch.setattr(casts, "has_kernel", lambda device: True)
             put(patch)
             rows = suite.run(context, only)["rows"]
-        found = any(row.get("differing") for row in rows)  # by its numbers
-        wrong += [] if found else [f"not found: {name}: {rows}"]
+        detected = any(row.get("differing") for row in rows)  # by its numbers
+        wrong += [] if detected else [f"not found: {name}: {rows}"]
     return wrong
 
 
@@ -207,13 +209,14 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
         ):
             assert_hold(rows(group(WITH_TE), *words))
         cast = te.cast
-        monkeypatch.setattr(te, "cast", lambda x, scale, *how: cast(x, scale * 2, *how))
+        monkeypatch.setattr(te, "cast", lambda x, scale, *options: cast(x, scale * 2, *options))
         assert all(broken(row) for row in rows(casts.casts(WITH_TE), "bf16 to e4m3, by TE"))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", NO_HADAMARD])
 def test_what_transformer_engine_multiplies_is_compared(recipe, monkeypatch):
-    """Of NVFP4 by its own reference, Hadamard transforms included; drawn gradients by none."""
+    """NVFP4 is compared with its own reference, Hadamard transforms included; drawn gradients are
+    not compared."""
     blackwell = Hardware("cuda", (10, 0), has_te=True)
     monkeypatch.setattr(
         *(gemms, "plan_of"),

@@ -46,6 +46,6 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fifty_runs_of_other_inputs_raise_no_false_alarm() -> None:
     alarms = {}
     for seed in range(1, 51):
-        if found := failed(suite.run(Context(CONTEXT.hardware, quick=True, seed=seed))):
-            alarms[seed] = found
+        if failures := failed(suite.run(Context(CONTEXT.hardware, quick=True, seed=seed))):
+            alarms[seed] = failures
     assert alarms == {}

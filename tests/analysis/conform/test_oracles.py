@@ -28,8 +28,8 @@ def test_rounding_to_bfloat16_is_that_of_ml_dtypes():
     x = fp32_values().numpy()
     x = x[np.isfinite(x)]
     with np.errstate(over="ignore"):
-        found = oracles.to_bf16(x)
-    np.testing.assert_array_equal(found, x.astype(ml_dtypes.bfloat16).astype(np.float32))
+        rounded = oracles.to_bf16(x)
+    np.testing.assert_array_equal(rounded, x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_random_rounding_is_that_of_a_table_of_thirds():

@@ -50,7 +50,7 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "phrase"),
     [
         (["--only", "nonsense"], "No check matches --only 'nonsense'. Groups: casts, scales, "),
         (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda."),
@@ -62,8 +62,8 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
         (["--seed", "-1"], "--seed"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(flags, said, refused):
-    refused(*CPU, *flags, said=said)
+def test_bad_input_is_refused_in_a_line(flags, phrase, refused):
+    refused(*CPU, *flags, message=phrase)
 
 
 def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
@@ -72,13 +72,13 @@ def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
     assert {group for group, _ in every} == set(suite.GROUPS)
     names = {f"{group}: {check}" for group, check in every}
     assert len(names) == len(every)
-    (one,) = suite.checks(context, "layouts: scales 1x128")
-    assert one[1].name == "scales 1x128"
+    (matching,) = suite.checks(context, "layouts: scales 1x128")
+    assert matching[1].name == "scales 1x128"
     assert len(suite.checks(context, "*e5m2, eager")) == 2
 
 
 def test_the_short_form_passes_all_of_its_checks_in_less_than_twenty_seconds():
-    """Of this process: another's share of the cores is not counted."""
+    """The time of this process is measured: another's share of the cores is not counted."""
     start = time.process_time()
     report = suite.run(Context(probe("cpu"), quick=True))
     assert time.process_time() - start < 20

@@ -118,7 +118,7 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     assert type(result).model_validate_json(result.model_dump_json()) == result
 
 
-@pytest.mark.usefixtures("covered")
+@pytest.mark.usefixtures("covered", "undrawn")
 def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     assert command("forecast", "run", "--recipes", "nvfp4,mxfp8", "--windows", "8") == 0

@@ -17,7 +17,7 @@ from fp8stack.analysis.report.analysis import analyze
 from fp8stack.analysis.report.page import render, visible
 from fp8stack.analysis.report.read import LONGEST_LINE, read_run
 from tests.faults.bounded import bounded
-from tests.support.made_runs import make_run, metric_rows, operand_rows, write_lines
+from tests.support.run_folders import make_run, metric_rows, operand_rows, write_lines
 
 EVIL = [
     "<script>alert(1)</script>",

@@ -23,7 +23,6 @@ from fp8stack.analysis.report.analysis import Analysis, analyze, verdict
 from fp8stack.analysis.report.curves import amaxes
 from fp8stack.analysis.report.drawing import (
     MOST_POINTS,
-    Picture,
     legend_above,
     new_figure,
     style,
@@ -33,7 +32,7 @@ from fp8stack.analysis.report.events import folded
 from fp8stack.analysis.report.read import joined, read_run
 from fp8stack.analysis.report.summary import headline, what_if
 from fp8stack.training.metrics.loss_plot import view_range
-from tests.support.made_runs import (
+from tests.support.run_folders import (
     KINDS,
     Change,
     make_run,
@@ -56,13 +55,6 @@ def findings_of(run: Path, *levels: str) -> list[str]:
 
 def html_of(*runs: Path) -> str:
     return page.render([analyzed(run) for run in runs], "report_files")[0]
-
-
-@pytest.fixture
-def undrawn(monkeypatch) -> None:
-    """Plots are left empty, for tests of what is written around them."""
-    monkeypatch.setattr(Picture, "svg", lambda picture: f'<svg id="{picture.name}"></svg>')
-    monkeypatch.setattr(Picture, "png", lambda picture: b"\x89PNG")
 
 
 # Reading
@@ -533,6 +525,7 @@ def test_losses_that_are_not_finite_are_said_and_left_out_of_the_plot(tmp_path):
     assert "run1-loss" in html_of(run)
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_no_large_page(tmp_path):
     rows = operand_rows(50, [1, *range(50, 1001, 50)], "current")
     run = make_run(tmp_path / "r", 1000, 50, "current", telemetry=rows)

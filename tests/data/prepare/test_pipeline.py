@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: what it writes, held to a plain loop; bad inputs and bad folders."""
+"""`fp8stack prepare`: its output compared with a plain loop; bad inputs and bad folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.progress_display import ProgressDisplay
 from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
-from tests.support.made_tokenizers import metaspace, trained
+from tests.support.small_tokenizers import metaspace, trained
 
 WORDS = (
     "alpha beta Gamma delta's (epsilon) 12345 zeta,\n\teta  theta Grüße мир 世界 😀 <|endoftext|>"
@@ -52,12 +52,12 @@ def lines(texts: list[str], key: str = "text") -> bytes:
 
 
 def pack(content: bytes, suffix: str) -> bytes:
-    """In two members, as parallel packers write them."""
-    parts = [content[: len(content) // 3], content[len(content) // 3 :]]
+    """Pack `content` in two members, as parallel packers do."""
+    members = [content[: len(content) // 3], content[len(content) // 3 :]]
     if suffix == ".gz":
-        return b"".join(map(gzip.compress, parts))
+        return b"".join(map(gzip.compress, members))
     if suffix == ".zst":
-        return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+        return b"".join(zstandard.ZstdCompressor().compress(member) for member in members)
     return content
 
 
@@ -74,27 +74,29 @@ def written(path: Path, content: bytes) -> Path:
 
 def prepared(*paths: object, out: Path, overwrite: bool = False, **changes: Any) -> dict[str, Any]:
     """The manifest of a preparation in this process."""
-    asked = {
+    options = {
         "tokenizer": "bytes", "train_bpe": None, "text_key": "text", "held_out": 0.1,
         "shard_tokens": 10**8, "workers": 1, **changes,
     }  # fmt: skip
-    run.prepare(Settings(inputs=tuple(map(str, paths)), out=out, **asked), overwrite)
+    run.prepare(Settings(inputs=tuple(map(str, paths)), out=out, **options), overwrite)
     return json.loads((out / "manifest.json").read_text())
 
 
 def shards(out: Path, split: str) -> tuple[list[int], list[list[int]]]:
     """All tokens of a split, and the documents of all its shards, without their last tokens."""
     manifest = json.loads((out / "manifest.json").read_text())
-    tokens, found = [], []
+    tokens, split_documents = [], []
     for shard in manifest["splits"][split]["shards"]:
-        here = np.fromfile(out / shard["file"], dtype=manifest["dtype"]).tolist()
+        shard_tokens = np.fromfile(out / shard["file"], dtype=manifest["dtype"]).tolist()
         ends = np.fromfile(out / shard["file"].replace(".bin", ".ends"), dtype="<u8").tolist()
-        assert ends[-1] == len(here) == shard["tokens"]
+        assert ends[-1] == len(shard_tokens) == shard["tokens"]
         assert len(ends) == shard["documents"]
-        found += [here[a : b - 1] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        assert all(here[end - 1] == manifest["tokenizer"]["end_of_text"] for end in ends)
-        tokens += here
-    return tokens, found
+        split_documents += [
+            shard_tokens[a : b - 1] for a, b in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+        assert all(shard_tokens[end - 1] == manifest["tokenizer"]["end_of_text"] for end in ends)
+        tokens += shard_tokens
+    return tokens, split_documents
 
 
 def is_held_out(place: int, share: float) -> bool:
@@ -112,11 +114,11 @@ def by_bytes(text: str) -> list[int]:
 
 
 def require(out: Path, texts: list[str], encode: Any = by_bytes, share: float = 0.1) -> None:
-    """The folder holds what a plain loop makes of the documents."""
-    wanted: dict[str, list[list[int]]] = {"train": [], "val": []}
+    """Check that the folder holds the documents as a plain loop tokenizes and splits them."""
+    expected: dict[str, list[list[int]]] = {"train": [], "val": []}
     for place, text in enumerate(texts):
-        wanted["val" if is_held_out(place, share) else "train"].append(encode(text))
-    assert {split: shards(out, split)[1] for split in wanted} == wanted
+        expected["val" if is_held_out(place, share) else "train"].append(encode(text))
+    assert {split: shards(out, split)[1] for split in expected} == expected
 
 
 def refusal(*paths: object, out: Path, **changes: Any) -> str:
@@ -135,12 +137,12 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture(params=[97, 1500, 2**20])
 def item_bytes(request, monkeypatch):
-    """How large the items are that inputs are cut into."""
+    """The size of the items that inputs are cut into."""
     monkeypatch.setattr(run, "BLOCK_BYTES", request.param)
     monkeypatch.setattr(run, "GROUP_BYTES", 3 * request.param)
 
 
-# What is written
+# The files that it writes
 
 
 @pytest.mark.usefixtures("item_bytes")
@@ -161,11 +163,11 @@ def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(tmp
     packed = gzip.compress("\n".join(documents(500)).encode())
     paths = [written(tmp_path / f"{n}.txt.gz", packed) for n in range(3)]
     total = 3 * len(packed)
-    seen = []
-    monkeypatch.setattr(ProgressDisplay, "update", lambda _, done, line="": seen.append(done))
+    updates = []
+    monkeypatch.setattr(ProgressDisplay, "update", lambda _, done, line="": updates.append(done))
     prepared(*paths, out=tmp_path / "out", train_bpe=300)
-    assert seen == sorted(seen)
-    assert (seen[-1], len(set(seen))) == (total, 3)
+    assert updates == sorted(updates)
+    assert (updates[-1], len(set(updates))) == (total, 3)
     line = ProgressDisplay("read", total, clock=iter([0.0, 9.0]).__next__).describe(total, "")
     assert line.startswith("read | 100.0 % of")
     assert line.endswith("ETA 0:00:00")
@@ -182,12 +184,12 @@ def test_a_trained_bpe_has_its_size_is_the_library_s_and_the_same_each_time(corp
     mine = tokenizer_from_json((out / "tokenizer.json").read_text(encoding="utf-8"))
     again = prepared(corpus, out=tmp_path / "again", train_bpe=300)
     assert manifest["tokenizer"]["sha256"] == mine.sha256 == again["tokenizer"]["sha256"]
-    # Asked for no more, it is named by its flag.
+    # A command without the flag is refused by the name of the flag.
     assert "--train-bpe was 300, now none" in refusal(corpus, out=out)
-    # Given as a file, it is used and kept.
-    given = out / "tokenizer.json"
-    manifest = prepared(corpus, out=tmp_path / "given", tokenizer=str(given))
-    assert (tmp_path / "given" / "tokenizer.json").read_bytes() == given.read_bytes()
+    # A tokenizer given as a file is used and copied.
+    tokenizer_file = out / "tokenizer.json"
+    manifest = prepared(corpus, out=tmp_path / "given", tokenizer=str(tokenizer_file))
+    assert (tmp_path / "given" / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
     assert shards(tmp_path / "given", "train") == shards(out, "train")
     assert manifest["tokenizer"]["name"] == "tokenizer.json"
 
@@ -225,8 +227,8 @@ def test_wide_vocabularies_are_written_as_uint32(corpus, tmp_path, out):
 def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_all(corpus, out):
     manifest = prepared(corpus, out=out, shard_tokens=2000)
     require(out, documents(300))
-    found = {path.name: path.read_bytes() for path in out.iterdir()}
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
+    contents = {path.name: path.read_bytes() for path in out.iterdir()}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     assert manifest["tokenizer"]["sha256"] == sums.pop("tokenizer.json")
     sums.pop("manifest.json")
     for split in manifest["splits"].values():
@@ -235,7 +237,7 @@ def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_
             ends_file = shard["file"].replace(".bin", ".ends")
             assert shard["sha256"] == sums.pop(shard["file"])
             assert shard["ends_sha256"] == sums.pop(ends_file)
-            ends = np.frombuffer(found[ends_file], dtype="<u8")
+            ends = np.frombuffer(contents[ends_file], dtype="<u8")
             assert len(ends) == 1 or ends[-2] < 2000
             assert shard is split["shards"][-1] or ends[-1] >= 2000
     assert not sums
@@ -244,7 +246,7 @@ def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_share_held_out_is_what_is_asked(corpus, out, share):
+def test_the_held_out_share_is_the_requested_share(corpus, out, share):
     manifest = prepared(corpus, out=out, held_out=share)
     require(out, documents(300), share=share)
     val = manifest["splits"]["val"]
@@ -277,9 +279,7 @@ def test_a_text_is_one_document_however_it_is_cut(packed, tmp_path, out):
     assert manifest["documents"] == {"documents": 1, "empty": 0, "replaced": 0, "cut_words": 0}
 
 
-def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
-    tmp_path, out, monkeypatch, capsys
-):
+def test_a_text_without_spaces_is_cut_and_the_cuts_are_reported(tmp_path, out, monkeypatch, capsys):
     monkeypatch.setattr(run, "BLOCK_BYTES", 64)
     monkeypatch.setattr(readers, "LONGEST_WORD", 256)
     text = "世界" * 500
@@ -331,11 +331,12 @@ def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path):
 def test_an_input_that_is_given_twice_is_read_twice_with_a_note(corpus, out, capsys):
     prepared(corpus, f"{corpus.parent}/./{corpus.name}", out=out)
     require(out, documents(300) * 2)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "note: inputs that are given more than once are read as often, so a document may be" in said
+        "note: inputs that are given more than once are read as often, so a document may be"
+        in printed
     )
-    assert f"both held out and trained on: {corpus}\n" in said
+    assert f"both held out and trained on: {corpus}\n" in printed
 
 
 @pytest.mark.parametrize("bad", ["hf:nowhere/at-all", "a.png"])
@@ -361,7 +362,7 @@ def test_the_name_of_a_dataset_has_its_parts():
         "hf:a/b@test": ("a/b", None, "test"),
         "hf:a/b:c@train[:10%]": ("a/b", "c", "train[:10%]"),
     }
-    assert {given: readers.parse_dataset(given) for given in parsed} == parsed
+    assert {name: readers.parse_dataset(name) for name in parsed} == parsed
 
 
 @pytest.mark.usefixtures("item_bytes")
@@ -376,10 +377,10 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     manifest = prepared(folder, folder / "a.md", out=folder / "out", held_out=0.0)
     texts = ["first", '{\n "a": 1\n}\n', "x", "y", "two", "pass\n", "in lines", "first"]
     require(folder / "out", texts, share=0.0)
-    assert [given["files"] for given in manifest["inputs"]] == [6, 1]
+    assert [entry["files"] for entry in manifest["inputs"]] == [6, 1]
 
 
-# Which files of a folder
+# The choice of files in a folder
 
 
 @pytest.fixture
@@ -501,12 +502,12 @@ def test_many_bad_files_are_counted(train_bpe, tmp_path, out):
     assert message.endswith(" And 3 more.")
 
 
-# What is not Unicode
+# Text that is not Unicode
 
 
 def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
     text = written(tmp_path / "a.txt", b"caf\xe9 and \xff\xfe \xef\xbf\xbd")
-    # A byte order mark, and an empty line, are no part of JSON lines.
+    # A byte order mark and empty lines in JSON lines are skipped.
     content = b'\xef\xbb\xbf{"text": "b\xe9"}\r\n\n{"text": "\\ud800x\\ud83d\\ude00"}\n'
     manifest = prepared(text, written(tmp_path / "b.jsonl", content), out=out, held_out=0.0)
     require(out, ["caf\ufffd and \ufffd\ufffd \ufffd", "b\ufffd", "\ufffdx😀"], share=0.0)
@@ -531,13 +532,13 @@ def test_one_of_a_kind_is_not_called_many(tmp_path, out, capsys):
     written(tmp_path / "in/b.jsonl", lines(["b", "", "X"]).replace(b"X", b"\xff"))
     assert "1 of 2 files looks binary: " in refusal(tmp_path / "in", out=out)
     prepared(tmp_path / "in", out=out, skip_binary=True)
-    said = capsys.readouterr().out
-    assert "note: 1 file that looks binary is left out: " in said
-    assert "note: 1 empty document, an end token\n" in said
-    assert "note: 1 piece that is not Unicode became U+FFFD\n" in said
+    printed = capsys.readouterr().out
+    assert "note: 1 file that looks binary is left out: " in printed
+    assert "note: 1 empty document, an end token\n" in printed
+    assert "note: 1 piece that is not Unicode became U+FFFD\n" in printed
 
 
-# What is refused
+# Refusals
 
 BAD_LINES = {
     "cut short": (b'{"text": "a"', "line 3 is not JSON"),
@@ -553,9 +554,9 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_bad_line_is_named(name, tmp_path, out):
-    bad, said = BAD_LINES[name]
+    bad, phrase = BAD_LINES[name]
     path = written(tmp_path / "a.jsonl", lines(["x"]) + b"\n" + bad + b"\n" + lines(["y"]))
-    assert f"{path} {said}" in refusal(path, out=out)
+    assert f"{path} {phrase}" in refusal(path, out=out)
 
 
 def test_after_a_bad_line_is_mended_the_same_command_goes_on(tmp_path, out, monkeypatch, capsys):
@@ -575,14 +576,14 @@ def test_after_a_bad_line_is_mended_the_same_command_goes_on(tmp_path, out, monk
 
 def test_bad_rows_and_columns_are_named(tmp_path, out):
     data = tmp_path / "data"
-    for rows, said in (
+    for rows, phrase in (
         ([{"text": "a"}, {"text": None}], "row 2 has a null where text"),
         ([{"text": 3}], "holds int64, not text"),
         ([{"body": "x"}], "No column 'text'"),
     ):
         written(data / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         message = refusal(f"hf:{data}", out=out)
-        assert said in message
+        assert phrase in message
         assert "--text-key" in message
     path = parquet(tmp_path / "a.parquet", ["a", None])
     assert f"{path} row 2 has a null where text" in refusal(path, out=out)
@@ -616,15 +617,15 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
-    content, said = BAD_FILES[name]
+    content, phrase = BAD_FILES[name]
     path = written(tmp_path / name, content)
     message = refusal(path, out=out)
-    assert said in message
+    assert phrase in message
     assert str(path) in message or "no text in the inputs" in message
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "phrase"),
     [
         ("{}/nothing", "holds no data"),
         ("{}/nowhere", "No input"),
@@ -635,19 +636,19 @@ def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
         ("hf:", "needs the name of a dataset"),
     ],
 )
-def test_what_is_no_input_is_refused_by_name(name, said, tmp_path, out):
+def test_an_input_that_cannot_be_used_is_refused_by_name(name, phrase, tmp_path, out):
     written(tmp_path / "a.jsonl", lines(["a"]))
     (tmp_path / "nothing").mkdir()
     if "pipe" in name:
         os.mkfifo(tmp_path / "pipe")
     name = name.format(tmp_path)
     message = refusal(name, out=out)
-    assert said in message
+    assert phrase in message
     assert name in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "phrase"),
     [
         ({"held_out": 1.0}, "Cannot hold out 1.0"),
         ({"held_out": float("nan")}, "Cannot hold out nan"),
@@ -657,11 +658,11 @@ def test_what_is_no_input_is_refused_by_name(name, said, tmp_path, out):
         ({"tokenizer": "gtp2"}, "No tokenizer 'gtp2'"),
     ],
 )
-def test_bad_settings_are_refused(changes, said, corpus, out):
-    assert said in refusal(corpus, out=out, **changes)
+def test_bad_settings_are_refused(changes, phrase, corpus, out):
+    assert phrase in refusal(corpus, out=out, **changes)
 
 
-def test_a_tokenizer_that_cannot_end_a_text_is_told_and_a_line_without_an_end_refused(
+def test_a_tokenizer_that_cannot_end_a_text_is_noted_and_a_line_without_an_end_refused(
     corpus, tmp_path, out, monkeypatch, capsys
 ):
     content = json.loads(load_tokenizer("bytes").to_json()) | {"added_tokens": []}
@@ -684,28 +685,28 @@ def test_a_package_that_is_missing_is_named(corpus, tmp_path, out, monkeypatch):
         assert "pip install zstandard" in refusal(packed, out=out)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "need the extra 'data'" in refusal("hf:owner/name", out=out)
-    prepared(corpus, out=out)  # which needs no datasets
+    prepared(corpus, out=out)  # JSON lines need no datasets
 
 
 def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus, tmp_path, out):
-    given = tmp_path / "given"
-    given.mkdir()
+    folder = tmp_path / "given"
+    folder.mkdir()
     library = trained(special_tokens=["<seed:eos>", "<seed:bos>", "</s>"])
-    library.save(str(given / "tokenizer.json"))
-    asked: dict[str, Any] = {"tokenizer": str(given), "held_out": 0.0}
+    library.save(str(folder / "tokenizer.json"))
+    options: dict[str, Any] = {"tokenizer": str(folder), "held_out": 0.0}
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("by name", "</s>", {}),
         ("by option", "<seed:bos>", {"end_of_text": "<seed:bos>"}),
         ("beside", "<seed:eos>", {}),
     ]
-    for name, token, more in cases:
+    for name, token, end_option in cases:
         if name == "beside":
-            written(given / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
-        manifest = prepared(corpus, out=tmp_path / name, **asked, **more)
+            written(folder / "tokenizer_config.json", b'{"eos_token": "<seed:eos>"}')
+        manifest = prepared(corpus, out=tmp_path / name, **options, **end_option)
         assert manifest["tokenizer"]["end_of_text"] == library.token_to_id(token)
         assert len(shards(tmp_path / name, "train")[1]) == 300
         assert tokenizer_of(str(tmp_path / name)).end_token == token
-    message = refusal(corpus, out=tmp_path / "beside", **asked, end_of_text="</s>")
+    message = refusal(corpus, out=tmp_path / "beside", **options, end_of_text="</s>")
     assert "--end-of-text was none, now </s>" in message
     assert "Known: <|endoftext|>" in refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
 
@@ -716,9 +717,9 @@ def test_a_tokenizer_of_the_hub_is_fetched(corpus, tmp_path, out, monkeypatch):
     trained().save(str(saved / "tokenizer.json"))
     fetched: list[str] = []
 
-    def fetch(repository: str, **wanted: Any) -> str:
+    def fetch(repository: str, **options: Any) -> str:
         fetched.append(repository)
-        assert "*.safetensors" not in wanted["allow_patterns"]
+        assert "*.safetensors" not in options["allow_patterns"]
         return str(saved)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
@@ -727,13 +728,13 @@ def test_a_tokenizer_of_the_hub_is_fetched(corpus, tmp_path, out, monkeypatch):
     assert fetched == ["owner/name"]
     assert shards(out, "train") == shards(tmp_path / "local", "train")
 
-    def offline(*name: object, **wanted: object) -> str:
+    def offline(*name: object, **options: object) -> str:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    other = tmp_path / "other"
+    unfetched = tmp_path / "other"
     assert "hf:owner/name cannot be fetched" in refusal(
-        corpus, out=other, tokenizer="hf:owner/name"
+        corpus, out=unfetched, tokenizer="hf:owner/name"
     )
 
 
@@ -759,11 +760,14 @@ def test_codes_that_are_not_utf16_are_counted(tmp_path, out):
     assert manifest["documents"]["replaced"] == 2
 
 
+@pytest.mark.slow
 def test_a_zst_file_of_a_long_window_is_read(tmp_path, out):
     block = random.Random(0).randbytes(2**20).hex()
     text = block + "0123456789" * 13 * 2**20 + block  # the end refers far back
-    how = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True, compression_level=1)
-    packed = zstandard.ZstdCompressor(compression_params=how).compress(text.encode())
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=31, enable_ldm=True, compression_level=1
+    )
+    packed = zstandard.ZstdCompressor(compression_params=parameters).compress(text.encode())
     assert zstandard.get_frame_parameters(packed).window_size > 2**27
     prepared(written(tmp_path / "a.txt.zst", packed), out=out, held_out=0.0)
     content = np.fromfile(out / "train-00000.bin", dtype="<u2").astype("u1").tobytes()
@@ -776,17 +780,17 @@ def test_a_zst_file_of_a_long_window_is_read(tmp_path, out):
 def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
     tmp_path, out, monkeypatch
 ):
-    given = str(tmp_path / "prefix.json")
-    metaspace().save(given)  # it puts a space before every text
-    prefix = load_tokenizer(given)
+    file = str(tmp_path / "prefix.json")
+    metaspace().save(file)  # it puts a space before every text
+    prefix = load_tokenizer(file)
     assert not readers.may_be_cut(prefix)
     monkeypatch.setattr(run, "BLOCK_BYTES", 64)
     text = "some words " * 60
     path = written(tmp_path / "a.txt", text.encode())
-    prepared(path, out=out, tokenizer=given)
+    prepared(path, out=out, tokenizer=file)
     require(out, [text], prefix.encode)
     monkeypatch.setattr(readers, "LONGEST_UNCUT", 256)
-    message = refusal(path, out=tmp_path / "b", tokenizer=given)
+    message = refusal(path, out=tmp_path / "b", tokenizer=file)
     assert "is longer than 256 bytes" in message
 
 
@@ -806,17 +810,17 @@ def test_a_finished_folder_is_left_as_it_is_and_must_be_of_the_same_inputs_and_t
     corpus, out, tmp_path, capsys
 ):
     file = written(tmp_path / "tok.json", load_tokenizer("bytes").to_json().encode())
-    asked = {"out": out, "tokenizer": str(file)}
-    prepared(corpus, **asked)
+    options = {"out": out, "tokenizer": str(file)}
+    prepared(corpus, **options)
     times = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    prepared(corpus, **asked)
+    prepared(corpus, **options)
     assert "is finished already" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == times
     file.write_text(metaspace().to_str())
-    assert "another tokenizer of that name" in refusal(corpus, **asked)
+    assert "another tokenizer of that name" in refusal(corpus, **options)
     written(file, load_tokenizer("bytes").to_json().encode())
     corpus.write_bytes(lines(documents(301)))
-    assert "inputs have changed" in refusal(corpus, **asked)
+    assert "inputs have changed" in refusal(corpus, **options)
 
 
 @pytest.mark.parametrize(
@@ -841,7 +845,7 @@ def test_a_folder_with_something_else_is_refused(corpus, out):
     written(out / "train-00000.bin", b"mine")
     assert "holds train-00000.bin, which is no preparation" in refusal(corpus, out=out)
     assert "is a file" in refusal(corpus, out=corpus)
-    # Nor is anything removed where another program calls something a manifest.
+    # The manifest.json of another program protects its folder, with `overwrite` as well.
     written(out / "manifest.json", b'{"name": "my web app"}')
     assert "is not of fp8stack prepare" in refusal(corpus, out=out, overwrite=True)
     assert (out / "train-00000.bin").read_bytes() == b"mine"
@@ -857,7 +861,7 @@ def test_a_damaged_manifest_is_refused(corpus, out):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "phrase"),
     [
         ({"splits": []}, "prepared data: splits: "),
         ({"splits": {"train": {"shards": []}}}, "holds no training data"),
@@ -866,10 +870,10 @@ def test_a_damaged_manifest_is_refused(corpus, out):
         ({"tokenizer": None}, "prepared data: tokenizer: "),
     ],
 )
-def test_a_manifest_with_a_wrong_value_is_refused_by_its_key(change, said, corpus, out):
+def test_a_manifest_with_a_wrong_value_is_refused_by_its_key(change, phrase, corpus, out):
     manifest = prepared(corpus, out=out)
     written(out / "manifest.json", json.dumps(manifest | change).encode())
-    assert said in refusal(corpus, out=out)
+    assert phrase in refusal(corpus, out=out)
 
 
 def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out):
@@ -885,11 +889,11 @@ def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out)
 
 
 def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(corpus, out, monkeypatch):
-    for left in range(4):
+    for removals in range(4):
         prepared(corpus, out=out, overwrite=True)
-        steps = iter(range(left))
+        steps = iter(range(removals))
 
-        def killed(path: Path, *more: Any, steps: Any = steps, **how: Any) -> None:
+        def killed(path: Path, *more: Any, steps: Any = steps, **options: Any) -> None:
             if next(steps, None) is None:
                 raise KeyboardInterrupt
             os.remove(path)
@@ -898,27 +902,27 @@ def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(corpus
             patch.setattr(Path, "unlink", killed)
             with pytest.raises(KeyboardInterrupt):
                 prepared(corpus, out=out, overwrite=True)
-        assert not (out / "manifest.json").exists() or left == 0
+        assert not (out / "manifest.json").exists() or removals == 0
 
 
 def test_what_was_prepared_is_json_on_request_and_progress_is_elsewhere(corpus, command, capsys):
-    ask = ["prepare", str(corpus), "--out", "made", "--held-out", "0.1", "--shard-tokens", "9000"]
-    ask += ["--workers", "1", "--json"]
+    words = ["prepare", str(corpus), "--out", "prepared", "--held-out", "0.1"]
+    words += ["--shard-tokens", "9000", "--workers", "1", "--json"]
     for again in (False, True):
-        assert command(*ask) == 0
+        assert command(*words) == 0
         printed = capsys.readouterr()
-        told = json.loads(printed.out)
-        manifest = json.loads(Path("made/manifest.json").read_text())
+        summary = json.loads(printed.out)
+        manifest = json.loads(Path("prepared/manifest.json").read_text())
         splits = manifest["splits"]
         files = [shard["file"] for name in ("train", "val") for shard in splits[name]["shards"]]
         assert len(files) > 2
-        assert told["out"] == "made"
-        assert told["shards"] == files
-        assert all(Path("made", file).is_file() for file in files)
-        assert told["documents"] == 300 == manifest["documents"]["documents"]
-        assert told["tokens"] == sum(len(shards(Path("made"), name)[0]) for name in splits)
-        assert told["tokenizer"]["name"] == "bytes"
-        held = len(shards(Path("made"), "val")[1])
-        assert told["held_out"]["documents"] == held == splits["val"]["documents"] > 0
+        assert summary["out"] == "prepared"
+        assert summary["shards"] == files
+        assert all(Path("prepared", file).is_file() for file in files)
+        assert summary["documents"] == 300 == manifest["documents"]["documents"]
+        assert summary["tokens"] == sum(len(shards(Path("prepared"), name)[0]) for name in splits)
+        assert summary["tokenizer"]["name"] == "bytes"
+        held = len(shards(Path("prepared"), "val")[1])
+        assert summary["held_out"]["documents"] == held == splits["val"]["documents"] > 0
         assert ("is finished already." in printed.err) == again
         assert "documents: 300" in printed.err

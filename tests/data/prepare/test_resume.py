@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: the same bytes with any number of processes and however often it was cut."""
+"""`fp8stack prepare`: the same bytes with any number of processes and of interruptions."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.data.prepare.test_pipeline import (
     require,
     written,
 )
-from tests.support.made_tokenizers import trained
+from tests.support.small_tokenizers import trained
 
 
 class Cut(BaseException):
-    """What a process that is killed would not live to see."""
+    """Stands for the end of a process that is killed."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +89,20 @@ def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monk
     for _ in range(15):
         with monkeypatch.context() as patched:
             owner, name = rng.choice(steps)
-            left, after = (
+            countdown, after = (
                 rng.randrange(1, {"encode": 6, "record": 3}.get(name, 2)),
                 rng.random() < 0.5,
             )
             real = getattr(owner, name)
 
-            def cut(*given: Any, real: Any = real, after: bool = after) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0 and after:
-                    real(*given)
-                if left == 0:
+            def cut(*arguments: Any, real: Any = real, after: bool = after) -> Any:
+                nonlocal countdown
+                countdown -= 1
+                if countdown == 0 and after:
+                    real(*arguments)
+                if countdown == 0:
                     raise Cut
-                return real(*given)
+                return real(*arguments)
 
             patched.setattr(owner, name, cut)
             patched.setattr(run, "GROUP_BYTES", rng.choice([3000, 5000, 9000]))
@@ -120,15 +120,15 @@ def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monk
 def test_a_command_that_is_stopped_while_a_tokenizer_is_trained_saves_none(
     mixed, tmp_path, command, capsys, monkeypatch
 ):
-    def stopped(*given: object) -> None:
+    def stopped(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
     monkeypatch.setattr(run, "_train", stopped)
     words = ["prepare", *mixed, "--train-bpe", "300", "--out", str(tmp_path / "out")]
     assert command(*words) == 75
-    said = "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
-    assert capsys.readouterr().err == said
+    message = "fp8stack: Stopped. The same command trains the tokenizer anew.\n"
+    assert capsys.readouterr().err == message
     assert contents(tmp_path / "out") == {}
 
 
@@ -171,7 +171,7 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
-    """JSON lines, and what becomes of them by a tokenizer of their own."""
+    """JSON lines, and the folder that they are prepared to with a tokenizer trained on them."""
     folder = tmp_path_factory.mktemp("large")
     path = written(folder / "a.jsonl", lines(documents(2000)) * 6)
     prepared(path, out=folder / "whole", train_bpe=300, held_out=0.01)
@@ -179,7 +179,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, byt
 
 
 def alive(process: int) -> bool:
-    """Whether it runs; one that ended and was not waited for does not."""
+    """Whether the process runs; a process that ended and was not waited for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -195,7 +195,7 @@ def wait_until(condition: Any, limit_s: float = 180) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("asked", "group", "code", "told"),
+    ("signal_number", "group", "code", "message"),
     [
         (signal.SIGKILL, False, -signal.SIGKILL, ""),
         (signal.SIGTERM, False, 75, "Stopped. Progress is saved; the same command continues.\n"),
@@ -203,7 +203,7 @@ def wait_until(condition: Any, limit_s: float = 180) -> None:
     ],
 )
 def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
-    asked, group, code, told, large, tmp_path
+    signal_number, group, code, message, large, tmp_path
 ):
     sockets = Path(tempfile.mkdtemp())
     words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
@@ -224,12 +224,12 @@ def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
         return (tmp_path / "out/.tmp-prepare/journal.jsonl").exists() and len(children) >= 2
 
     wait_until(is_mapping)
-    (os.killpg if group else os.kill)(running.pid, asked)
-    _, said = running.communicate(timeout=60)
+    (os.killpg if group else os.kill)(running.pid, signal_number)
+    _, printed = running.communicate(timeout=60)
     assert running.returncode == code
-    assert said == (f"fp8stack: {told}" if told else "")
+    assert printed == (f"fp8stack: {message}" if message else "")
     wait_until(lambda: not any(alive(int(child)) for child in children))
-    sockets.rmdir()  # which is empty
+    sockets.rmdir()  # fails if a socket remains
     prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01)
     assert contents(tmp_path / "out") == large[1]
 
@@ -244,19 +244,19 @@ def test_processes_find_each_other_where_temporary_files_have_long_paths(
     assert contents(tmp_path / "out") == large[1]
 
 
-# What changed meanwhile
+# Inputs and tokenizers that changed meanwhile
 
 
 def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
     """A preparation that died after so many blocks."""
-    left, real = count, encode.encode
+    remaining, real = count, encode.encode
 
-    def call(*given: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def call(*arguments: Any) -> Any:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             raise Cut
-        return real(*given)
+        return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(encode, "encode", call)
@@ -265,7 +265,7 @@ def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.csv"])
-def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, capsys):
+def test_work_on_inputs_that_changed_is_done_again(name, tmp_path, capsys):
     def write(texts: list[str]) -> None:
         if path.suffix == ".parquet":
             parquet(path, texts)
@@ -292,15 +292,15 @@ def test_what_was_done_of_inputs_that_changed_is_done_again(name, tmp_path, caps
     assert "going on after" not in capsys.readouterr().out
 
 
-def test_another_tokenizer_of_that_name_begins_anew(tmp_path):
+def test_another_tokenizer_of_that_name_starts_over(tmp_path):
     path = written(tmp_path / "a.jsonl", lines(documents(100)))
-    given = tmp_path / "tokenizer.json"
-    trained(300).save(str(given))
-    asked: dict[str, Any] = {"out": tmp_path / "out", "tokenizer": str(given)}
-    cut_after(5, path, **asked)
-    trained(310).save(str(given))
-    prepared(path, **asked)
-    prepared(path, **asked | {"out": tmp_path / "whole"})
+    tokenizer_file = tmp_path / "tokenizer.json"
+    trained(300).save(str(tokenizer_file))
+    options: dict[str, Any] = {"out": tmp_path / "out", "tokenizer": str(tokenizer_file)}
+    cut_after(5, path, **options)
+    trained(310).save(str(tokenizer_file))
+    prepared(path, **options)
+    prepared(path, **options | {"out": tmp_path / "whole"})
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -309,30 +309,30 @@ def test_another_tokenizer_of_that_name_begins_anew(tmp_path):
 
 def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    options = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
     try:
         for size, workers in ((3000, 1), (3000, 2), (100_000, 1)):  # of a group, and of a shard
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
             with pytest.raises(StorageError, match=r"the disk is full\. Make room there") as caught:
-                prepared(large[0], workers=workers, **asked)
+                prepared(large[0], workers=workers, **options)
             assert caught.value.exit_code == 4
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, heard)
-    prepared(large[0], **asked)
+        signal.signal(signal.SIGXFSZ, handler)
+    prepared(large[0], **options)
     assert contents(tmp_path / "out") == large[1]
 
 
-def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path, monkeypatch):
-    asked: dict[str, Any] = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+def test_a_process_that_dies_is_reported_and_nothing_is_lost(large, tmp_path, monkeypatch):
+    options: dict[str, Any] = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
     monkeypatch.setattr(run, "GROUP_BYTES", 100_000)
     with monkeypatch.context() as patched:
-        patched.setattr(encode, "encode", lambda *given: os._exit(9))
+        patched.setattr(encode, "encode", lambda *arguments: os._exit(9))
         with pytest.raises(RankLost, match="fewer --workers") as caught:
-            prepared(large[0], workers=2, **asked)
+            prepared(large[0], workers=2, **options)
         assert caught.value.exit_code == 4
-    prepared(large[0], **asked)
+    prepared(large[0], **options)
     assert contents(tmp_path / "out") == large[1]
 
 
@@ -348,9 +348,9 @@ def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tm
 def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)) + b"no\n")
-    said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
-    assert said[0] == said[1]
-    assert "line 101 is not JSON" in said[0]
+    messages = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
+    assert messages[0] == messages[1]
+    assert "line 101 is not JSON" in messages[0]
 
 
 # Memory

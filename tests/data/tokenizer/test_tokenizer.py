@@ -25,7 +25,7 @@ from fp8stack.data.tokenizer import (
 )
 from fp8stack.data.tokenizer.gpt2 import merges_of
 from tests.conftest import refusal
-from tests.support.made_tokenizers import (
+from tests.support.small_tokenizers import (
     CORPUS,
     byte_characters,
     metaspace,
@@ -55,7 +55,7 @@ def tokenizer(request, tmp_path) -> Tokenizer:
     return load_tokenizer(str(tmp_path))
 
 
-# What is encoded
+# Encoding
 
 
 def test_bytes_are_the_bytes_of_utf8():
@@ -92,8 +92,8 @@ def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded():
     library.enable_padding(length=2000)
     mine = tokenizer_from_json(library.to_str())
     assert mine.encode(CORPUS[0]) == plain
-    others = tokenizers.Tokenizer.from_str(mine.to_json())
-    assert others.encode(CORPUS[0], add_special_tokens=False).ids == plain
+    reloaded = tokenizers.Tokenizer.from_str(mine.to_json())
+    assert reloaded.encode(CORPUS[0], add_special_tokens=False).ids == plain
 
 
 # Back again
@@ -133,8 +133,8 @@ def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer):
 @given(ids=st.lists(st.integers(0, 419), max_size=30))
 def test_any_ids_decode_as_the_library_decodes_them(ids):
     ids = [id for id in ids if id < _FILE.vocabulary]
-    known = tokenizers.Tokenizer.from_str(_FILE.to_json())
-    assert _FILE.decode(ids) == known.decode(ids, skip_special_tokens=True)
+    library = tokenizers.Tokenizer.from_str(_FILE.to_json())
+    assert _FILE.decode(ids) == library.decode(ids, skip_special_tokens=True)
     stream = _FILE.stream()
     assert "".join(map(stream.step, ids)) + stream.finish() == _FILE.decode(ids)
 
@@ -153,7 +153,7 @@ def test_byte_lengths_add_up_to_the_text(tokenizer):
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
-# As JSON
+# tokenizer.json
 
 
 def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
@@ -173,36 +173,36 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
 def test_transformers_loads_the_json(name, gpt2, tmp_path):
     mine = load_tokenizer(name)
     (tmp_path / "tokenizer.json").write_text(mine.to_json(), encoding="utf-8")
-    theirs = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"
     )
-    assert theirs.eos_token_id == mine.end_of_text
-    assert theirs("Grüße, x  y")["input_ids"] == mine.encode("Grüße, x  y")
+    assert wrapped.eos_token_id == mine.end_of_text
+    assert wrapped("Grüße, x  y")["input_ids"] == mine.encode("Grüße, x  y")
 
 
 def test_merges_are_those_that_the_tokens_were_learned_by():
     library = trained(600, special_tokens=[])
     characters = byte_characters()
     learned = [
-        tuple(bytes(characters[char] for char in part) for part in pair)
+        tuple(bytes(characters[char] for char in token) for token in pair)
         for pair in json.loads(library.to_str())["model"]["merges"]
     ]
     ranks = {bytes([byte]): byte for byte in range(256)}
-    for left, right in learned:
-        ranks[left + right] = len(ranks)
+    for first, second in learned:
+        ranks[first + second] = len(ranks)
     assert merges_of(ranks) == learned
     with pytest.raises(ValueError, match="made of 3"):
         merges_of({b"a": 0, b"b": 1, b"aba": 2})
 
 
 def test_a_tokenizer_goes_to_another_process(tokenizer):
-    # A tiktoken encoding of a name that tiktoken knows is sent as that name, others whole.
+    # tiktoken pickles an encoding that it knows by name as the name, others with their contents.
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
     assert again.sha256 == tokenizer.sha256
 
 
-# Which special token ends a text
+# The special token that ends a text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
     assert tokenizer_from_json(library.to_str()).end_of_text == end
 
 
-# What is refused
+# Refusals
 
 
 EOS = {  # as these models' tokenizer_config.json has it
@@ -235,13 +235,13 @@ def test_the_end_of_text_is_the_eos_token_beside_the_file_and_is_saved_along(mod
     assert load_tokenizer(str(tmp_path)).end_token == "</s>"
     (tmp_path / file).write_text(json.dumps({"bos_token": "<bos>", "eos_token": eos}))
     for name in (tmp_path, tmp_path / "tokenizer.json"):
-        found = load_tokenizer(str(name))
-        assert found.end_token == token
-        assert found.end_of_text == library.token_to_id(token)
-    again = pickle.loads(pickle.dumps(found))
+        loaded = load_tokenizer(str(name))
+        assert loaded.end_token == token
+        assert loaded.end_of_text == library.token_to_id(token)
+    again = pickle.loads(pickle.dumps(loaded))
     save_tokenizer(again, tmp_path / "copy")
-    assert load_tokenizer(str(tmp_path / "copy")).end_of_text == found.end_of_text
-    assert load_tokenizer(str(tmp_path / "copy")).sha256 == found.sha256
+    assert load_tokenizer(str(tmp_path / "copy")).end_of_text == loaded.end_of_text
+    assert load_tokenizer(str(tmp_path / "copy")).sha256 == loaded.sha256
     save_tokenizer(tokenizer_from_json(library.to_str()), tmp_path / "copy")  # without its files
     assert load_tokenizer(str(tmp_path / "copy")).end_token == "</s>"
 
@@ -325,7 +325,7 @@ def test_a_file_that_the_library_panics_at_is_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
+def test_text_printed_on_stderr_meanwhile_is_not_lost(capfd):
     def interrupted() -> None:
         with file._library_errors("x"):
             os.write(2, b"a line")
@@ -338,7 +338,7 @@ def test_what_is_printed_on_stderr_meanwhile_is_not_lost(capfd):
 
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "tokenizer.json").open("wb") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
+        stream.truncate(2**40)  # sparse: it takes no space on the disk
     assert "is too large" in refusal(load_tokenizer, str(tmp_path))
 
 

@@ -255,7 +255,7 @@ def fuzz(place: Path, strategy: st.SearchStrategy[Any], example: Example, count:
         phases=[Phase.generate],
     )
     @given(strategy)
-    def one(data: Any) -> None:
+    def run_example(data: Any) -> None:
         nonlocal tried
         tried += 1
         try:
@@ -264,5 +264,5 @@ def fuzz(place: Path, strategy: st.SearchStrategy[Any], example: Example, count:
             if len(str(error).splitlines()) != 1:
                 raise AssertionError(f"not one line: {error}") from error
 
-    one()
+    run_example()
     return tried

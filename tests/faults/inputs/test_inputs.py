@@ -79,7 +79,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(corruption
     bad = run / "checkpoints" / NEWEST
     CORRUPTIONS[corruption].damage(bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
-        refused("pretrain", *words, code=3, said=NEWEST)
+        refused("pretrain", *words, code=3, message=NEWEST)
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 

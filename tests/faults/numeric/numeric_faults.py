@@ -86,7 +86,7 @@ class Fault:
         )
 
     def _count(self, run: Run) -> None:
-        """Track which micro-batch of which step begins; a repeated step starts again at 0."""
+        """Count the micro-batches of a step; a repeated step starts again at 0."""
         if run.model.training:
             again = self._pass + 1 >= run.config.accumulate
             self._pass = 0 if run.step != self._step or again else self._pass + 1

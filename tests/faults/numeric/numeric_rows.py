@@ -242,7 +242,7 @@ def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
     run = small_run(folder, f"{recipe}-spikes", recipe, steps=steps, save_every=1000)
     loss_spikes(run)
     trained(run)
-    # In fp16 the spike may overflow, which skips the step as well.
+    # The spike may overflow in fp16, which skips the step as well.
     rows = run.folder.read_metrics()
     skipped_steps = {
         row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")

@@ -31,7 +31,7 @@ def spoilt(folder: Path, recipe: str, faults: Sequence[Fault], *sets: str, **key
     return run
 
 
-def told(run: Run) -> list[tuple[int, str]]:
+def events_of(run: Run) -> list[tuple[int, str]]:
     return [(row["step"], row["event"]) for row in events(run)]
 
 
@@ -115,7 +115,7 @@ def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
     recorder = Recorder(run)
     Fault(place="wgrad", value=INF, steps={step}).put(run)
     trained(run)
-    assert told(run) == [(step, "skip")]
+    assert events_of(run) == [(step, "skip")]
     saved = sorted(path.name for path in run.folder.checkpoints.iterdir())
     assert saved == ["step-000005" if step == 4 else "step-000004", "step-000008"]
     before, after = recorder.at(step), recorder.ends[step]
@@ -130,13 +130,13 @@ def test_a_fault_right_after_a_resumption_is_met_like_any_other(place, tmp_path)
     Fault(place=place, value=NAN, steps={5}).put(run)
     trained(run)
     expected = [(5, "skip")] if place == "wgrad" else [(5, "skip"), (5, "rollback"), (5, "skip")]
-    assert told(run) == expected
+    assert events_of(run) == expected
     assert run.step == 8
 
 
 def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path):
     run = spoilt(tmp_path, "mxfp8", [Fault(place="moment", value=INF, steps={9})], steps=8)
-    assert told(run) == [(8, "rollback"), (8, "skip")]
+    assert events_of(run) == [(8, "rollback"), (8, "skip")]
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
@@ -173,11 +173,11 @@ def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_eve
 def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
     keys = {"guard": {"patience": 2}, "save_every": 8}
     run = spoilt(tmp_path, "fp32", [alternating("loss")], steps=20, **keys)
-    assert "rollback" not in dict(told(run)).values()
+    assert "rollback" not in dict(events_of(run)).values()
     run = set_up({"steps": 40}, None, [], str(run.folder.path))
     alternating("loss").put(run)
     trained(run)
-    assert [row for row in told(run) if row[1] == "rollback"] == [(37, "rollback")]  # as above
+    assert [row for row in events_of(run) if row[1] == "rollback"] == [(37, "rollback")]  # as above
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place
     for most in (0, INF):
         fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
         run = spoilt(tmp_path, "delayed", [fault], steps=10)
-        assert [step for step, _ in told(run)] == (list(range(5, 11)) if most else [])
+        assert [step for step, _ in events_of(run)] == (list(range(5, 11)) if most else [])
         losses.append([row["loss"] for row in run.folder.read_metrics() if "loss" in row])
     assert fault.injected == 6
     assert losses[0] == losses[1]
@@ -216,7 +216,7 @@ def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     scales = {r["step"]: r["loss_scale"] for r in run.folder.read_metrics() if "loss_scale" in r}
     assert math.isfinite(scales[6])
     assert scales[6] > 1024
-    assert told(run) == [(5, "skip")]
+    assert events_of(run) == [(5, "skip")]
 
 
 def test_the_long_form_of_the_row_has_every_fault():

@@ -1,4 +1,4 @@
-"""Attention that stays within documents: what it sees, and that nothing else moves."""
+"""Attention within documents: logits, gradients, and the kernels that it takes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def documents() -> Tensor:
 
 def alone(model: GPT, row: Tensor, start: int, length: int) -> Tensor:
     """The logits of a document by itself, at the places that it has in its row."""
-    part = row[None, start : start + length]
+    window = row[None, start : start + length]
     if model.config.positions == "rope":  # which knows distances alone
-        return model(part)[0]
+        return model(window)[0]
     weight = model.position_embedding.weight
-    kept = weight.data.clone()
+    saved = weight.data.clone()
     with torch.no_grad():
-        weight.copy_(kept.roll(-start, 0))
-        logits = model(part)[0]
-        weight.copy_(kept)
+        weight.copy_(saved.roll(-start, 0))
+        logits = model(window)[0]
+        weight.copy_(saved)
     return logits
 
 
@@ -68,30 +68,31 @@ def test_a_document_does_not_move_the_logits_of_another_by_a_bit(shape, recipe):
         assert model.backend.attention_dtype == torch.float32
     else:
         model = build(recipe, **shape).eval()
-    one, other = tokens(), tokens()
-    other[0, :5] = (other[0, :5] + 7) % 61
+    rows, changed_rows = tokens(), tokens()
+    changed_rows[0, :5] = (changed_rows[0, :5] + 7) % 61
     with torch.no_grad():
-        before, after = model(one, None, documents()), model(other, None, documents())
+        before, after = model(rows, None, documents()), model(changed_rows, None, documents())
         assert torch.equal(before[0, 5:], after[0, 5:])
         assert not torch.equal(before[0, :5], after[0, :5])
-        assert not torch.equal(model(one)[0, 5:], model(other)[0, 5:])  # else nothing was hidden
+        # without documents, else nothing was hidden
+        assert not torch.equal(model(rows)[0, 5:], model(changed_rows)[0, 5:])
 
 
 def test_without_documents_or_with_a_single_one_attention_is_plain_and_causal(monkeypatch):
     model = build(init_std=0.2).eval()
-    whole = torch.zeros(3, 16, dtype=torch.int64)
+    single_document = torch.zeros(3, 16, dtype=torch.int64)
     with torch.no_grad():
-        assert_close(model(tokens(), None, whole), model(tokens()), 1e-6)
-    seen = []
+        assert_close(model(tokens(), None, single_document), model(tokens()), 1e-6)
+    mask_arguments = []
     real = F.scaled_dot_product_attention
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        mask_arguments.append((kwargs["attn_mask"], kwargs["is_causal"]))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     build()(tokens(), tokens(seed=2))
-    assert seen == [(None, True)] * 2
+    assert mask_arguments == [(None, True)] * 2
 
 
 def trained(model: GPT) -> list[Tensor]:
@@ -104,13 +105,13 @@ def trained(model: GPT) -> list[Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
 def test_blocks_that_run_again_give_the_same_to_the_bit(recipe, dropout):
-    found = []
+    results = []
     for mode in ("none", "selective", "block"):
         model = build(recipe, dropout=dropout)
         model.recompute = mode
-        found.append(trained(model))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        results.append(trained(model))
+    for recomputed in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], recomputed, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["selective", "block"])
@@ -142,7 +143,7 @@ def test_all_blocks_share_one_mask():
         return tensor
 
     model = build(layers=3)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved_tensor: saved_tensor):
         model(tokens(), tokens(seed=2), documents())
     assert {dtype for _, dtype in saved} == {torch.float32}
     assert len(saved) == 1
@@ -153,8 +154,8 @@ def test_all_blocks_share_one_mask():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch) -> None:
-    """Attention goes the ways of a GPU. Flex attention has no kernel for CPUs: torch computes the
-    same by parts, gradients too if it is not kept from it."""
+    """Attention takes the code paths of a GPU. Flex attention has no kernel for CPUs: torch
+    composes it of other operators, gradients included."""
     real = attention.kernels_for_masks
     monkeypatch.setattr(attention, "kernels_for_masks", lambda device: real(torch.device("cuda")))
     monkeypatch.setattr(attention, "skips_blocks", lambda device: True)
@@ -193,17 +194,17 @@ def test_blocks_of_scores_and_compiled_code_give_the_dense_masks_losses_and_grad
     if compiled:
         graphs.compile(sparse)
     for step in range(2):
-        given = tokens(seed=step), tokens(seed=step + 1), documents().roll(step, 0)
+        batch = tokens(seed=step), tokens(seed=step + 1), documents().roll(step, 0)
         with monkeypatch.context() as patch:
             patch.setattr(attention, "skips_blocks", lambda device: False)
-            expected = dense(*given)
-        found = sparse(*given)
-        assert_close(found, expected, 1e-5)
+            expected = dense(*batch)
+        loss = sparse(*batch)
+        assert_close(loss, expected, 1e-5)
         expected.backward()
-        found.backward()
-        for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
-            assert_close(grad(one), grad(other), 1e-4)
-    # A block, for all of them, and the loss: other documents compile nothing anew.
+        loss.backward()
+        for parameter, dense_parameter in zip(sparse.parameters(), dense.parameters(), strict=True):
+            assert_close(grad(parameter), grad(dense_parameter), 1e-4)
+    # One graph for all blocks and one for the loss: other documents compile no more.
     assert len(graphs) == (2 if compiled else 0)
 
 
@@ -226,10 +227,10 @@ def test_scores_are_skipped_where_flex_attention_serves(change, blocks):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_cudnn_gets_no_mask(compiled, monkeypatch):
     monkeypatch.setattr(attention, "skips_blocks", lambda device: False)
-    asked, real = [], F.scaled_dot_product_attention
+    cudnn_enabled, real = [], F.scaled_dot_product_attention
 
     def listen(*args: Any, **kwargs: Any) -> Tensor:
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        cudnn_enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
         return real(*args, **kwargs)
 
     class Run(torch.fx.Interpreter):
@@ -242,10 +243,10 @@ def test_cudnn_gets_no_mask(compiled, monkeypatch):
         model.compile_blocks(lambda graph, inputs: Run(graph).run)
     else:
         monkeypatch.setattr(F, "scaled_dot_product_attention", listen)
-    for given in ((tokens(), tokens(), documents()), (tokens(), tokens())):
+    for batch in ((tokens(), tokens(), documents()), (tokens(), tokens())):
         with torch.no_grad():
-            model(*given)
-    assert asked == [False, False, True, True]
+            model(*batch)
+    assert cudnn_enabled == [False, False, True, True]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -28,15 +28,15 @@ def results(function: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    for tensor, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor, reference, rtol=0, atol=0, equal_nan=True)
 
 
 def norms(width: int) -> tuple[nn.RMSNorm, nn.RMSNorm]:
-    made = RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-    for norm in made:
+    pair = RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+    for norm in pair:
         nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
-    return made
+    return pair
 
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 1e-45, 1.6e38, torch.inf, torch.nan, -1.0])
@@ -51,40 +51,40 @@ INPUTS = {
 
 @pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 def test_rms_norm_gives_torchs_values_and_gradients(x):
-    ours, plain = norms(x.shape[-1])
-    assert_same(results(ours, x, ours.weight), results(plain, x, plain.weight))
+    rms_norm, plain = norms(x.shape[-1])
+    assert_same(results(rms_norm, x, rms_norm.weight), results(plain, x, plain.weight))
 
 
 @pytest.mark.parametrize("width", [16, 32, 40])
 def test_gradients_that_lie_in_memory_in_another_order_give_torchs(width):
-    """As attention's backward pass gives those of heads; torch's sum over rows depends on it."""
+    """Attention gives such gradients to the norms of heads; torch's sum over rows depends on it."""
     x_BHTE = normal(4, 32, 2, width, seed=5).transpose(1, 2)
-    ours, plain = norms(width)
+    rms_norm, plain = norms(width)
 
     def swapped(norm: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: norm(x).transpose(1, 2)  # so its gradient comes turned
 
     for x in (x_BHTE, x_BHTE.contiguous()):
         assert_same(
-            results(swapped(ours), x, ours.weight), results(swapped(plain), x, plain.weight)
+            results(swapped(rms_norm), x, rms_norm.weight), results(swapped(plain), x, plain.weight)
         )
 
 
 def test_the_gradient_of_a_residual_stream_is_added_up_in_torchs_order():
-    ours, plain = norms(64)
+    rms_norm, plain = norms(64)
     x = normal(50, 64, seed=5)
 
     def added(norm: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: x + norm(x).sin()
 
-    assert_same(results(added(ours), x), results(added(plain), x))
+    assert_same(results(added(rms_norm), x), results(added(plain), x))
 
 
 def test_rms_norm_keeps_its_input_and_no_other_tensor_of_that_size():
     x = normal(4, 16, seed=6).requires_grad_()
-    with saved_tensors() as kept:
+    with saved_tensors() as saved:
         norms(16)[0](x)
-    assert [t.data_ptr() for t in kept if t.numel() == x.numel()] == [x.data_ptr()]
+    assert [t.data_ptr() for t in saved if t.numel() == x.numel()] == [x.data_ptr()]
 
 
 @pytest.mark.parametrize("trains", [(True, False), (False, True)], ids=["input", "weight"])
@@ -98,9 +98,11 @@ def test_what_is_frozen_gets_no_gradient(trains):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_rms_norm_of_other_dtypes_is_torchs(dtype):
-    ours, plain = norms(32)
+    rms_norm, plain = norms(32)
     x = normal(5, 32, seed=8, dtype=dtype)
-    assert_same(results(ours.to(dtype), x, ours.weight), results(plain.to(dtype), x, plain.weight))
+    assert_same(
+        results(rms_norm.to(dtype), x, rms_norm.weight), results(plain.to(dtype), x, plain.weight)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,5 +1,5 @@
-"""Casts of what an activation or its backward pass gives: the operators on a CPU, and their kernel
-in Triton's interpreter against numpy, and its code. See `tests/support/triton_code.py` for how."""
+"""Casts of an activation's output or gradient: the operators on a CPU, and their kernel in Triton's
+interpreter against numpy, and its code. See `tests/support/triton_code.py` for how."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fp8stack.common.formats import FormatName, Quantizer, ScaleRounding
 from fp8stack.layers.kernels import fused_casts
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_product, product_amax
+from tests.support.cases import case
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of, spilled_bytes
 
@@ -30,11 +31,11 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE = 3.7
 Range = tuple[np.ndarray, np.ndarray]
-"""The least and the largest value that are right."""
+"""The least and the largest right value, elementwise."""
 
 
-def product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> Product:
-    """One of values of all signs, with a NaN, infinities and zeros, whose amax is at the end."""
+def make_product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> Product:
+    """A product of both signs, with NaN, infinities and zeros; its last element is the amax."""
     generator = torch.Generator().manual_seed(len(name) + shape[0])
     rows, columns = shape
     x = torch.randn(rows, columns * (2 if name == "swiglu" else 1), generator=generator) * 4
@@ -46,30 +47,32 @@ def product(name: str, shape: tuple[int, int], dtype: torch.dtype, backward: boo
     return Product(name, x.to(dtype), dy.to(dtype) if backward else None)
 
 
-def moved(one: Product, device: str) -> Product:
-    return one._replace(x=one.x.to(device), dy=None if one.dy is None else one.dy.to(device))
+def moved(product: Product, device: str) -> Product:
+    dy = None if product.dy is None else product.dy.to(device)
+    return product._replace(x=product.x.to(device), dy=dy)
 
 
 def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """float64 or float32 values as `dtype` has them."""
+    """float64 or float32 values rounded to `dtype`."""
     with np.errstate(all="ignore"):
         return to_numpy(torch.from_numpy(x.astype(np.float32)).to(dtype))
 
 
-def expected(one: Product) -> Range:
-    """In float64, with what eager code rounds rounded, and 2^-20 of the largest term as the error
-    of exp, erf and divisions. Casts and ReLU^2 have no such error."""
-    dtype, name = one.x.dtype, one.name
-    x = to_numpy(one.x).astype(np.float64)
-    dy = None if one.dy is None else to_numpy(one.dy).astype(np.float64)
+def expected(product: Product) -> Range:
+    """The range of right values, computed in float64 and rounded where eager code rounds. Half its
+    width, the error of exp, erf and divisions, is 2^-20 of the largest term; 0 for casts and
+    ReLU^2."""
+    dtype, name = product.x.dtype, product.name
+    x = to_numpy(product.x).astype(np.float64)
+    dy = None if product.dy is None else to_numpy(product.dy).astype(np.float64)
     with np.errstate(all="ignore"):
         if name == "cast":
-            found = x.astype(np.float32)
-            return found, found
+            exact = x.astype(np.float32)
+            return exact, exact
         if name == "relu2":
-            held = np.where(x <= 0, 0, x)
-            found = held * held if dy is None else np.where(x <= 0, 0, dy * 2 * held)
-            return (rounded(found, dtype),) * 2
+            positive = np.where(x <= 0, 0, x)
+            exact = positive * positive if dy is None else np.where(x <= 0, 0, dy * 2 * positive)
+            return (rounded(exact, dtype),) * 2
         if name == "swiglu":
             return swiglu(x, dy, dtype)
         near = x * _SHARES[name](x) if dy is None else dy * _SLOPES[name](x)
@@ -129,7 +132,7 @@ def exact_gates(shape: tuple[int, int]) -> Product:
 
 
 def differences(names: tuple[str, ...], device: str = "cpu") -> list[str]:
-    """Where what is made is not numpy's."""
+    """The cases in which a cast differs from numpy."""
     wrong: list[str] = []
     shapes = ((1, 16), (7, 5), (129, 65), (144, 80))
     for name, backward in itertools.product(names, (False, True)):
@@ -138,23 +141,24 @@ def differences(names: tuple[str, ...], device: str = "cpu") -> list[str]:
         for place, shape in enumerate(shapes):
             dtype = DTYPES[place % 3] if place else torch.bfloat16
             for format in ("e4m3", "e5m2")[place % 2 :]:
-                one = product(name, shape, dtype, backward)
-                wrong += of_one(one, moved(one, device), format)
-    return wrong + of_blocks(device)
+                product = make_product(name, shape, dtype, backward)
+                wrong += cast_differences(product, moved(product, device), format)
+    return wrong + block_differences(device)
 
 
-def of_one(one: Product, given: Product, format: Any) -> list[str]:
-    told = f"{one.name} {tuple(one.shape)} {one.x.dtype} {one.dy is not None} {format}: "
-    scale = torch.tensor([1.0, SCALE], device=given.x.device)[1]
-    made = cast_product(given, scale, format, across=True, record=True, sums=True)
-    alone = cast_product(given, scale, format, across=False, record=False, sums=False)
-    low, high = expected(one)
-    data, transposed = codes(made.data.cpu()), codes(made.transposed.cpu())
+def cast_differences(product: Product, on_device: Product, format: Any) -> list[str]:
+    case_name = f"{product.name} {tuple(product.shape)} {product.x.dtype} "
+    case_name += f"{product.dy is not None} {format}: "
+    scale = torch.tensor([1.0, SCALE], device=on_device.x.device)[1]
+    cast = cast_product(on_device, scale, format, across=True, record=True, sums=True)
+    data_only = cast_product(on_device, scale, format, across=False, record=False, sums=False)
+    low, high = expected(product)
+    data, transposed = codes(cast.data.cpu()), codes(cast.transposed.cpu())
     sizes = [np.max(np.abs(end), where=~np.isnan(end), initial=0) for end in (low, high)]
-    found = {"amax": made.amax.item(), "amax alone": product_amax(given).item()}
+    amaxes = {"amax": cast.amax.item(), "amax alone": product_amax(on_device).item()}
     with np.errstate(all="ignore"):
         bounds = [decoded(format)[fp8_codes(end, SCALE, format)] for end in (low, high)]
-        sums, error = made.sums.cpu().numpy(), 2.0**-20 * np.abs(high).sum(0)
+        sums, error = cast.sums.cpu().numpy(), 2.0**-20 * np.abs(high).sum(0)
         near = low.astype(np.float64).sum(0) - error <= sums
         near &= sums <= high.astype(np.float64).sum(0) + error
         special = ~np.isfinite(low + high).all(0)
@@ -163,35 +167,37 @@ def of_one(one: Product, given: Product, format: Any) -> list[str]:
         "data": (bounds[0] <= values) & (values <= bounds[1]) | np.isnan(values),
         "NaN": np.isnan(values) == np.isnan(low),
         "transpose": transposed == data.T,
-        "alone": codes(alone.data.cpu()) == data,
+        "alone": codes(data_only.data.cpu()) == data,
         "sums": near | special,
-        **{key: min(sizes) <= value <= max(sizes) for key, value in found.items()},
+        **{key: min(sizes) <= value <= max(sizes) for key, value in amaxes.items()},
     }
-    if one.name in ("cast", "relu2"):
+    if product.name in ("cast", "relu2"):
         same["bytes"] = data == fp8_codes(low, SCALE, format)
-    if [alone.transposed, alone.amax, alone.sums] != [None] * 3:
+    if [data_only.transposed, data_only.amax, data_only.sums] != [None] * 3:
         same["what is not wanted"] = False
-    return [told + key for key, right in same.items() if not np.all(right)]
+    return [case_name + key for key, right in same.items() if not np.all(right)]
 
 
-def of_blocks(device: str) -> list[str]:
-    """Where blocks are not numpy's, to the bit: of values, and of an exact backward pass."""
+def block_differences(device: str) -> list[str]:
+    """The cases in which a cast by blocks differs from numpy: of values, and of exact gradients."""
     wrong = []
     generator = torch.Generator().manual_seed(2)
     for shape, dtype in (((256, 128), torch.bfloat16), ((130, 200), torch.float16)):
         x = torch.randn(shape, generator=generator) * 10.0 ** torch.linspace(-4, 4, shape[1])
         x[1, 2], x[3], x[5, 7] = math.nan, 0, math.inf
-        wrong += of_one_blocks(Product("cast", x.to(dtype)), Quantizer(block=(1, 128)), device)
+        product = Product("cast", x.to(dtype))
+        wrong += block_cast_differences(product, Quantizer(block=(1, 128)), device)
     quantizer = Quantizer(block=(1, 128), scale="power_of_two")
     tiny = Product("cast", torch.full((128, 128), 1e-38))
-    wrong += of_one_blocks(tiny, quantizer, device)
-    wrong += of_one_blocks(exact_gates((128, 256)), quantizer, device)
-    wrong += of_one_blocks(product("relu2", (128, 128), DTYPES[0], True), quantizer, device)
-    return wrong + of_mx(device)
+    wrong += block_cast_differences(tiny, quantizer, device)
+    wrong += block_cast_differences(exact_gates((128, 256)), quantizer, device)
+    product = make_product("relu2", (128, 128), DTYPES[0], True)
+    wrong += block_cast_differences(product, quantizer, device)
+    return wrong + mx_differences(device)
 
 
-def of_mx(device: str) -> list[str]:
-    """The same of blocks with E8M0 scales, of sizes that tiles are cut through."""
+def mx_differences(device: str) -> list[str]:
+    """`block_differences` with E8M0 scales, of sizes that do not divide into tiles."""
     generator = torch.Generator().manual_seed(4)
     wide = torch.randn((256, 128), generator=generator)
     wide *= 10.0 ** torch.linspace(-38, 38, 128)  # scales of all sizes
@@ -200,38 +206,40 @@ def of_mx(device: str) -> list[str]:
     narrow[narrow.abs() < 2.0**-126] = 0  # Triton's interpreter widens subnormals wrongly
     products = [Product("cast", wide), Product("cast", narrow)]
     products += [exact_gates((128, 256)), exact_gates((160, 96))]
-    products.append(product("relu2", (64, 160), DTYPES[0], True))
+    products.append(make_product("relu2", (64, 160), DTYPES[0], True))
     products += products[:2]
     rules: list[ScaleRounding] = ["rceil", "floor", "rceil", "rceil", "even", "floor", "even"]
     formats: list[FormatName] = ["e4m3", "e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e4m3"]
     wrong = []
-    for one, rounding, format in zip(products, rules, formats, strict=True):
+    for product, rounding, format in zip(products, rules, formats, strict=True):
         quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0", scale_rounding=rounding)
-        wrong += of_one_blocks(one, quantizer, device)
+        wrong += block_cast_differences(product, quantizer, device)
     return wrong
 
 
-def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
-    made = cast_blocks(moved(one, device), quantizer, across=True, sums=True)
-    values, limit = expected_exactly(one), float(torch.finfo(one.x.dtype).max)
-    known = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
-    copies = (made.data, made.inv_scale), (made.transposed, made.inv_scale_across)
-    told = f"blocks of {one.name} {tuple(one.shape)}: "
-    facts = compare_copies(copies, known, quantizer, gemm_operand)
-    wrong = [told + line for line in facts.get("first", [])]
-    return wrong + [told + "layout" for _, inverse in copies if not inverse.t().is_contiguous()]
+def block_cast_differences(product: Product, quantizer: Quantizer, device: str) -> list[str]:
+    cast = cast_blocks(moved(product, device), quantizer, across=True, sums=True)
+    values, limit = expected_exactly(product), float(torch.finfo(product.x.dtype).max)
+    references = [quantize(values, quantizer, dim, overflow=limit) for dim in (1, 0)]
+    copies = (cast.data, cast.inv_scale), (cast.transposed, cast.inv_scale_across)
+    case_name = f"blocks of {product.name} {tuple(product.shape)}: "
+    facts = compare_copies(copies, references, quantizer, gemm_operand)
+    wrong = [case_name + line for line in facts.get("first", [])]
+    return wrong + [
+        case_name + "layout" for _, inverse in copies if not inverse.t().is_contiguous()
+    ]
 
 
-def expected_exactly(one: Product) -> np.ndarray:
+def expected_exactly(product: Product) -> np.ndarray:
     """`expected`, of an `exact_gates` too."""
-    if one.name != "swiglu" or one.dy is None:
-        return expected(one)[0]
-    gate, value = np.split(to_numpy(one.x), 2, axis=1)
+    if product.name != "swiglu" or product.dy is None:
+        return expected(product)[0]
+    gate, value = np.split(to_numpy(product.x), 2, axis=1)
     share = np.where(gate > 0, 1, np.where(gate < 0, 0, 0.5)).astype(np.float32)
-    dy = to_numpy(one.dy)
-    of_gate = rounded(dy * value, one.x.dtype) * (share * (1 + gate * (1 - share)))
-    made = np.concatenate([of_gate, dy * np.where(gate > 0, gate, gate * 0)], axis=1)
-    return rounded(made, one.x.dtype)
+    dy = to_numpy(product.dy)
+    of_gate = rounded(dy * value, product.x.dtype) * (share * (1 + gate * (1 - share)))
+    exact = np.concatenate([of_gate, dy * np.where(gate > 0, gate, gate * 0)], axis=1)
+    return rounded(exact, product.x.dtype)
 
 
 # On a CPU
@@ -239,10 +247,10 @@ def expected_exactly(one: Product) -> np.ndarray:
 
 def test_activations_gradients_are_autograds_to_the_bit():
     for name, dtype in itertools.product(ACTIVATIONS, DTYPES):
-        one = product(name, (17, 40), dtype, True)
-        x = one.x.clone().requires_grad_()
-        (known,) = torch.autograd.grad(ACTIVATIONS[name](x), x, one.dy)
-        torch.testing.assert_close(one.values(), known, rtol=0, atol=0, equal_nan=True)
+        product = make_product(name, (17, 40), dtype, True)
+        x = product.x.clone().requires_grad_()
+        (by_autograd,) = torch.autograd.grad(ACTIVATIONS[name](x), x, product.dy)
+        torch.testing.assert_close(product.values(), by_autograd, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_without_a_kernel_cast_what_torch_computes():
@@ -251,14 +259,16 @@ def test_operators_without_a_kernel_cast_what_torch_computes():
 
 @pytest.mark.parametrize("name", ["cast", "swiglu", "gelu"])
 def test_the_operators_are_as_torch_wants_them(name):
-    one = product(name, (33, 32), torch.bfloat16, name != "cast")
+    product = make_product(name, (33, 32), torch.bfloat16, name != "cast")
     scale, operators = torch.tensor(SCALE), torch.ops.fp8stack
-    torch.library.opcheck(operators.product_amax.default, tuple(one))
-    for wanted in itertools.product((False, True), repeat=3):
-        given = (*one, scale, "e4m3", *wanted)
-        torch.library.opcheck(operators.cast_product.default, given, test_utils="test_faketensor")
+    torch.library.opcheck(operators.product_amax.default, tuple(product))
+    for outputs in itertools.product((False, True), repeat=3):
+        arguments = (*product, scale, "e4m3", *outputs)
+        torch.library.opcheck(
+            operators.cast_product.default, arguments, test_utils="test_faketensor"
+        )
         for kind in ("float32", "rceil"):
-            blocks = (*one, "e4m3", 0.0, kind, *wanted[1:])
+            blocks = (*product, "e4m3", 0.0, kind, *outputs[1:])
             operator = operators.cast_product_blocks.default
             torch.library.opcheck(operator, blocks, test_utils="test_faketensor")
 
@@ -268,17 +278,18 @@ def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
     with FakeTensorMode():
         x, dy, scale = torch.empty(256, 384), torch.empty(256, 192), torch.empty(())
         operators = torch.ops.fp8stack
-        made = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
-        assert [part.shape for part in made] == [(256, 384), (384, 256), (4,), (2, 384)]
+        outputs = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
+        assert [output.shape for output in outputs] == [(256, 384), (384, 256), (4,), (2, 384)]
         for kind, scales in (("float32", [(3, 256), (2, 384)]), ("rceil", [(3072,), (3072,)])):
-            made = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, kind, True, True)
-            assert [part.shape for part in made] == [(256, 384), (384, 256), *scales, (2, 384)]
+            outputs = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, kind, True, True)
+            shapes = [(256, 384), (384, 256), *scales, (2, 384)]
+            assert [output.shape for output in outputs] == shapes
         assert operators.product_amax("swiglu", x, None).shape == (4,)
         for rows, columns, tiles in ((1, 1, 1), (128, 128, 1), (129, 130, 4), (0, 9, 1)):
             x = torch.empty(rows, columns)
-            made = operators.cast_product("cast", x, None, scale, "e4m3", True, True, False)
+            outputs = operators.cast_product("cast", x, None, scale, "e4m3", True, True, False)
             shapes = [(rows, columns), (columns, rows), (tiles,), (0,)]
-            assert [part.shape for part in made] == shapes
+            assert [output.shape for output in outputs] == shapes
 
 
 # The kernel
@@ -290,12 +301,15 @@ def interpreted_differences() -> list[str]:
     return differences(("cast", *ACTIVATIONS))
 
 
-# Each form on one GPU, and one form on each.
+# Three forms on one GPU, and one on a GPU whose conversions are inexact; the others are slow.
+QUICK = {
+    ("swiglu", "rows", 90),
+    ("swiglu", "mx", 90),
+    ("cast", "given", 90),
+    ("swiglu", "given", 89),
+}
 CODES = [
-    pytest.param(
-        *(capability, name, backward, scaled, format),
-        marks=[] if capability == 90 or (backward and scaled == "given") else pytest.mark.slow,
-    )
+    case(*(capability, name, backward, scaled, format), quick=(name, scaled, capability) in QUICK)
     for capability in (89, 90, 100, 120)
     for name, backward, scaled, format in (
         *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "rows", "e4m3")),
@@ -314,29 +328,31 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
-    made = Product(name, x, x if backward else None)
+    product = Product(name, x, x if backward else None)
     quantizer = Quantizer(format=format)
     if scaled == "mx":
         quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0")
     record, exact = scaled == "given", capability != 89
-    how = fused_casts.product_variant(made, quantizer, scaled, exact, sums=backward, record=record)
+    variant = fused_casts.product_variant(
+        product, quantizer, scaled, exact, sums=backward, record=record
+    )
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
     if scaled == "mx":
         types |= dict.fromkeys(("inverse", "inverse_across"), "*u8")
     types |= {"rows": "i32", "width": "i32"}
     text = ptx_of(
-        triton_kernels.cast_product, types, {"HOW": how}, capability, **fused_casts.LAUNCH
+        triton_kernels.cast_product, types, {"HOW": variant}, capability, **fused_casts.LAUNCH
     )
     sides = 2 if backward else 1
     # 32 bytes to a thread and direction; sums and scales of each side, or one amax of both.
-    others = {
+    other_stores = {
         "given": {"st.global.b32": 1 + (sides if backward else 0)},
         "rows": {"st.global.b32": 3 * sides},
         "mx": {"st.global.b8": 2 * sides} | ({"st.global.b32": sides} if backward else {}),
     }
     stores = Counter(re.findall(r"st\.global\S*", text))
-    assert stores == {"st.global.v4.b32": 4 * sides, **others[scaled]}
+    assert stores == {"st.global.v4.b32": 4 * sides, **other_stores[scaled]}
     if scaled != "mx":  # with a scale for each 32 elements it takes a few registers too many
         assert spilled_bytes(text, capability, tmp_path) <= 64
     loads = Counter(re.findall(r"ld\.global\S*", text))

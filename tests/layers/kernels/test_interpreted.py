@@ -15,9 +15,9 @@ WORK = (
     "tests.layers.kernels.test_nvfp4:interpreted_differences",
     "tests.layers.kernels.test_weight_casts:few_differences",
     "tests.layers.test_kept_weights:few_differences",
-    "tests.analysis.conform.test_checks:interpreted_weights",
 )
 ALL = (
+    "tests.analysis.conform.test_checks:interpreted_weights",
     "tests.analysis.conform.test_checks:interpreted_copies",
     "tests.layers.kernels.test_weight_casts:differences",
     "tests.layers.test_kept_weights:interpreted_differences",
@@ -26,4 +26,4 @@ ALL = (
 
 @pytest.mark.parametrize("work", [WORK, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_differ_in_nothing(work):
-    assert interpreted(*work) == {one: [] for one in work}
+    assert interpreted(*work) == {function: [] for function in work}

@@ -41,34 +41,34 @@ class Record(torch.autograd.Function):
         return gradient.clone(), None
 
 
-class Seen(defaultdict[str, list[str]]):
+class Precisions(defaultdict[str, list[str]]):
     """The switch's positions, by the place and the pass where it was looked at."""
 
     def __init__(self) -> None:
         super().__init__(list)
 
     def record(self, x: Tensor, name: str) -> Tensor:
-        def note(which: str) -> None:
-            self[f"{name} {which}"].append(torch.get_float32_matmul_precision())
+        def note(pass_name: str) -> None:
+            self[f"{name} {pass_name}"].append(torch.get_float32_matmul_precision())
 
         return Record.apply(x, note)
 
-    def around(self, part: nn.Module, name: str) -> None:
-        part.register_forward_pre_hook(lambda _, args: (self.record(args[0], name), *args[1:]))
-        part.register_forward_hook(lambda _, args, out: self.record(out, name))
+    def around(self, module: nn.Module, name: str) -> None:
+        module.register_forward_pre_hook(lambda _, args: (self.record(args[0], name), *args[1:]))
+        module.register_forward_hook(lambda _, args, out: self.record(out, name))
 
     def check(self, **expected: str) -> None:
         """Each place had one position throughout, in both passes."""
         passes = ("forward", "backward")
-        wanted = {f"{name} {way}": {at} for name, at in expected.items() for way in passes}
-        assert {name: set(found) for name, found in self.items()} == wanted
+        by_pass = {f"{name} {way}": {at} for name, at in expected.items() for way in passes}
+        assert {name: set(precisions) for name, precisions in self.items()} == by_pass
 
 
-def gpt(recipe: str, seen: Seen) -> GPT:
+def gpt(recipe: str, precisions: Precisions) -> GPT:
     plan = plan_for(CONFIG, recipe, AMPERE)
     model = GPT(CONFIG, build_backend(plan))
     for path in ("blocks.0.mlp.up", "blocks.1.attention.output", "lm_head"):
-        seen.around(model.get_submodule(path), "ours")
+        precisions.around(model.get_submodule(path), "ours")
     return model
 
 
@@ -76,57 +76,61 @@ TOKENS = torch.arange(16).view(2, 8)
 
 
 @pytest.mark.parametrize("ambient", ["highest", "high"])
-@pytest.mark.parametrize(("recipe", "wanted"), [("tf32", "high"), ("fp32", "highest")])
+@pytest.mark.parametrize(("recipe", "expected"), [("tf32", "high"), ("fp32", "highest")])
 @pytest.mark.parametrize("first", ["ours", "other"])
-def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(recipe, wanted, ambient, first):
+def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(
+    recipe, expected, ambient, first
+):
     torch.set_float32_matmul_precision(ambient)
-    seen = Seen()
-    model, layers = gpt(recipe, seen), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    seen.around(layers, "other")
+    precisions = Precisions()
+    model, layers = gpt(recipe, precisions), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    precisions.around(layers, "other")
     losses = [lambda: model(TOKENS, TOKENS), lambda: layers(torch.ones(3, 16)).sum()]
     for _ in range(2):
         total = sum(make() for make in (losses if first == "ours" else losses[::-1]))
         assert torch.get_float32_matmul_precision() == ambient
         total.backward()
         assert torch.get_float32_matmul_precision() == ambient
-    seen.check(ours=wanted, other=ambient)
+    precisions.check(ours=expected, other=ambient)
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_around_a_converted_model_keep_their_precision_also_where_it_is_run_again(again):
-    seen = Seen()
+    precisions = Precisions()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     before, after = nn.Linear(16, 16), nn.Linear(16, 16)
-    for part, name in ((inner[0], "ours"), (inner[2], "ours"), (before, "other"), (after, "other")):
-        seen.around(part, name)
+    for module in (inner[0], inner[2]):
+        precisions.around(module, "ours")
+    for module in (before, after):
+        precisions.around(module, "other")
     convert(inner, resolve("tf32", AMPERE))
     x = before(torch.ones(3, 16))
     y = checkpoint(inner, x, use_reentrant=False) if again else inner(x)
     after(y).sum().backward()
-    seen.check(ours="high", other="highest")
+    precisions.check(ours="high", other="highest")
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("recompute", ["selective", "block"])
 def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute):
-    seen = Seen()
-    model = gpt("tf32", seen)
+    precisions = Precisions()
+    model = gpt("tf32", precisions)
     model.recompute = recompute
     model(TOKENS, TOKENS).backward()
-    seen.check(ours="high")
-    assert len(seen["ours forward"]) > 6  # some were run again
+    precisions.check(ours="high")
+    assert len(precisions["ours forward"]) > 6  # some were run again
 
 
 def test_passes_that_end_early_or_fail_give_the_precision_back():
-    seen = Seen()
-    model = gpt("tf32", seen)
+    precisions = Precisions()
+    model = gpt("tf32", precisions)
     torch.autograd.grad(
         model(TOKENS, TOKENS), [model.get_parameter("lm_head.weight")]
     )  # ends within the model
     assert torch.get_float32_matmul_precision() == "highest"
     with torch.no_grad():
         model(TOKENS)
-    assert set(seen["ours forward"]) == {"high"}
+    assert set(precisions["ours forward"]) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
 
     def fail(*_: object) -> None:
@@ -146,12 +150,12 @@ def test_what_a_user_set_by_torchs_newer_switch_stays(recipe):
         matmul.fp32_precision = "tf32"
         with pytest.raises(RuntimeError):  # the reason why this is a case of its own
             torch.get_float32_matmul_precision()
-        found = []
+        precisions = []
         hardware = AMPERE if recipe == "tf32" else Hardware("cpu")
         model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, hardware)))
-        model.lm_head.register_forward_hook(lambda *_: found.append(matmul.fp32_precision))
+        model.lm_head.register_forward_hook(lambda *_: precisions.append(matmul.fp32_precision))
         model(TOKENS, TOKENS).backward()
-        assert found == ["tf32" if recipe == "tf32" else "ieee"]
+        assert precisions == ["tf32" if recipe == "tf32" else "ieee"]
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
@@ -159,7 +163,7 @@ def test_what_a_user_set_by_torchs_newer_switch_stays(recipe):
 
 @pytest.mark.parametrize("ambient", ["highest", "high", "medium"])
 def test_exact_products_give_back_what_a_user_set(ambient):
-    """Where oneDNN rounds to bfloat16 for "medium", exact products must not."""
+    """Exact products must not round to bfloat16, as oneDNN does for "medium"."""
     mkldnn = cast(Any, torch.backends.mkldnn).matmul
     torch.set_float32_matmul_precision(ambient)
     before = mkldnn.fp32_precision

@@ -67,41 +67,44 @@ def bits(device: str = "cpu") -> tuple[RandomBits, RandomBits]:
 
 
 def expected(x: torch.Tensor, quantizer: Quantizer, across: bool, drawn: RandomBits) -> list[Any]:
-    """The codes of each line of a copy, the scales of its blocks in tiles, the upper scale."""
-    made = numerics.quantize(x, quantizer, 0 if across else 1, drawn)
-    data, scales = made.data, made.scales.view(torch.uint8)
+    """The codes of a copy's lines, its block scales in tiles, and its upper scale."""
+    quantized = numerics.quantize(x, quantizer, 0 if across else 1, drawn)
+    data, scales = quantized.data, quantized.scales.view(torch.uint8)
     if across:
         data, scales = data.t(), scales.t()
     assert quantizer.blocks is not None
-    upper = torch.where(made.has_nan, torch.nan, made.amax * torch.tensor(1 / 2688))
+    upper = torch.where(quantized.has_nan, torch.nan, quantized.amax * torch.tensor(1 / 2688))
     return [data, tiles(scales.repeat_interleave(quantizer.blocks[0], 0)), upper]
 
 
 def differences(device: str = "cpu") -> list[str]:
-    """Where the copies are not those of `quantize`, the first one made with the second or alone."""
+    """The cases in which copies differ from `quantize`, the first cast with the second or alone."""
     wrong = []
     for (name, x), (way, across) in itertools.product(inputs(), WAYS.items()):
         if " of " not in name and way not in ("squares", "drawn hadamard"):
             continue
         along = replace(across, hadamard=0)
         drawn = bits(device) if along.stochastic else (None, None)
-        found = {"along": (along, False), "across": (across, True)}
-        made = dict(zip(found, cast_nvfp4(x.to(device), along, across, drawn), strict=True))
+        cases = {"along": (along, False), "across": (across, True)}
+        copies = dict(zip(cases, cast_nvfp4(x.to(device), along, across, drawn), strict=True))
         if way == "squares":
-            found["alone"] = along, False
-            made["alone"], none = cast_nvfp4(x.to(device), along, None)
+            cases["alone"] = along, False
+            copies["alone"], none = cast_nvfp4(x.to(device), along, None)
             assert none is None
-        for copy, (quantizer, turned) in found.items():
-            one = made[copy]
-            assert one is not None
-            assert one.whole is not None
-            packed = one.inv_scale.view(torch.uint8).flatten()
-            wanted = expected(x, quantizer, turned, bits()[turned])
-            for what, ours, theirs in zip(
-                ("data", "scales", "upper"), (one.data, packed, one.whole), wanted, strict=True
+        for copy, (quantizer, turned) in cases.items():
+            matrix = copies[copy]
+            assert matrix is not None
+            assert matrix.upper_scale is not None
+            packed = matrix.inv_scale.view(torch.uint8).flatten()
+            reference = expected(x, quantizer, turned, bits()[turned])
+            for field, tensor, expected_tensor in zip(
+                ("data", "scales", "upper"),
+                (matrix.data, packed, matrix.upper_scale),
+                reference,
+                strict=True,
             ):
-                if not torch.equal(ours.cpu().nan_to_num(-1.0), theirs.nan_to_num(-1.0)):
-                    wrong.append(f"{name}, {way}, {copy}: {what}")
+                if not torch.equal(tensor.cpu().nan_to_num(-1.0), expected_tensor.nan_to_num(-1.0)):
+                    wrong.append(f"{name}, {way}, {copy}: {field}")
     return wrong
 
 
@@ -122,23 +125,26 @@ def test_the_operators_are_as_torch_wants_them(way):
     amaxes = torch.ops.fp8stack.nvfp4_amaxes(x, across.hadamard)
     drawn = (torch.tensor(3), torch.tensor([6, 7])) if across.stochastic else (None, None)
     height = 16 if way == "squares" else 1
-    for both in (True, False):
-        given = (x, amaxes, height, across.hadamard, both, *drawn, 7, 0)
-        torch.library.opcheck(torch.ops.fp8stack.cast_nvfp4.default, given)
+    for with_second in (True, False):
+        arguments = (x, amaxes, height, across.hadamard, with_second, *drawn, 7, 0)
+        torch.library.opcheck(torch.ops.fp8stack.cast_nvfp4.default, arguments)
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "stochastic"), [(100, True), (120, False)])
+@pytest.mark.parametrize(
+    ("capability", "stochastic"),
+    [(100, True), pytest.param(120, False, marks=pytest.mark.slow)],
+)
 def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
     sizes = dict.fromkeys(("rows", "columns"), "i32")
-    how = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
+    variant = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
     text = ptx_of(
         triton_nvfp4.find_amaxes,
         {"x": "*bf16", "figures": "*fp32"} | sizes,
-        {"HOW": how},
+        {"HOW": variant},
         capability,
         **nvfp4.LAUNCH,
     )
@@ -151,7 +157,7 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
         | {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
         | sizes
         | {"half_rows": "i32", "half_columns": "i32"},
-        {"HOW": how},
+        {"HOW": variant},
         capability,
         **nvfp4.LAUNCH,
     )
@@ -161,16 +167,23 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
 
 
 @needs_triton
-@pytest.mark.parametrize(("seed", "first_row"), [(0, 0), (1, 0), (0, 1), (2**32 - 1, 16)])
+@pytest.mark.parametrize(
+    ("seed", "first_row"),
+    [
+        (1, 0),
+        (0, 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 0), (2**32 - 1, 16))),
+    ],
+)
 def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, monkeypatch):
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
-    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
+    variant = nvfp4.Nvfp4Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
     tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
     numbers = seed, first_row, 256, 128, 128, 64
-    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    options = {"capability": 100, "HOW": variant, **nvfp4.LAUNCH}
     assert "mul.hi.u32" in launched_ptx(triton_nvfp4.cast, *tensors, *numbers, **options)
 
 
@@ -185,7 +198,9 @@ def test_triton_3_6_compiles_the_shapes_that_follow_from_what_a_kernel_is_compil
     for call in ast.walk(ast.parse(Path(nvfp4.__file__).with_name(file).read_text())):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             called = getattr(tl, call.func.attr, None)
-            lists = [one for one in call.args if isinstance(one, ast.List | ast.Tuple)]
+            lists = [
+                argument for argument in call.args if isinstance(argument, ast.List | ast.Tuple)
+            ]
             if isinstance(called, JITFunction) and "HOW." in "".join(map(ast.unparse, lists)):
                 wrong.append(ast.unparse(call))
     assert wrong == []
@@ -196,8 +211,8 @@ def test_squares_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
-    how = nvfp4.Nvfp4Variant(hadamard=0, bf16=False, exact=True, height=16)
+    variant = nvfp4.Nvfp4Variant(hadamard=0, bf16=False, exact=True, height=16)
     tensors = torch.float32, torch.float32, *[torch.uint8] * 4, torch.float32, torch.float32
-    options = {"capability": 100, "HOW": how, **nvfp4.LAUNCH}
+    options = {"capability": 100, "HOW": variant, **nvfp4.LAUNCH}
     text = launched_ptx(triton_nvfp4.cast, *tensors, 0, 0, 256, 128, 128, 64, **options)
     assert "st.global" in text

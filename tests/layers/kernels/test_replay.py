@@ -26,11 +26,11 @@ CUDA = torch.device("cuda", 0)
 
 
 def tensors(values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class Graph(TorchDispatchMode):
-    """The operators of a recording. What they wrote to is put back: a recording does nothing."""
+    """The operators of a recording. Tensors that they wrote to are restored: it has no effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,42 +41,42 @@ class Graph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for one in tensors((args, kwargs)):
-                self.before.setdefault(id(one), (one, one.clone()))
+            for tensor in tensors((args, kwargs)):
+                self.before.setdefault(id(tensor), (tensor, tensor.clone()))
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
         return out
 
     def put_back(self) -> None:
-        for one, was in self.before.values():
-            one.copy_(was)
+        for tensor, content_before in self.before.values():
+            tensor.copy_(content_before)
 
     def replay(self) -> None:
         self.replays += 1
         for func, args, kwargs, out in self.calls:
-            given = {one.untyped_storage().data_ptr() for one in tensors((args, kwargs))}
+            storages = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
             again = func(*args, **kwargs)
-            for one, new in zip(tensors(out), tensors(again), strict=True):
-                if one.untyped_storage().data_ptr() not in given:  # else a view, or in place
-                    one.copy_(new)
+            for output, new_output in zip(tensors(out), tensors(again), strict=True):
+                if output.untyped_storage().data_ptr() not in storages:  # else a view, or in place
+                    output.copy_(new_output)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that were recorded."""
-    made: list[Graph] = []
+    recorded: list[Graph] = []
 
     @contextmanager
     def recording(graph: Graph, capture_error_mode: str) -> Iterator[None]:
         with graph:
             yield
         graph.put_back()
-        made.append(graph)
+        recorded.append(graph)
 
     monkeypatch.setattr(replay, "records", lambda device: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    return made
+    return recorded
 
 
 def test_what_is_recorded_happens_once_per_call_and_anew_where_tensors_are_others(graphs) -> None:
@@ -86,14 +86,14 @@ def test_what_is_recorded_happens_once_per_call_and_anew_where_tensors_are_other
         state[0] += torch.where(state[0] > 1, 2.0, 1.0)
         return state[0].sum()
 
-    replayed, found = Replayed(step), []
+    replayed, sums = Replayed(step), []
     for _ in range(5):
-        found.append(float(replayed(CUDA, 0)))
-    assert found == [3, 6, 12, 18, 24]
-    assert [one.replays for one in graphs] == [5 - EAGER]
+        sums.append(float(replayed(CUDA, 0)))
+    assert sums == [3, 6, 12, 18, 24]
+    assert [graph.replays for graph in graphs] == [5 - EAGER]
     state[0] = torch.zeros(3)
     assert [float(replayed(CUDA, 1)) for _ in range(4)] == [3, 6, 12, 18]
-    assert [one.replays for one in graphs] == [5 - EAGER, 4 - EAGER]
+    assert [graph.replays for graph in graphs] == [5 - EAGER, 4 - EAGER]
 
 
 def test_a_graph_that_cannot_be_made_is_told_once_and_the_work_goes_on(graphs, monkeypatch) -> None:
@@ -140,14 +140,14 @@ def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
 
     expected = trained("eager")
     graphs = request.getfixturevalue("graphs")
-    found = trained("recorded")
-    # Of the guard two, and of the scales of weights one, for two micro-batches.
+    recorded = trained("recorded")
+    # Two graphs are the guard's; with two micro-batches, one more is for the scales of weights.
     expected_replays = [2 * 17 - EAGER, 17 - EAGER, 17 - EAGER] if recipe == "delayed" else [15]
-    assert sorted(one.replays for one in graphs) == sorted(expected_replays)
-    assert changed(expected.everything(), found.everything()) == []
-    assert found.told() == expected.told()
-    assert (10, "skip") in found.told()
-    assert found.loop.monitor.state() == expected.loop.monitor.state()
+    assert sorted(graph.replays for graph in graphs) == sorted(expected_replays)
+    assert changed(expected.everything(), recorded.everything()) == []
+    assert recorded.guard_events() == expected.guard_events()
+    assert (10, "skip") in recorded.guard_events()
+    assert recorded.loop.monitor.state() == expected.loop.monitor.state()
 
 
 def test_an_update_of_the_history_that_is_recorded_is_the_update(graphs) -> None:
@@ -166,4 +166,4 @@ def test_an_update_of_the_history_that_is_recorded_is_the_update(graphs) -> None
         plain.update()
         assert torch.equal(delayed.history.history, plain.history)
         assert torch.equal(delayed.history.scales, plain.scales)
-    assert [one.replays for one in graphs] == [6 - EAGER]
+    assert [graph.replays for graph in graphs] == [6 - EAGER]

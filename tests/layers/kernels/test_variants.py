@@ -1,5 +1,5 @@
-"""The cast of a matrix with transpose and amax: the operator on a CPU, its kernel and that of the
-transpose in Triton's interpreter.
+"""The cast of a matrix with transpose and amax: the operator on a CPU, and its kernel and the
+transpose's in Triton's interpreter.
 
 See `tests/support/triton_code.py` for how.
 """
@@ -38,8 +38,9 @@ Run = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor | None, Tensor | None
 
 
 def inputs(few: bool) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """All values of the 16-bit formats; float32's ties, ends and specials; NaN alone; shapes. With
-    each, which of the scales are tried: all or a `few`, of which each is tried on something."""
+    """Name, matrix and the indices of the scales to try with it: all, or a `few`, where every scale
+    has at least one matrix. Matrices hold all values of the 16-bit formats; float32's ties, ends
+    and specials; NaN alone; and values in various shapes."""
     every = tuple(range(len(SCALES)))
     yield "bf16", every_value(torch.bfloat16).view(256, 256), (1, 2, 6) if few else every
     yield "fp16", every_value(torch.float16).view(256, 256), (1, 3) if few else every
@@ -55,7 +56,7 @@ def inputs(few: bool) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
 
 
 def differences(run: Run, device: str = "cpu", interpreted: bool = False) -> list[str]:
-    """Where `run` does not give the bytes, the transpose and the amax that numpy gives."""
+    """The cases in which the bytes, transpose or amax of `run` differ from numpy."""
     wrong = []
     scales = torch.tensor(SCALES, device=device)  # each a view, as in a history
     for name, x, tried in inputs(few=interpreted):
@@ -65,14 +66,14 @@ def differences(run: Run, device: str = "cpu", interpreted: bool = False) -> lis
         size = np.abs(to_numpy(x))
         amax = np.float32(np.max(size, where=~np.isnan(size), initial=0))
         for format, index in itertools.product(FORMATS, tried):
-            made = run(x.to(device), scales[index], format)
-            data, transposed, found = (part.cpu() for part in made)
+            cast = run(x.to(device), scales[index], format)
+            data, transposed, largest = (output.cpu() for output in cast)
             expected = fp8_codes(to_numpy(x), SCALES[index], format)
             same = {
                 "data": np.array_equal(codes(data), expected),
                 "transpose": np.array_equal(codes(transposed), expected.T),
                 "contiguous": data.is_contiguous() and transposed.is_contiguous(),
-                "amax": found.dtype == torch.float32 and found.numpy() == amax,
+                "amax": largest.dtype == torch.float32 and largest.numpy() == amax,
             }
             wrong += [f"{name}, {format}, {SCALES[index]}: {key}" for key in same if not same[key]]
     return wrong
@@ -96,16 +97,16 @@ def test_a_tensor_that_is_not_contiguous_casts_like_its_copy():
 
 def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
     x, scale = torch.randn(3, 5), torch.tensor(2.0)
-    whole = [part for part in cast_transpose(x, scale) if part is not None]
+    all_outputs = [output for output in cast_transpose(x, scale) if output is not None]
     data, transposed, amax = cast_transpose(x, scale, across=False)
     assert transposed is None
     assert amax is not None
-    assert torch.equal(amax, whole[2])
+    assert torch.equal(amax, all_outputs[2])
     data, transposed, amax = cast_transpose(x, scale, record=False)
     assert amax is None
     assert transposed is not None
-    np.testing.assert_array_equal(codes(data), codes(whole[0]))
-    np.testing.assert_array_equal(codes(transposed), codes(whole[1]))
+    np.testing.assert_array_equal(codes(data), codes(all_outputs[0]))
+    np.testing.assert_array_equal(codes(transposed), codes(all_outputs[1]))
     for shape in ((1, 16), (16, 1)):
         data, transposed, _ = cast_transpose(torch.ones(shape), scale)
         assert data.data_ptr() != transposed.data_ptr()
@@ -117,8 +118,8 @@ def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
 @pytest.mark.parametrize("shape", [(33, 20), (1, 16), (16, 1), (0, 4)])
 def test_the_operator_is_as_torch_wants_it(shape, across, record):
     x = torch.randn(shape).to(torch.bfloat16)
-    given = ("cast", x, None, torch.tensor(3.7), "e4m3", across, record, False)
-    torch.library.opcheck(torch.ops.fp8stack.cast_product.default, given)
+    arguments = ("cast", x, None, torch.tensor(3.7), "e4m3", across, record, False)
+    torch.library.opcheck(torch.ops.fp8stack.cast_product.default, arguments)
 
 
 def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows():
@@ -174,8 +175,8 @@ def test_the_kernel_runs_on_nvidia_gpus_with_fp8(monkeypatch, capability, cuda, 
 def test_compiled_code_asks_for_the_kernel_in_one_graph_and_without_a_warning(monkeypatch):
     """torch 2.11 would compile what a cached function does, and compiles no `find_spec`."""
     monkeypatch.setattr(toolchain, "find_spec", torch.compiler.disable(find_spec))
-    asked = torch.compiler.disable(lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    capability = torch.compiler.disable(lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def chosen(x: Tensor) -> Tensor:
@@ -189,13 +190,13 @@ def test_compiled_code_asks_for_the_kernel_in_one_graph_and_without_a_warning(mo
 
 
 @pytest.mark.parametrize(
-    ("triton", "cc", "found", "runs"),
+    ("triton", "cc", "compilers", "runs"),
     [(True, "", {"gcc"}, True), (True, "", {"clang"}, True), (True, "cc", set(), True),
      (True, "", set(), False), (False, "", {"gcc"}, False)],
 )  # fmt: skip
-def test_triton_runs_with_a_c_compiler(monkeypatch, triton, cc, found, runs):
+def test_triton_runs_with_a_c_compiler(monkeypatch, triton, cc, compilers, runs):
     monkeypatch.setenv("CC", cc)
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
     monkeypatch.setattr(toolchain, "find_spec", lambda name: name if triton else None)
     assert (toolchain.find_triton_problem() == "") is runs
 
@@ -225,8 +226,8 @@ def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, mon
     types = {"data": "*u8", "transposed": "*u8", "rows": "i32", "columns": "i32"}
     text = ptx_of(triton_kernels.transpose_bytes, types, {"SIZE": 128}, capability, num_warps=8)
     for kind in ("ld", "st"):
-        found = Counter(re.findall(rf"{kind}\.global\S*", text))
-        assert found == {f"{kind}.global.v4.b32": 4}
+        instructions = Counter(re.findall(rf"{kind}\.global\S*", text))
+        assert instructions == {f"{kind}.global.v4.b32": 4}
 
 
 @launched_on_a_cpu()

@@ -21,6 +21,7 @@ from fp8stack.layers.kernels import weight_casts as weights
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.kernels.weight_casts import KeptWeights
 from tests.layers.kernels.test_variants import SCALES, inputs
+from tests.support.cases import case
 from tests.support.oracles import to_numpy
 from tests.support.triton_code import ptx_of
 
@@ -36,30 +37,31 @@ ROUNDINGS: tuple[Any, ...] = ("rceil", "even", "floor")
 
 
 def matrices(dtype: torch.dtype, every: bool = False) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Those of the cast of one matrix, of a dtype, that are not empty; with each, which of the
-    scales are tried."""
-    found = [(x, tried) for _, x, tried in inputs(few=not every) if x.dtype == dtype and x.numel()]
+    """The non-empty inputs of `test_variants` in a dtype, with the scales to try."""
+    selected = [
+        (x, tried) for _, x, tried in inputs(few=not every) if x.dtype == dtype and x.numel()
+    ]
     if dtype == torch.bfloat16:  # see test_kernels
         least = torch.finfo(dtype).smallest_normal
-        found = [(x.where(x.abs() >= least, 0.0), tried) for x, tried in found]
-    return found
+        selected = [(x.where(x.abs() >= least, 0.0), tried) for x, tried in selected]
+    return selected
 
 
 def aligned() -> list[Tensor]:
-    """Of sizes that a model has, of magnitudes far apart."""
+    """Matrices of a model's sizes, with magnitudes far apart."""
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(size, generator=generator) for size in ((128, 128), (384, 256))]
-    return [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in made]
+    normals = [torch.randn(size, generator=generator) for size in ((128, 128), (384, 256))]
+    return [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in normals]
 
 
 def differences(device: str = "cpu", every: bool = True) -> list[str]:
-    """Where the copies are not numpy's; `every` dtype in every format, or each in one."""
+    """The cases in which copies differ from numpy; `every` dtype in all formats, or in one each."""
     wrong: list[str] = []
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for place, (dtype, name) in enumerate(itertools.product(dtypes, FORMATS)):
         if every or place in (0, 3, 4):
-            wrong += of_given_scales(matrices(dtype, every), name, device)
-    wrong += of_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
+            wrong += differences_with_given_scales(matrices(dtype, every), name, device)
+    wrong += differences_with_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
     singles = [x for x, _ in matrices(torch.float32)]
     halves = [x for x, _ in matrices(torch.float16)]
     rules = [(singles, Quantizer(**options)) for options in CURRENT]
@@ -69,61 +71,66 @@ def differences(device: str = "cpu", every: bool = True) -> list[str]:
         for options, tensors in zip(BLOCKS, (singles, halves), strict=True)
     ]
     rules += [(aligned(), Quantizer()), (aligned(), Quantizer(block=(128, 128)))]
-    # Values between two of float32's, of which the nearer one is cast.
+    # Values between two float32 values: the nearer float32 value is cast.
     rules.append(([x.double() * (1 + 2.0**-26) for x in aligned()], Quantizer()))
     rules += [
         (tensors, Quantizer(**MX, scale_rounding=rounding))
         for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True)
     ]
     for tensors, quantizer in rules:
-        wrong += of_own_scales(tensors, quantizer, device)
+        wrong += differences_with_computed_scales(tensors, quantizer, device)
     return wrong
 
 
-def of_given_scales(
-    found: list[tuple[Tensor, tuple[int, ...]]], name: Any, device: str
+def differences_with_given_scales(
+    matrices_and_places: list[tuple[Tensor, tuple[int, ...]]], name: Any, device: str
 ) -> list[str]:
-    """Where bytes, transposes, inverse scales or amaxes are not numpy's, by scales in any order, of
-    which some serve several."""
-    cases = [(x, place) for x, tried in found for place in reversed(tried)]
-    given = [x.to(device) for x, _ in cases]
+    """The cases in which bytes, transposes, inverse scales or amaxes differ from numpy. Scales come
+    in any order, and several matrices share a scale."""
+    cases = [(x, place) for x, tried in matrices_and_places for place in reversed(tried)]
+    weights_on_device = [x.to(device) for x, _ in cases]
     quantizer = Quantizer(format=name)
-    kept = KeptWeights(given, quantizer, [place for _, place in cases])
+    kept_weights = KeptWeights(weights_on_device, quantizer, [place for _, place in cases])
     scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
     memory[2, 0] = math.inf
     before, wrong = memory.clone(), []
-    if found[0][0].dtype == torch.bfloat16:  # what records is the same for all
-        kept.cast(scales)
+    if matrices_and_places[0][0].dtype == torch.bfloat16:  # recording is the same in every dtype
+        kept_weights.cast(scales)
         wrong = [] if torch.equal(memory, before) else ["amaxes that were not wanted"]
-    kept.cast(scales, memory[:, 0])
+    kept_weights.cast(scales, memory[:, 0])
     largest = before[:, 0].cpu().numpy()
-    for (x, place), copies in zip(cases, kept.copies, strict=True):
+    for (x, place), copies in zip(cases, kept_weights.copies, strict=True):
         values = to_numpy(x)
         largest[place] = max(largest[place], amax(values).item())
-        known = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
-        told = f"{x.shape} {x.dtype} {name} {place}"
-        wrong += compared(told, copies, known, quantizer)
+        references = [quantize(values, quantizer, dim, scale=SCALES[place]) for dim in (1, 0)]
+        case_name = f"{x.shape} {x.dtype} {name} {place}"
+        wrong += compared(case_name, copies, references, quantizer)
     before[:, 0] = torch.tensor(largest)
     return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
 
 
-def of_own_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
-    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
-    kept.cast()
-    kept.cast()  # of the first time nothing is left, such as amaxes
-    for x, copies in zip(found, kept.copies, strict=True):
-        known = [quantized(x, quantizer, dim) for dim in (1, 0)]
-        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, known, quantizer)
+def differences_with_computed_scales(
+    tensors: list[Tensor], quantizer: Quantizer, device: str
+) -> list[str]:
+    kept_weights, wrong = KeptWeights([x.to(device) for x in tensors], quantizer), []
+    kept_weights.cast()
+    kept_weights.cast()  # again: no amax of the first call is left
+    for x, copies in zip(tensors, kept_weights.copies, strict=True):
+        references = [quantized(x, quantizer, dim) for dim in (1, 0)]
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, references, quantizer)
     return wrong
 
 
 def compared(
-    told: str, copies: tuple[Scaled, Scaled], known: list[QuantizedMatrix], quantizer: Quantizer
+    case_name: str,
+    copies: tuple[Scaled, Scaled],
+    references: list[QuantizedMatrix],
+    quantizer: Quantizer,
 ) -> list[str]:
-    """What of a weight's copies is not as the reference has it."""
-    facts = compare_copies([copy[:2] for copy in copies], known, quantizer, gemm_operand)
-    wrong = [f"{told}: {line}" for line in facts.get("first", [])]
-    return wrong + [f"{told}: layout" for copy in copies if not copy.data.is_contiguous()]
+    """The differences of a weight's copies from the references."""
+    facts = compare_copies([copy[:2] for copy in copies], references, quantizer, gemm_operand)
+    wrong = [f"{case_name}: {line}" for line in facts.get("first", [])]
+    return wrong + [f"{case_name}: layout" for copy in copies if not copy.data.is_contiguous()]
 
 
 def few_differences() -> list[str]:
@@ -133,22 +140,22 @@ def few_differences() -> list[str]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The constants of each launch, which is not made."""
-    found: list[dict[str, Any]] = []
+    launches: list[dict[str, Any]] = []
     monkeypatch.setattr(
         weights,
         "launch_weights",
-        lambda tiles, operands, how, options: found.append({"HOW": how} | options),
+        lambda tiles, operands, variant, options: launches.append({"HOW": variant} | options),
     )
-    return found
+    return launches
 
 
-# Each form on one GPU, and one form on each.
+# Each form in one dtype on one GPU, and one on a GPU whose conversions are inexact; the others are
+# slow.
 CODES = [
-    pytest.param(
+    case(
         *(capability, dtype, options),
-        marks=[]
-        if capability == 90 or (dtype, options) == (torch.float32, {})
-        else pytest.mark.slow,
+        quick=(capability, dtype) == (90, torch.float32)
+        or (capability, dtype, options) == (89, torch.float32, {}),
     )
     for capability in (89, 90, 100, 120)
     for dtype in FLOATS
@@ -164,9 +171,9 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
     from fp8stack.layers.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    made = [torch.zeros(256, 384, dtype=dtype)]
-    kept = KeptWeights(made, Quantizer(**options))
-    kept.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
+    tensors = [torch.zeros(256, 384, dtype=dtype)]
+    kept_weights = KeptWeights(tensors, Quantizer(**options))
+    kept_weights.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
     constants = launched[0]
     constants["HOW"] = replace(constants["HOW"], exact=capability != 89)
     types = {"table": "*i64", "owners": "*i32", "scales": "*fp32", "amaxes": "*fp32"}
@@ -188,18 +195,18 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
         assert ".f16x2" not in text  # rounds no second time
 
 
-def made(launched: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    return [(one["HOW"].scales, one["HOW"].record) for one in launched]
+def variants_of(launched: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    return [(launch["HOW"].scales, launch["HOW"].record) for launch in launched]
 
 
 def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_two(launched) -> None:
     tensors = [torch.ones(32, 48), torch.ones(16, 16)]
     KeptWeights(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
-    assert made(launched) == [("given", True)]
+    assert variants_of(launched) == [("given", True)]
     launched.clear()
     KeptWeights(tensors, Quantizer()).cast()
-    assert made(launched) == [("none", True), ("current", False)]
+    assert variants_of(launched) == [("none", True), ("current", False)]
     launched.clear()
     KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
     KeptWeights(tensors, Quantizer(**MX)).cast()
-    assert made(launched) == [("squares", False), ("mx", False)]
+    assert variants_of(launched) == [("squares", False), ("mx", False)]

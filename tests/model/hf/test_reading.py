@@ -140,7 +140,7 @@ def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path
     [
         ("llama theta", {"rope_parameters": None, "rope_theta": 500000}),  # of transformers 4
         ("arcee", {"rms_norm_eps": None}),
-        # With two bases, the base that transformers uses.
+        # Two bases; the model has the one that transformers uses.
         ("llama theta", {"rope_scaling": {"rope_type": "default", "rope_theta": 9000.0}}),
     ],
 )
@@ -208,7 +208,10 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "arcee"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "arcee"))],
+)
 def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"

@@ -1,7 +1,7 @@
 """The stand-in for Transformer Engine with TE's quantizers, and TE's own update of delayed scales.
 
-They compute by the oracle in NumPy, NVFP4 by TE's own reference. Results
-lie in memory as TE's do: padded, transposed, scales in the order that its GEMMs want.
+They compute by the oracle in NumPy, NVFP4 by TE's own reference. Results lie in memory as TE's do:
+padded, transposed, scales in the order that its GEMMs want.
 """
 
 import enum
@@ -39,20 +39,20 @@ class DType(enum.IntEnum):
 
 
 class Quantizer:
-    """What TE's quantizers share: arguments by TE's own signatures, and the format."""
+    """The base of TE's quantizers: arguments by TE's signatures, and the format."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         name = type(self).__name__
         where = f"pytorch/tensor/{FILES[name]}.py:{name}.__init__"
         bound = SOURCE.signature(where).bind(self, *args, **kwargs)
         bound.apply_defaults()
-        self.given = bound.arguments
-        self.format = "e5m2" if self.given.get("fp8_dtype") == DType.kFloat8E5M2 else "e4m3"
+        self.arguments = bound.arguments
+        self.format = "e5m2" if self.arguments.get("fp8_dtype") == DType.kFloat8E5M2 else "e4m3"
 
     def per_tensor(self, x: Tensor, scale: np.float32) -> SimpleNamespace:
         """A `Float8Tensor`."""
         data = torch.from_numpy(fp8_codes(to_numpy(x), scale, self.format))
-        transpose = data.t().contiguous() if self.given["columnwise"] else None
+        transpose = data.t().contiguous() if self.arguments["columnwise"] else None
         inverse = torch.from_numpy(np.array([np.float32(1) / np.float32(scale)]))
         return SimpleNamespace(_data=data, _transpose=transpose, _scale_inv=inverse)
 
@@ -61,7 +61,7 @@ class Float8Quantizer(Quantizer):
     """Casts with a given scale, and notes the amax."""
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
-        amax, scale = self.given["amax"], self.given["scale"]
+        amax, scale = self.arguments["amax"], self.arguments["scale"]
         assert amax.shape == (1,)
         assert scale.shape == ()
         amax.copy_(torch.fmax(amax, torch.from_numpy(oracles.amax(to_numpy(x)).reshape(1))))
@@ -72,7 +72,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     """Casts with the scale of the tensor's own amax."""
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
-        rules = self.given["force_pow_2_scales"], self.given["amax_epsilon"]
+        rules = self.arguments["force_pow_2_scales"], self.arguments["amax_epsilon"]
         scale = oracles.scale_of(oracles.amax(to_numpy(x)), self.format, *rules)
         return self.per_tensor(x, np.float32(scale.item()))
 
@@ -81,38 +81,38 @@ class Float8BlockQuantizer(Quantizer):
     """Casts by blocks; scales are transposed for 1x128, and padded to multiples of 4."""
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
-        square = self.given["block_scaling_dim"] == 2
+        square = self.arguments["block_scaling_dim"] == 2
         rules = Rules(
             format=self.format,  # type: ignore[arg-type]
             block=(128, 128) if square else (1, 128),
-            scale="power_of_two" if self.given["force_pow_2_scales"] else "float32",
+            scale="power_of_two" if self.arguments["force_pow_2_scales"] else "float32",
         )
-        made = {}
+        fields = {}
         for name, matrix in (("rowwise", x), ("columnwise", x.t())):
             numbers = np.ascontiguousarray(to_numpy(matrix))
             data, inverse = oracles.quantize(numbers, rules, 1, overflow=MAXIMA[x.dtype])[:2]
             scales = torch.from_numpy(inverse if square else np.ascontiguousarray(inverse.T))
             padding = (0, -scales.shape[1] % 4)
-            made[f"_{name}_data"] = torch.from_numpy(data)
-            made[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=-1)
-        return SimpleNamespace(**made)
+            fields[f"_{name}_data"] = torch.from_numpy(data)
+            fields[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=-1)
+        return SimpleNamespace(**fields)
 
 
 class MXFP8Quantizer(Quantizer):
     """Casts by 1x32 and 32x1; codes are padded to tiles of 128 x 4, or 4 x 128."""
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
-        made = {}
+        fields = {}
         rules = Rules(format=self.format, block=(1, 32), scale="e8m0")  # type: ignore[arg-type]
         for name, dim, tile in (("rowwise", 1, (128, 4)), ("columnwise", 0, (4, 128))):
             data, codes = oracles.quantize(to_numpy(x), rules, dim)[:2]
             codes = codes.astype(np.uint8)
             missing = [-size % multiple for size, multiple in zip(codes.shape, tile, strict=True)]
             padding = (0, missing[1], 0, missing[0])
-            made[f"_{name}_data"] = torch.from_numpy(np.ascontiguousarray(data))
+            fields[f"_{name}_data"] = torch.from_numpy(np.ascontiguousarray(data))
             scales = torch.from_numpy(np.ascontiguousarray(codes))
-            made[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=99)
-        return SimpleNamespace(**made)
+            fields[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=99)
+        return SimpleNamespace(**fields)
 
 
 class NVFP4Quantizer(Quantizer):
@@ -120,18 +120,18 @@ class NVFP4Quantizer(Quantizer):
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         reference = nvfp4_of_te()
-        tile = (16, 16) if self.given["with_2d_quantization"] else (1, 16)
+        tile = (16, 16) if self.arguments["with_2d_quantization"] else (1, 16)
         format = reference.reference_utils.Fp4Formats.E2M1
-        found = reference.NVFP4QuantizerRef(format, quant_tile_shape=tile).quantize(x)
-        made: dict[str, Tensor] = {}
+        result = reference.NVFP4QuantizerRef(format, quant_tile_shape=tile).quantize(x)
+        fields: dict[str, Tensor] = {}
         for name, data, scales in (
-            ("rowwise", found.data, found.scale),
-            ("columnwise", found.data_t, found.scale_t),
+            ("rowwise", result.data, result.scale),
+            ("columnwise", result.data_t, result.scale_t),
         ):
             padding = (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128)
             codes = torch.nn.functional.pad(scales.view(torch.uint8), padding, value=99)
-            made |= {f"_{name}_data": data, f"_{name}_scale_inv": codes}
-        return SimpleNamespace(**made)
+            fields |= {f"_{name}_data": data, f"_{name}_scale_inv": codes}
+        return SimpleNamespace(**fields)
 
 
 def available(return_reason: bool = False) -> Any:

@@ -3,8 +3,8 @@
 TE's compiled extension needs a GPU; its Python source needs only to be read. From it come the
 recipes, which are executed, and the signature of all that may be called: an argument that TE does
 not have is a TypeError. The modules here keep state as TE's do, and compute with
-`fp8stack.numerics`, NVFP4 with TE's own reference in Python; test_te.py has the list of what they,
-and the backend, take TE's code to say.
+`fp8stack.numerics`, NVFP4 with TE's own reference in Python; test_te.py checks what they and
+the backend assume about TE's code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,10 +54,10 @@ class Source:
         file, _, path = where.partition(":")
         node: Any = _parse((self.root / file).read_text())
         for name in filter(None, path.split(".")):
-            found = [child for child in node.body if getattr(child, "name", None) == name]
-            if not found:
+            matches = [child for child in node.body if getattr(child, "name", None) == name]
+            if not matches:
                 raise KeyError(where)
-            node = found[0]
+            node = matches[0]
         return node
 
     def says(self, where: str, piece: str) -> bool:
@@ -72,35 +72,36 @@ class Source:
         raise KeyError(f"{where}:{name}")
 
     def signature(self, where: str) -> inspect.Signature:
-        """How the function at `where` is to be called."""
+        """The signature of the function at `where`."""
         if where not in self._signatures:
             a, kind = self.node(where).args, inspect.Parameter
             plain = [*[None] * (len(a.args) - len(a.defaults)), *a.defaults]
-            found: list[tuple[ast.arg, ast.expr | None, Any]]
-            found = [(n, d, kind.POSITIONAL_OR_KEYWORD) for n, d in zip(a.args, plain, strict=True)]
-            found += [(a.vararg, None, kind.VAR_POSITIONAL)] if a.vararg else []
+            entries: list[tuple[ast.arg, ast.expr | None, Any]]
+            positional = zip(a.args, plain, strict=True)
+            entries = [(n, d, kind.POSITIONAL_OR_KEYWORD) for n, d in positional]
+            entries += [(a.vararg, None, kind.VAR_POSITIONAL)] if a.vararg else []
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            found += [(n, d, kind.KEYWORD_ONLY) for n, d in keywords]
-            found += [(a.kwarg, None, kind.VAR_KEYWORD)] if a.kwarg else []
+            entries += [(n, d, kind.KEYWORD_ONLY) for n, d in keywords]
+            entries += [(a.kwarg, None, kind.VAR_KEYWORD)] if a.kwarg else []
             self._signatures[where] = inspect.Signature(
-                [kind(n.arg, k, default=_default(d)) for n, d, k in found]
+                [kind(n.arg, k, default=_default(d)) for n, d, k in entries]
             )
         return self._signatures[where]
 
     def index(self, forward: bool, kind: str, gemm: int) -> int:
-        """Where in a module's buffers an operand of its first or second GEMM is."""
+        """The index in a module's buffers of an operand of its first or second GEMM."""
         name = f"_{'FWD' if forward else 'BWD'}_DEFAULT_TENSOR_TYPES"
         order = ast.literal_eval(self.assigned(f"{QUANTIZATION}:RecipeState", name))
         return len(order) * (gemm - 1) + int(order.index(kind))
 
     def indices(self, name: str) -> types.SimpleNamespace:
         """`FP8FwdTensorIdx` or `FP8BwdTensorIdx`: "GEMM2_INPUT" or "GRAD_INPUT2" to an index."""
-        found = {}
+        places = {}
         for key in (word.arg for word in self.assigned("pytorch/constants.py:", name).keywords):
             kind, number = key.removeprefix("GEMM"), key.strip("GEMADINPUTWHORL_")
             kind = kind.replace(number, "").strip("_").lower()
-            found[key] = self.index("Fwd" in name, kind, int(number))
-        return types.SimpleNamespace(**found)
+            places[key] = self.index("Fwd" in name, kind, int(number))
+        return types.SimpleNamespace(**places)
 
 
 def _default(node: ast.expr | None) -> Any:
@@ -124,15 +125,15 @@ class Call(NamedTuple):
 
 @dataclass
 class StandIn:
-    """What was asked of TE, and TE's global state."""
+    """The calls of TE, and TE's global state."""
 
     source: Source
-    made: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # class, arguments
+    constructed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # class, arguments
     calls: list[Call] = field(default_factory=list)
     casts: list[tuple[Module, str]] = field(default_factory=list)  # operand: gemm1_weight, ...
-    # Module, operand and amax, of casts that attention makes one of a tensor for.
+    # Module, operand and amax of attention's casts.
     attention_casts: list[tuple[nn.Module, str, float]] = field(default_factory=list)
-    no_kernel: bool = False  # whether cuDNN has none for attention
+    no_kernel: bool = False  # whether cuDNN has no kernel for attention
     gemms: int = 0  # that ran
     depth: int = 0
     enabled: bool = False
@@ -147,7 +148,7 @@ class StandIn:
         return {name: value for name, value in bound.arguments.items() if name != "self"}
 
     def update(self, forward: bool) -> None:
-        """TE's own update of scales: of the modules that are registered."""
+        """Update the scales of the registered modules, as TE does."""
         for state in self.registered:
             if state.forward == forward:
                 state.update()
@@ -157,7 +158,7 @@ NOW: StandIn  # set by `installed`
 
 
 class FP8GlobalStateManager:
-    """Of TE's, what is used."""
+    """The methods of TE's class that fp8stack calls."""
 
     @classmethod
     def get_buffer_info(cls) -> str:
@@ -170,8 +171,8 @@ class autocast:
     """TE's `autocast`: FP8 on or off, and the recipe."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = NOW.bind(f"{QUANTIZATION}:autocast.__init__", self, *args, **kwargs)
-        self._enabled, self._recipe = given["enabled"], given["recipe"]
+        arguments = NOW.bind(f"{QUANTIZATION}:autocast.__init__", self, *args, **kwargs)
+        self._enabled, self._recipe = arguments["enabled"], arguments["recipe"]
 
     def __enter__(self) -> autocast:
         self._saved = NOW.enabled, NOW.recipe, NOW.is_first_module
@@ -197,7 +198,7 @@ class State:
         self.amax_history = torch.zeros(length, slots, dtype=torch.float32)
 
     def update(self) -> None:
-        """`_amax_and_scale_update`, as TE's source has it."""
+        """Update the scales as `_amax_and_scale_update` in TE's source does."""
         history, recipe = self.amax_history, self.recipe
         amax = history.amax(0) if recipe.amax_compute_algo == "max" else history[0].clone()
         history.copy_(history.roll(-1, 0))
@@ -253,41 +254,41 @@ class Quantizer:
         return _in_blocks(x, format=self.format, block=self.block, scale=scale)
 
     def _fp4(self, x: Tensor) -> Operand:
-        """By TE's reference, with stochastic rounding, which that has not, by torch's generator. A
-        NaN is hidden, as by TE's kernels: `__hmax` leaves it out of the amax."""
-        made_by, options = nvfp4_of_te(), self.options
+        """Cast by TE's reference, with stochastic rounding, which it lacks, from torch's generator.
+        A NaN is hidden, as in TE's kernels: `__hmax` leaves it out of the amax."""
+        reference, options = nvfp4_of_te(), self.options
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         if options.random_hadamard_transform and x.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
-        quantizer = made_by.NVFP4QuantizerRef(
-            made_by.reference_utils.Fp4Formats.E2M1,
+        quantizer = reference.NVFP4QuantizerRef(
+            reference.reference_utils.Fp4Formats.E2M1,
             quant_tile_shape=(16, 16) if options.fp4_2d_quantization else (1, 16),
             with_rht=options.random_hadamard_transform,
         )
-        drawn = mock.patch.object(made_by, "cast_to_fp4x2", _drawn_codes)
+        drawn = mock.patch.object(reference, "cast_to_fp4x2", _drawn_codes)
         with drawn if options.stochastic_rounding else nullcontext():
-            made = quantizer.quantize(x)
+            result = quantizer.quantize(x)
 
         def values(data: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
-            codes: Tensor = made_by.cast_from_fp4x2(data, torch.float32)
+            codes: Tensor = reference.cast_from_fp4x2(data, torch.float32)
             return codes * scale.float().repeat_interleave(16, 1) * (amax / (6 * 448))
 
         return Operand(
-            values(made.data, made.scale, made.global_amax_row),
-            values(made.data_t, made.scale_t, made.global_amax_col),
+            values(result.data, result.scale, result.global_amax_row),
+            values(result.data_t, result.scale_t, result.global_amax_col),
             torch.ones(()),
         )
 
 
 @functools.cache
 def nvfp4_of_te() -> Any:
-    """The module of TE's reference of NVFP4."""
+    """The module of TE's reference for NVFP4."""
     with nvfp4_reference(ROOT / "pytorch") as module:
         return module
 
 
 def _drawn_codes(x: Tensor) -> Tensor:
-    """FP4 values of one of both neighbours, the nearer the likelier; two codes to a byte."""
+    """Codes of FP4 values drawn from the two neighbours, the nearer the likelier; two to a byte."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     below = (torch.searchsorted(values, x.abs().contiguous(), right=True) - 1).clamp(max=6)
     step = values[below + 1] - values[below]
@@ -301,19 +302,19 @@ def _gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Multiply(torch.autograd.Function):
-    """One of a module's linears, with both its gradients."""
+    """A linear of a module, with the gradients of its input and parameters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
-        module, number, first, dtype, out_dtype = how
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Any) -> Tensor:
+        module, number, first, dtype, out_dtype = settings
         x_fp8 = module.quantize(x, number, "input")
         w_fp8 = module.quantize_weight(weight, number, first)
         y = _gemm(x_fp8.along, w_fp8.along.t(), x_fp8.inverse * w_fp8.inverse)
         if bias is not None:
             y += bias.to(dtype).float()
         ctx.save_for_backward(x_fp8.across, x_fp8.inverse, w_fp8.across, w_fp8.inverse)
-        ctx.tensor_objects, ctx.how = True, how
-        # The first module of an autocast is to update at the end of its backward pass.
+        ctx.tensor_objects, ctx.settings = True, settings
+        # The first module of an autocast updates the scales at the end of its backward pass.
         ctx.updates = number == 1 and any(ctx.needs_input_grad) and NOW.is_first_module
         NOW.is_first_module = NOW.is_first_module and not ctx.updates
         return y.to(dtype).to(out_dtype)
@@ -324,7 +325,7 @@ class _Multiply(torch.autograd.Function):
             raise AttributeError("ctx must have .tensor_objects to restore saved tensors")
         ctx.tensor_objects = None
         x, x_inverse, w, w_inverse = ctx.saved_tensors
-        module, number, _, dtype, _ = ctx.how
+        module, number, _, dtype, _ = ctx.settings
         if len(dy) % (32 if _by_32(module.fp8_meta["recipe"]) else 16):
             raise RuntimeError(f"there is no FP8 GEMM over {len(dy)} rows")
         with torch.autocast(dy.device.type, enabled=False):
@@ -353,17 +354,17 @@ class Module(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.given = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
-        NOW.made.append((type(self).__name__, self.given))
+        self.arguments = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
+        NOW.constructed.append((type(self).__name__, self.arguments))
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
         self.quantizers: dict[str, Quantizer] = {}
         self._fp8_workspaces: dict[int, Operand] = {}
-        device, dtype = self.given["device"], self.given["params_dtype"]
-        for name, shape in self.shapes(**self.given):
+        device, dtype = self.arguments["device"], self.arguments["params_dtype"]
+        for name, shape in self.shapes(**self.arguments):
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
 
-    def shapes(self, **given: Any) -> Shapes:
+    def shapes(self, **arguments: Any) -> Shapes:
         """The parameters by name."""
         raise NotImplementedError
 
@@ -385,8 +386,8 @@ class Module(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Check and prepare as TE does, then `compute`."""
-        given = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
-        x, first = given["inp"], given["is_first_microbatch"]
+        arguments = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
+        x, first = arguments["inp"], arguments["is_first_microbatch"]
         dtype = _autocast_dtype(x)
         NOW.calls.append(Call(self, first, NOW.recipe, x.dtype, tuple(x.shape), dtype))
         for name, parameter in self.named_parameters():
@@ -427,15 +428,15 @@ class Module(nn.Module):
             self._fp8_workspaces[gemm] = self.quantize(weight, gemm, "weight")
         return self._fp8_workspaces[gemm]
 
-    def multiply(self, x: Tensor, number: int, prefix: str, *how: Any) -> Tensor:
+    def multiply(self, x: Tensor, number: int, prefix: str, *settings: Any) -> Tensor:
         """The linear whose weight is `<prefix>weight`."""
-        bias = getattr(self, f"{prefix}bias") if self.given["bias"] else None
+        bias = getattr(self, f"{prefix}bias") if self.arguments["bias"] else None
         weight = getattr(self, f"{prefix}weight")
-        y: Tensor = _Multiply.apply(x, weight, bias, (self, number, *how))
+        y: Tensor = _Multiply.apply(x, weight, bias, (self, number, *settings))
         return y
 
     def between(self, dtype: torch.dtype) -> torch.dtype:
-        """In what activations go to the cast: where it is fused they are not rounded
+        """The dtype of activations before the cast: where it is fused they are not rounded
         (`activation_helper` in csrc/extensions/activation.cpp)."""
         return torch.float32 if NOW.recipe.delayed() or NOW.recipe.mxfp8() else dtype
 
@@ -445,15 +446,15 @@ class Module(nn.Module):
         by_cudnn = os.environ.get("NVTE_NORM_FWD_USE_CUDNN", "0") != "0"
         tiles = len(x) % 128 == 0 and x.shape[1] % 128 == 0
         fused = NOW.recipe.delayed() or (NOW.recipe.mxfp8() and by_cudnn and tiles)
-        normed = _normalize(self, "layer_norm_", x, dtype, self.given["eps"])
+        normed = _normalize(self, "layer_norm_", x, dtype, self.arguments["eps"])
         return normed if fused else normed.to(dtype)
 
 
 class Linear(Module):
     REAL = "pytorch/module/linear.py:Linear"
 
-    def shapes(self, **given: Any) -> Shapes:
-        return _linear_shapes("", given["out_features"], given["in_features"], given["bias"])
+    def shapes(self, **arguments: Any) -> Shapes:
+        return _plain_shapes(arguments)
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
         return self.multiply(x, 1, "", first, dtype, dtype)
@@ -462,9 +463,9 @@ class Linear(Module):
 class LayerNormLinear(Module):
     REAL = "pytorch/module/layernorm_linear.py:LayerNormLinear"
 
-    def shapes(self, **given: Any) -> Shapes:
-        yield from _norm_shapes(given["in_features"], given["normalization"])
-        yield from _linear_shapes("", given["out_features"], given["in_features"], given["bias"])
+    def shapes(self, **arguments: Any) -> Shapes:
+        yield from _norm_shapes(arguments["in_features"], arguments["normalization"])
+        yield from _plain_shapes(arguments)
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
         return self.multiply(self.normalize(x, dtype), 1, "", first, dtype, dtype)
@@ -474,15 +475,15 @@ class LayerNormMLP(Module):
     REAL = "pytorch/module/layernorm_mlp.py:LayerNormMLP"
     GEMMS = 2
 
-    def shapes(self, **given: Any) -> Shapes:
-        width, hidden = given["hidden_size"], given["ffn_hidden_size"]
-        yield from _norm_shapes(width, given["normalization"])
-        up = hidden * (2 if given["activation"] == "swiglu" else 1)
-        yield from _linear_shapes("fc1_", up, width, given["bias"])
-        yield from _linear_shapes("fc2_", width, hidden, given["bias"])
+    def shapes(self, **arguments: Any) -> Shapes:
+        width, hidden = arguments["hidden_size"], arguments["ffn_hidden_size"]
+        yield from _norm_shapes(width, arguments["normalization"])
+        up = hidden * (2 if arguments["activation"] == "swiglu" else 1)
+        yield from _linear_shapes("fc1_", up, width, arguments["bias"])
+        yield from _linear_shapes("fc2_", width, hidden, arguments["bias"])
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
-        between, activation = self.between(dtype), self.given["activation"]
+        between, activation = self.between(dtype), self.arguments["activation"]
         up = self.multiply(self.normalize(x, dtype), 1, "fc1_", first, dtype, between).float()
         if activation == "gelu":
             hidden = F.gelu(up, approximate="tanh")
@@ -496,14 +497,14 @@ class LayerNormMLP(Module):
 
 
 class DotProductAttention(nn.Module):
-    """TE's attention in FP8: operands are cast, what is between them is float32."""
+    """TE's attention in FP8: operands are cast, and computed with in float32."""
 
     REAL = "pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.given = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
-        NOW.made.append(("DotProductAttention", self.given))
+        self.arguments = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
+        NOW.constructed.append(("DotProductAttention", self.arguments))
         self.fp8_meta: dict[str, Any] = {}
         self.quantizers: dict[str, AttentionQuantizer] = {}
 
@@ -530,8 +531,8 @@ class DotProductAttention(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[B, T, heads, E] and twice [B, T, groups, E] -> [B, T, heads E]."""
-        given = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
-        q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+        arguments = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
+        q, k, v = (arguments[f"{name}_layer"] for name in ("query", "key", "value"))
         NOW.calls.append(Call(self, self.training, NOW.recipe, q.dtype, tuple(q.shape), None))
         if not (NOW.enabled and NOW.recipe.fp8_dpa):
             raise NotImplementedError("the stand-in has no attention but in FP8")
@@ -543,26 +544,27 @@ class DotProductAttention(nn.Module):
         if NOW.no_kernel:
             raise ValueError("No dot product attention backend is available")
         heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
-        asked = (self.given["num_attention_heads"], self.given["num_gqa_groups"])
-        if (heads, groups) != asked or self.given["kv_channels"] != width:
+        sizes = tuple(self.arguments[f"num_{name}"] for name in ("attention_heads", "gqa_groups"))
+        if (heads, groups) != sizes or self.arguments["kv_channels"] != width:
             raise ValueError(f"made for other heads than {(heads, groups, width)}")
-        if not (self.given["qkv_format"], self.given["attn_mask_type"]) == ("bshd", "causal"):
+        layout, mask = self.arguments["qkv_format"], self.arguments["attn_mask_type"]
+        if (layout, mask) != ("bshd", "causal"):
             raise NotImplementedError("the stand-in has no other form")
-        if not all(part.is_contiguous() for part in (q, k, v)):
+        if not all(x.is_contiguous() for x in (q, k, v)):
             raise NotImplementedError("TE would find out how they lie, or copy them")
         if NOW.recipe.mxfp8():
             y = self._by_blocks(q, k, v)
         else:
-            y = _Attend.apply(*(part.transpose(1, 2) for part in (q, k, v)), self)
-        return y.transpose(1, 2).flatten(2).to(given["query_layer"].dtype)
+            y = _Attend.apply(*(x.transpose(1, 2) for x in (q, k, v)), self)
+        return y.transpose(1, 2).flatten(2).to(arguments["query_layer"].dtype)
 
     def _by_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         width = q.shape[3]
         if q.shape[1] % 128 or k.shape[1] % 128 or width % 32 or width > 128:
             raise AssertionError("MXFP8 quantization requires s_q % 128 == 0")
-        q, k = (_in_mxfp8(part, -1) for part in (q, k))
+        q, k = (_in_mxfp8(x, -1) for x in (q, k))
         v = _in_mxfp8(v, 1)
-        q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
@@ -587,16 +589,16 @@ class AttentionQuantizer:
         self.current = place < 0
         self.scale, self.amax = state.scale[max(place, 0)], state.amax_history[0][max(place, 0)]
 
-    def __call__(self, *parts: Tensor) -> list[Tensor]:
-        """Tensors that share a scale, as the float32 values of their casts. TE's kernels keep the
-        largest amax; cuDNN, which casts what it computes, is taken to write the last."""
-        amax = torch.stack([numerics.amax(part) for part in parts]).amax()
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """The float32 values of casts with a shared scale. TE's kernels keep the largest amax;
+        cuDNN, which casts its results, is assumed to write the last."""
+        amax = torch.stack([numerics.amax(x) for x in tensors]).amax()
         NOW.attention_casts.append((self.module, self.operand, float(amax)))
         scale = numerics.tensor_scale(amax, self.format) if self.current else self.scale.clone()
         if not self.current:
-            kept = self.operand in ("QKV", "dO")
-            self.amax.copy_(torch.fmax(self.amax, amax) if kept else amax)
-        return [numerics.cast_to_fp8(part, scale, self.format).float() / scale for part in parts]
+            keeps_largest = self.operand in ("QKV", "dO")
+            self.amax.copy_(torch.fmax(self.amax, amax) if keeps_largest else amax)
+        return [numerics.cast_to_fp8(x, scale, self.format).float() / scale for x in tensors]
 
 
 class _Attend(torch.autograd.Function):
@@ -609,7 +611,7 @@ class _Attend(torch.autograd.Function):
         is_current = cast["QKV"].current
         q, k, v = cast["QKV"](q.float(), k.float(), v.float())
         copies = q.shape[1] // k.shape[1]
-        k, v = (part.repeat_interleave(copies, 1) for part in (k, v))
+        k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         exact = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -630,9 +632,9 @@ class _Attend(torch.autograd.Function):
         ds = exact * (dy @ v.transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
         (ds,) = cast["dP"](ds)
         dq, dk = ds @ k / q.shape[-1] ** 0.5, ds.transpose(-1, -2) @ q / q.shape[-1] ** 0.5
-        dk, dv = (part.unflatten(1, (-1, ctx.copies)).sum(2) for part in (dk, dv))
-        found = [dq, dk, dv] if cast["QKV"].current else cast["dQKV"](dq, dk, dv)
-        return (*(part.to(dtype) for part in found), None)
+        dk, dv = (x.unflatten(1, (-1, ctx.copies)).sum(2) for x in (dk, dv))
+        gradients = [dq, dk, dv] if cast["QKV"].current else cast["dQKV"](dq, dk, dv)
+        return (*(x.to(dtype) for x in gradients), None)
 
 
 def _in_blocks(x: Tensor, **fields: Any) -> Tensor:
@@ -658,14 +660,14 @@ class _Norm(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         outer = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
-        width, rest = outer["normalized_shape"], outer["kwargs"]
-        given = NOW.bind(f"{self.OPERATION}.__init__", self, width, eps=outer["eps"], **rest)
+        width, options = outer["normalized_shape"], {"eps": outer["eps"], **outer["kwargs"]}
+        arguments = NOW.bind(f"{self.OPERATION}.__init__", self, width, **options)
         name = self.REAL.partition(":")[2]
-        NOW.made.append((name, given))
-        self.eps = given["eps"]
+        NOW.constructed.append((name, arguments))
+        self.eps = arguments["eps"]
         for parameter, shape in _norm_shapes(width, name):
             fill = torch.zeros if parameter.endswith("bias") else torch.ones
-            values = fill(shape, device=given["device"], dtype=given["dtype"])
+            values = fill(shape, device=arguments["device"], dtype=arguments["dtype"])
             setattr(self, parameter.removeprefix("layer_norm_"), nn.Parameter(values))
 
     def get_extra_state(self) -> Tensor:
@@ -690,6 +692,11 @@ class RMSNorm(_Norm):
     OPERATION = "pytorch/ops/basic/rmsnorm.py:RMSNorm"
 
 
+def _plain_shapes(arguments: Mapping[str, Any]) -> Shapes:
+    rows, columns = arguments["out_features"], arguments["in_features"]
+    return _linear_shapes("", rows, columns, arguments["bias"])
+
+
 def _linear_shapes(prefix: str, rows: int, columns: int, bias: bool) -> Shapes:
     yield f"{prefix}weight", (rows, columns)
     if bias:
@@ -704,9 +711,9 @@ def _norm_shapes(width: int, normalization: str) -> Shapes:
 
 
 def _normalize(module: nn.Module, prefix: str, x: Tensor, dtype: Any, eps: float) -> Tensor:
-    """Float32, of operands rounded to `dtype`. A module with a bias has a LayerNorm."""
-    own = {name: p.to(dtype).float() for name, p in module._parameters.items() if p is not None}
-    weight, bias = own[f"{prefix}weight"], own.get(f"{prefix}bias")
+    """Normalize operands rounded to `dtype` in float32: LayerNorm if the module has a bias."""
+    values = {name: p.to(dtype).float() for name, p in module._parameters.items() if p is not None}
+    weight, bias = values[f"{prefix}weight"], values.get(f"{prefix}bias")
     x, width = x.to(dtype).float(), x.shape[-1:]
     if bias is None:
         return F.rms_norm(x, width, weight, eps)
@@ -714,14 +721,14 @@ def _normalize(module: nn.Module, prefix: str, x: Tensor, dtype: Any, eps: float
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What torch.autocast computes in, if one is open."""
+    """The dtype of torch.autocast, if it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @contextmanager
 def installed(root: Path = ROOT) -> Iterator[StandIn]:
-    """TE, as the source at `root` has it, can be imported; and `fp8stack.layers.te` with it."""
+    """Make TE, by the source at `root`, importable in this context, and `fp8stack.layers.te`."""
     global NOW
     NOW = StandIn(Source(root))
     name = "transformer_engine.common.recipe"
@@ -731,13 +738,13 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
     contents: dict[str, dict[str, Any]] = {
         "": {},
         ".common": {"recipe": recipe},
-        ".pytorch": {each.__name__: each for each in (*classes, autocast)},
+        ".pytorch": {cls.__name__: cls for cls in (*classes, autocast)},
         ".pytorch.constants": {name: NOW.source.indices(name) for name in indices},
         ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
     _forget()
-    for part, values in contents.items():
-        sys.modules[f"transformer_engine{part}"] = module = types.ModuleType(part)
+    for suffix, values in contents.items():
+        sys.modules[f"transformer_engine{suffix}"] = module = types.ModuleType(suffix)
         vars(module).update(values)
     vars(sys.modules["transformer_engine"])["pytorch"] = sys.modules["transformer_engine.pytorch"]
     sys.modules[name] = recipe

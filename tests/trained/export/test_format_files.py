@@ -303,4 +303,4 @@ def test_an_export_removes_links_and_not_what_they_lead_to(nano, command, refuse
     assert (tmp_path / "mine").read_text() == "mine"
     assert not Path("x/config.json").is_symlink()
     Path("link").symlink_to("x")
-    refused("export", str(nano), "--out", "link", "--overwrite", said="link is no folder")
+    refused("export", str(nano), "--out", "link", "--overwrite", message="link is no folder")

@@ -109,7 +109,7 @@ def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
     assert MARK in Path("x", CARD).read_text()
     Path("x", CARD).write_text("# Mine")
     again = ["export", "run", "--out", "x", "--overwrite"]
-    refused(*again, said="x holds 'README.md', which no export wrote")
+    refused(*again, message="x holds 'README.md', which no export wrote")
 
 
 def test_what_was_written_is_json_on_request(run, command, capsys):
@@ -134,7 +134,7 @@ def test_what_is_pushed_is_loaded_again_to_the_bit(hub: Hub, run, command, capsy
     assert capsys.readouterr().out.splitlines()[-1] == f"pushed: {hub.endpoint}/me/mine"
     stored = hub.repositories["me/mine"]
     assert stored.private
-    assert len(hub.asked("POST", "/commit/")) == 1
+    assert len(hub.requested("POST", "/commit/")) == 1
     files = {path.name: path.read_bytes() for path in Path("x").iterdir()}
     assert stored.commits[stored.main] == files | {".gitattributes": b""}
     assert 'from_pretrained("me/mine")' in files[CARD].decode()
@@ -195,12 +195,12 @@ def test_a_push_that_is_refused_loses_nothing(hub: Hub, unpushed, monkeypatch):
 
 def test_a_push_that_cannot_be_is_refused_before_anything_is_written(run, refused, monkeypatch):
     export = ["export", "run", "--out", "x"]
-    refused(*export, "--push", "mine", said="--push 'mine' is no repository. Give owner/name.")
-    refused(*export, "--private", said="--private needs --push.")
+    refused(*export, "--push", "mine", message="--push 'mine' is no repository. Give owner/name.")
+    refused(*export, "--private", message="--private needs --push.")
     words = ["--push", "me/mine", "--format", "safetensors"]
-    refused(*export, *words, said="--push needs --format hf or fp8.")
+    refused(*export, *words, message="--push needs --format hf or fp8.")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused(*export, "--push", "me/mine", said="--push needs huggingface_hub. Install it")
+    refused(*export, "--push", "me/mine", message="--push needs huggingface_hub. Install it")
 
 
 EVIL = "a<img src=x>`<script>`|[x](http://y)*b*\n# c\x1b[2J\u202e&amp;~~\\$"

@@ -23,6 +23,7 @@ from fp8stack.trained.export.format_files import ModelSource
 from fp8stack.trained.export.quantized_weights import quantized_files
 from fp8stack.trained.export.writing import replace_folder
 from fp8stack.training.checkpoint.state import restore_weights
+from tests.support.cases import case
 from tests.support.hf_models import (
     ROPE,
     SHAPES,
@@ -269,10 +270,14 @@ def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("llama", False), ("llama", True), ("arcee", False), ("qwen3", True)]
+    ("recipe", "dtype", "name", "tied"),
+    [
+        case(recipe, dtype, *of, quick=recipe == "delayed" or of == ("llama", False))
+        for recipe in (*PACKED, "delayed", "current", "block", "mxfp8")
+        for dtype in (torch.float32, torch.bfloat16)
+        for of in (("llama", False), ("llama", True), ("arcee", False), ("qwen3", True))
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", [*PACKED, "delayed", "current", "block", "mxfp8"])
 def test_transformers_runs_every_export_as_it_loads_it_by_default(
     recipe, name, dtype, tied, tmp_path
 ):

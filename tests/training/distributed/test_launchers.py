@@ -62,14 +62,14 @@ def test_a_piped_run_is_plain_text_with_a_step_a_line(plain):
 
 def test_processes_that_srun_started_without_torchrun_are_refused(command, refused, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    refused("pretrain", *TINY, said="torchrun")
+    refused("pretrain", *TINY, message="torchrun")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert command("pretrain", *TINY, "--steps", "1") == 0
 
 
 def test_deepspeed_is_refused_by_name(refused, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    refused("pretrain", *TINY, said="DeepSpeed")
+    refused("pretrain", *TINY, message="DeepSpeed")
 
 
 # Real launchers
@@ -77,15 +77,15 @@ def test_deepspeed_is_refused_by_name(refused, monkeypatch):
 
 def _launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
     (folder / "text.txt").write_text(TEXT)
-    keep = {key: of for key, of in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    inherited = {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
-        words, cwd=folder, env={**keep, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        words, cwd=folder, env={**inherited, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
 def _ended(launcher: subprocess.Popen[str]) -> str:
-    """The output of a launcher and its ranks, all of which have ended."""
+    """Wait for a launcher and its ranks, and return their output."""
     try:
         return launcher.communicate(timeout=240)[0]
     finally:

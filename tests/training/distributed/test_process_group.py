@@ -28,6 +28,7 @@ from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, R
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
+from tests.support.cases import case
 from tests.support.quantizers import has_amax_of_tensors, has_draws
 from tests.support.small_loop import changed
 
@@ -213,7 +214,7 @@ class Trained:
         self.alone: dict[tuple[str, ...], Path] = {}
         (folder / "text.txt").write_text(TEXT)
 
-    def one(self, flags: tuple[str, ...], change: Change) -> Path:
+    def single_rank(self, flags: tuple[str, ...], change: Change) -> Path:
         """A run of one rank."""
         if flags not in self.alone:
             self.alone[flags] = self.several(flags, 1, change)
@@ -256,7 +257,7 @@ def compare(
     accumulate = 2 * ranks if has_amax_of_tensors(recipe) else 2
     little = ("--lr", "3e-4") if accumulate > 2 and has_draws(recipe) else ()
     shared = ("--recipe", recipe, "--backend", backend, *context, *little, *flags)
-    single = trained.one((*shared, "--accumulate", str(accumulate)), change)
+    single = trained.single_rank((*shared, "--accumulate", str(accumulate)), change)
     states_folder = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
     states_folder.mkdir()
     recompute = ("--activation-checkpointing", "block") if parallel == "fsdp" else ()
@@ -299,15 +300,14 @@ GRID = [
     for parallel in ("ddp", "fsdp")
 ]
 QUICK = {  # test_rows.py (R12, R13) has fp32, and more of emulate
-    ("fp16", "reference", "ddp"), ("delayed", "torch", "ddp"), ("current", "torch", "fsdp"),
-    ("mxfp8", "emulate", "fsdp"),
+    ("delayed", "torch", "ddp"), ("mxfp8", "emulate", "fsdp"),
 }  # fmt: skip
 assert set(GRID) > QUICK
 
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "parallel"),
-    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
+    [case(*row, quick=row in QUICK) for row in GRID],
 )
 def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
@@ -368,11 +368,11 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
     def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **options: Any):
+        # If it knew the number of tokens, the plan would keep layers as small as these out of FP8.
+        options["tokens"] = None
         return replace(plan_for(config, recipe, gpu, backend, strict, **options), device="cpu")
 
-    # Without `tokens`: for speed, layers as small as these would stay out of FP8.
-    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
-    with installed(), patch.object(run_plans, "plan_for", small):
+    with installed(), patch.object(run_plans, "plan_for", planned):
         yield
 
 

@@ -129,7 +129,7 @@ def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
 ):
     flags = ["pretrain", "--recipe", "fp32", "--profile", *TINY, "--out", "r"]
     message = "profile_step 99 is after the last step, 12. Choose"
-    refused(*flags, "--set", "profile_step=99", said=message)
+    refused(*flags, "--set", "profile_step=99", message=message)
     assert command(*flags, "--set", "profile_step=11", "--set", "profile_steps=5") == 0
     table = (tmp_path / "r" / "profile" / "profile.md").read_text()
     assert table.startswith("Steps 11 to 12: ")
@@ -183,4 +183,4 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, m
 
 def test_a_folder_with_a_profile_of_something_else_is_not_written_into(refused, tmp_path):
     (tmp_path / "r" / "profile").mkdir(parents=True)
-    refused("pretrain", "--recipe", "fp32", "--out", "r", *TINY, said="r/profile is in the way")
+    refused("pretrain", "--recipe", "fp32", "--out", "r", *TINY, message="r/profile is in the way")

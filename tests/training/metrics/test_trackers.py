@@ -29,7 +29,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def wanted(run: Path, key: str) -> list[tuple[int, Any]]:
+def expected_points(run: Path, key: str) -> list[tuple[int, Any]]:
     """The values that a tracker should have for a key: the rows of `metrics.jsonl`."""
     rows = [row for row in metrics(run) if row.get(key) is not None]
     return [(row["step"], pytest.approx(row[key], rel=1e-6)) for row in rows]
@@ -80,13 +80,13 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     run = tmp_path / "r"
     shutil.copytree(tracked[0], run)
     for key in KEYS:
-        assert tensorboard(run, key) == wanted(run, key)
+        assert tensorboard(run, key) == expected_points(run, key)
     assert [step for step, _ in tensorboard(run, "val_loss")] == [6, 12]
     (text,) = _events(run).Tensors("run.toml/text_summary")
     assert 'recipe = "delayed"' in text.tensor_proto.string_val[0].decode()
     earlier = ["pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "14"]
     assert command(*earlier, "--tensorboard", "--save-every", "4") == 0
-    assert tensorboard(run, "loss") == wanted(run, "loss")
+    assert tensorboard(run, "loss") == expected_points(run, "loss")
     assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
 
 
@@ -142,7 +142,7 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
         for history in of_kind(offline, "history")
     ]
     for key in KEYS:
-        assert [(row["_step"], row[key]) for row in rows if key in row] == wanted(run, key)
+        assert [(row["_step"], row[key]) for row in rows if key in row] == expected_points(run, key)
     run_record = of_kind(offline, "run")[0]
     assert (run_record.project, run_record.display_name) == ("mine", "first try")
     settings = {item.key: json.loads(item.value_json) for item in run_record.config.update}
@@ -196,7 +196,7 @@ def test_trackio_has_every_metric_in_the_runs_folder(tracked):
     assert run["config"]["recipe"] == "delayed"
     for key in KEYS:
         points = [(row["step"], row[key]) for row in run["rows"] if key in row]
-        assert points == wanted(folder, key)
+        assert points == expected_points(folder, key)
 
 
 LOG = """
@@ -254,11 +254,11 @@ def test_a_resumed_run_starts_only_the_trackers_that_the_command_names(
 ):
     started: list[str] = []
 
-    def found(name: str) -> bool:
+    def find_spec(name: str) -> bool:
         started.append(name)
         return True
 
-    monkeypatch.setattr(trackers, "find_spec", found)
+    monkeypatch.setattr(trackers, "find_spec", find_spec)
     assert command("pretrain", *TINY, "--recipe", "fp32", "--out", "r") == 0
     for file in (tmp_path / "r/run.toml", *tmp_path.glob("r/checkpoints/*/checkpoint.json")):
         _name_all_trackers(file)
@@ -294,11 +294,11 @@ def _name_all_trackers(file: Path) -> None:
 def test_a_run_file_given_to_the_command_is_a_flag_of_it(command, tmp_path, monkeypatch):
     started: list[str] = []
 
-    def found(name: str) -> bool:
+    def find_spec(name: str) -> bool:
         started.append(name)
         return True
 
-    monkeypatch.setattr(trackers, "find_spec", found)
+    monkeypatch.setattr(trackers, "find_spec", find_spec)
     (tmp_path / "run.toml").write_text("tensorboard = true\n")
     assert command("pretrain", *TINY, "--config", "run.toml", "--recipe", "fp32", "--out", "r") == 0
     assert started == ["tensorboard"]

@@ -103,7 +103,7 @@ def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
     assert torch.equal(torch.cat(gradients(parameters)), after)
 
 
-def known(*norms: float, window: int = 100) -> NormHistory:
+def history_of(*norms: float, window: int = 100) -> NormHistory:
     """A window that has seen these norms."""
     window_norms = NormHistory(window, CPU)
     for norm in norms:
@@ -116,19 +116,19 @@ def known(*norms: float, window: int = 100) -> NormHistory:
 def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(count, percent):
     random = np.random.default_rng(count)
     values = np.exp(random.standard_normal(count)).astype(np.float32)
-    limit = adaptive_limit(known(*values.tolist()), percent)
+    limit = adaptive_limit(history_of(*values.tolist()), percent)
     expected = np.percentile(values[-100:].astype(np.float64), percent)
     assert float(limit) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_adaptive_limit_is_the_ceiling_until_ten_norms_are_known_and_never_above():
-    few, enough = known(*[5.0] * (FEWEST - 1)), known(*[5.0] * FEWEST)
+    few, enough = history_of(*[5.0] * (FEWEST - 1)), history_of(*[5.0] * FEWEST)
     assert adaptive_limit(few, 95.0, ceiling=2.0) == adaptive_limit(enough, 95.0, ceiling=2.0) == 2
     assert (adaptive_limit(few, 95.0), adaptive_limit(enough, 95.0)) == (INF, 5)
 
 
 def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kept():
-    usual = adaptive_limit(known(*[0.5] * 20), 95.0)
+    usual = adaptive_limit(history_of(*[0.5] * 20), 95.0)
     optimizer, parameters = with_gradients(3.0)
     before = gradients(parameters)[0]
     clip_gradients(optimizer, usual, "adaptive")
@@ -146,7 +146,7 @@ def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(norms):
     for size in (0.0, 1.0):
         optimizer, parameters = with_gradients(size)
         before = gradients(parameters)[0]
-        clip_gradients(optimizer, adaptive_limit(known(*norms), 95.0), "adaptive")
+        clip_gradients(optimizer, adaptive_limit(history_of(*norms), 95.0), "adaptive")
         after = gradients(parameters)[0]
         assert after.isfinite().all()
         assert norms[0] == 0 or torch.equal(after, before)

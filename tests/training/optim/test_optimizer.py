@@ -371,8 +371,8 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
     for name in CHAINED:
-        said = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
-        assert f"optimizer {name} is not tested with --parallel fsdp" in said
+        message = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
+        assert f"optimizer {name} is not tested with --parallel fsdp" in message
         require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
     message = refusal(
@@ -380,17 +380,17 @@ def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, mon
     )
     assert "adamwfp8 needs a GPU that converts to FP8" in message
 
-    def asked(**keys: Any) -> str:
+    def refusal_of_8bit(**keys: Any) -> str:
         return refusal(SmallLoop, tmp_path / "r", "fp32", optimizer="adamw8bit", **keys)
 
-    message = asked(width=16, model_overrides={"mlp_width": 64})
+    message = refusal_of_8bit(width=16, model_overrides={"mlp_width": 64})
     assert re.search("no matrix in the blocks .* 4,096 elements", message)
 
     def none() -> str:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
-    assert "optimizer adamw8bit needs a C++ compiler" in asked()
+    assert "optimizer adamw8bit needs a C++ compiler" in refusal_of_8bit()
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    assert "need torchao: pip install" in asked()
+    assert "need torchao: pip install" in refusal_of_8bit()
     assert not (tmp_path / "r" / "run.toml").exists()

@@ -70,7 +70,7 @@ def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
 def test_what_cannot_be_built_overwrites_nothing(flags, message, run, new, refused):
     Path("t.txt").write_text("x")
     before = contents(run)
-    refused(*new, "--overwrite", *flags, said=message)
+    refused(*new, "--overwrite", *flags, message=message)
     assert contents(run) == before
 
 
@@ -113,13 +113,15 @@ def test_nothing_is_written_or_removed_through_a_link_in_a_run(
         (run / name).rename(run / f"{name}-before")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(target)
-    # To go on, there must be a checkpoint.
+    # A run needs a checkpoint to be resumed.
     if name == "checkpoints":
         shutil.copytree(
             run / "checkpoints-before/step-000012", mine / "step-000012", dirs_exist_ok=True
         )
         before = contents(mine)
-    refused(*new, "--out", "r", *flags, said=f"r/{name} is a symbolic link, and a run writes and")
+    refused(
+        *new, "--out", "r", *flags, message=f"r/{name} is a symbolic link, and a run writes and"
+    )
     assert contents(mine) == before
 
 

@@ -97,7 +97,7 @@ def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(run, ref
     for weights in run.glob("checkpoints/*/model.safetensors"):
         weights.write_bytes(b"")
     before = contents(run)
-    error = refused(*AUTO, code=3, said="step-000012")
+    error = refused(*AUTO, code=3, message="step-000012")
     assert "step-000008" in error
     assert contents(run) == before
 
@@ -225,7 +225,7 @@ def test_the_same_command_goes_on_with_a_run_that_was_cut(run, new, command, ref
     shutil.rmtree(run / "checkpoints" / "step-000012")
     same = [*new, "--out", "r"]
     message = "r holds a run already, and another one: lr is 0.1 here and 0.003"
-    refused(*same, "--lr", "0.1", said=message)
+    refused(*same, "--lr", "0.1", message=message)
     assert command(*same) == 0
     assert "resumed from r/checkpoints/step-000008" in capsys.readouterr().out
     assert losses(run) == uninterrupted

@@ -1,4 +1,4 @@
-"""Run folders made up for the tests of reports: the files alone, in the format of real ones."""
+"""Synthetic run folders for the tests of reports: only the files, in the format of real runs."""
 
 import json
 import math
@@ -22,14 +22,14 @@ def plan(blocks: int, recipe: str = "delayed", fp8: bool = True) -> dict[str, An
         for block in range(blocks)
         for linear in LINEARS
     ]
-    why = "the recipe says head = false"
-    layers.append({"name": "lm_head", "fp8": False, "precision": "fp32", "reason": why})
+    reason = "the recipe says head = false"
+    layers.append({"name": "lm_head", "fp8": False, "precision": "fp32", "reason": reason})
     return {
         "asked": recipe,
         "recipe": {"name": recipe} | scaling,
         "backend": "emulate" if fp8 else "reference",
         "device": "cpu",
-        "reasons": ["this is a CPU: emulated, same bytes and scales", f"lm_head: fp32, {why}"],
+        "reasons": ["this is a CPU: emulated, same bytes and scales", f"lm_head: fp32, {reason}"],
         "layers": layers,
     }
 
@@ -37,9 +37,9 @@ def plan(blocks: int, recipe: str = "delayed", fp8: bool = True) -> dict[str, An
 def operand_rows(
     blocks: int, sampled: Sequence[int], recipe: str = "delayed", seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of an unremarkable run: layers differ by nature, amaxes drift, step 1 has scale 1."""
+    """Rows of an unremarkable run: layers differ, amaxes drift, step 1 has scale 1."""
     random = np.random.default_rng(seed)
-    nature = {
+    offsets = {
         (layer, kind): random.normal(0, 1.0)
         for layer in [f"{block}.{linear}" for block in range(blocks) for linear in LINEARS]
         for kind in KINDS
@@ -50,10 +50,10 @@ def operand_rows(
         rows.append({"step": step, "fp8_gemms": 12 * blocks, "fp8_layers": 4 * blocks,
                      "layers": 4 * blocks + 1, "not_fp8": {"lm_head": "fp32"},
                      "scale_changes": None if at == 0 else 3})  # fmt: skip
-        for (layer, kind), own in nature.items():
+        for (layer, kind), offset in offsets.items():
             name, format = f"blocks.{layer}", "e5m2" if kind == "grad_output" else "e4m3"
             base = {"input": 2.0, "weight": -1.5, "grad_output": -9.0 - 0.2 * at}[kind]
-            amax = 2.0 ** (base + own + random.normal(0, 0.25))
+            amax = 2.0 ** (base + offset + random.normal(0, 0.25))
             held = largest.get((layer, kind))
             largest[layer, kind] = max(amax, held or 0.0)
             scale: float | None = 1.0 if held is None else TOP[format] / largest[layer, kind]
@@ -100,7 +100,7 @@ def metric_rows(steps: int, every_eval: int = 100, start: float = 5.5) -> list[d
 
 
 def outlier(layer: str, kind: str, since: int, times: float = 64.0) -> Change:
-    """From a step on, one operand has elements far larger than before."""
+    """A change of rows: from step `since` on, an operand has elements far larger than before."""
 
     def change(row: dict[str, Any]) -> None:
         if row.get("layer") == layer and row.get("operand") == kind and row["step"] >= since:
@@ -132,8 +132,8 @@ def make_run(
         f"telemetry_every = {every}\n{config}",
         encoding="utf-8",
     )
-    made = plan(blocks, recipe, fp8=recipe not in ("fp32", "bf16"))
-    (path / "plan.json").write_text(json.dumps(made))
+    run_plan = plan(blocks, recipe, fp8=recipe not in ("fp32", "bf16"))
+    (path / "plan.json").write_text(json.dumps(run_plan))
     write_lines(path / "metrics.jsonl", metric_rows(steps) if metrics is None else metrics)
     if every:
         sampled = [1, *range(every, steps + 1, every)]
@@ -144,7 +144,7 @@ def make_run(
         if change is not None:
             for row in rows:
                 change(row)
-        write_lines(path / "telemetry.jsonl", [{"event": "plan", "plan": made}, *rows])
+        write_lines(path / "telemetry.jsonl", [{"event": "plan", "plan": run_plan}, *rows])
     return path
 
 

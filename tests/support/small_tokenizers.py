@@ -1,4 +1,4 @@
-"""Small tokenizers, made by the libraries themselves."""
+"""Small tokenizers, built by the tokenizers and tiktoken libraries."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def trained(size: int = 420, **options: Any) -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """One whose ids decode by what is around them: Llama 2's kind, with bytes as a last resort."""
+    """A tokenizer whose ids decode by their neighbours: Llama 2's kind, with byte fallback."""
     library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Sequence(
@@ -55,8 +55,8 @@ def small_encoding() -> tiktoken.Encoding:
     content = json.loads(library.to_str())
     characters = byte_characters()
     ranks = {bytes([byte]): number for number, byte in enumerate(range(256))}
-    for left, right in content["model"]["merges"]:
-        token = bytes(characters[char] for char in left + right)
+    for first, second in content["model"]["merges"]:
+        token = bytes(characters[char] for char in first + second)
         ranks.setdefault(token, len(ranks))
     return tiktoken.Encoding(
         "small",
@@ -67,5 +67,5 @@ def small_encoding() -> tiktoken.Encoding:
 
 
 def byte_characters() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies, as transformers has it."""
+    """The byte of each character in the alphabet of byte-level vocabularies, by transformers."""
     return {char: byte for byte, char in bytes_to_unicode().items()}
