@@ -68,10 +68,11 @@ def _scaled(
     rows: Tensor | None,
     columns: Tensor | None,
     bias: Tensor | None,
+    in_place: bool = False,
 ) -> Tensor:
-    """`y` times the factors, plus the bias. `y` itself is not changed: selective activation
-    checkpointing keeps the output of a GEMM."""
-    product = y
+    """`y` times the factors, plus the bias. `y` itself is not changed unless `in_place`: selective
+    activation checkpointing keeps the output of a GEMM."""
+    product = None if in_place else y
     scales = [scales[0] * scales[1]] if len(scales) == 2 else scales
     for factor in (*scales, rows, columns):
         if factor is not None:
@@ -88,26 +89,34 @@ _FLOAT32 = torch.finfo(torch.float32)
 # code could neither read them nor choose how it multiplies. It transposes operands itself: inductor
 # 2.13 would copy them.
 def _gemm(
-    a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None, in_bf16: bool
+    a: Tensor,
+    b: Tensor,
+    turn: str,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    in_bf16: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
     if not in_bf16:
         with exact_matmul():
-            return _product(a, b, scales, bias)
+            return _product(a, b, scales, bias, out)
     # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
     # bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX. Values
     # below 2^-126 may become 0.
     precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, precision.fp32_precision = precision.fp32_precision, "bf16"
     try:
-        return _product(a, b, scales, bias)
+        return _product(a, b, scales, bias, out)
     finally:
         precision.fp32_precision = before
 
 
-def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+def _product(
+    a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     if not scales:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     # A product in float64, which is exact, rounded once by the GEMM.
     factors = list(map(Tensor.item, scales))
     alpha = math.prod(factors)
@@ -117,13 +126,13 @@ def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) ->
         # and makes NaN of infinity, which stands for products that float32 cannot hold.
         if not alpha <= _FLOAT32.max:
             factors = [math.nan if math.isnan(alpha) else math.inf]
-        y = torch.mm(a, b)
+        y = torch.mm(a, b, out=out)
         for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
             y.mul_(factor)
         return y if bias is None else y.add_(bias)
     if bias is not None:
-        return torch.addmm(bias, a, b, alpha=alpha)
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+        return torch.addmm(bias, a, b, alpha=alpha, out=out)
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32) if out is None else out
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
@@ -284,29 +293,43 @@ class EmulateBackend(Backend):
         fast_accumulation: bool = False,
     ) -> Tensor:
         """See `GemmBackend.matmul`; scaled in float32."""
-        if b.form.packed is not None:
-            b = b.form.packed.unpack(b)
-        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
-        scales = []  # factors of the whole output; `rows` and `columns` have one for each
-        for factor in (a.factor, b.factor):
-            if factor is not None and not factor.ndim:
-                scales.append(factor)
-        rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
-        columns = b.factor if b.factor is not None and b.factor.ndim else None
-        if not a.values.is_cpu:
-            a_matrix = a.values.t() if turn == "a" else a.values
-            b_matrix = b.values.t() if turn == "b" else b.values
-            with exact_matmul():  # TF32 would round the operands
-                if a_matrix.dtype == torch.bfloat16:
-                    y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
-                else:
-                    y = a_matrix @ b_matrix
-            return _scaled(y, scales, rows, columns, bias).to(out_dtype)
-        bias = None if bias is None else bias.float()
-        in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _cpu_gemm if needs_operator(a.values) else _gemm
-        if rows is None and columns is None:
-            y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
-            return y.to(out_dtype)
-        y = multiply(a.values, b.values, turn, scales, None, in_bf16)
-        return _scaled(y, [], rows, columns, bias).to(out_dtype)
+        return multiply(a, b, out_dtype, bias)
+
+
+def multiply(
+    a: Emulated,
+    b: Emulated,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`EmulateBackend.matmul`; on a CPU, a product in float32 may be written to `out`."""
+    if b.form.packed is not None:
+        b = b.form.packed.unpack(b)
+    turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
+    scales = []  # factors of the whole output; `rows` and `columns` have one for each
+    for factor in (a.factor, b.factor):
+        if factor is not None and not factor.ndim:
+            scales.append(factor)
+    rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
+    columns = b.factor if b.factor is not None and b.factor.ndim else None
+    if not a.values.is_cpu:
+        a_matrix = a.values.t() if turn == "a" else a.values
+        b_matrix = b.values.t() if turn == "b" else b.values
+        with exact_matmul():  # TF32 would round the operands
+            if a_matrix.dtype == torch.bfloat16:
+                y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
+            else:
+                y = a_matrix @ b_matrix
+        return _scaled(y, scales, rows, columns, bias).to(out_dtype)
+    bias = None if bias is None else bias.float()
+    in_bf16 = a.form.in_bf16 and b.form.in_bf16
+    by_row = rows is not None or columns is not None
+    matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
+    if out is not None:
+        y = _gemm(*matrices, out)
+    else:
+        y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
+    if by_row:
+        y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
+    return y.to(out_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8stack.common.formats import OPERANDS, Operand
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form
+from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form, multiply
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
 from fp8stack.layers.kernels.grouped_gemm import (
     by_grouped_mm,
@@ -104,20 +104,20 @@ class GroupedEmulation:
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 
     def cast(
-        self, x: Groups | Tensor, quantizers: GroupedOperand, both: bool, call: Call
+        self, x: Groups | Tensor, quantizers: GroupedOperand, with_columns: bool, call: Call
     ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
         """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
         matrix, ends = x if isinstance(x, Groups) else (x, None)
         bf16 = quantizers.bf16 and not matrix.is_cpu
-        if both and quantizers.round_both is not None:
+        if with_columns and quantizers.round_both is not None:
             (first, second), _ = quantizers.round_both.round(matrix, ends, bf16=bf16)
             rows = EmulatedGroups(*first, quantizers.row_form, ends)
             return rows, EmulatedGroups(*second, quantizers.column_form, ends)
         rows = self._copy(matrix, ends, quantizers, False, call)
-        if both and quantizers.reused:
+        if with_columns and quantizers.reused:
             columns = _with_row_scales(rows)
             return rows, columns._replace(form=quantizers.column_form)
-        if both:
+        if with_columns:
             return rows, self._copy(matrix, ends, quantizers, True, call)
         if call.record and quantizers.always_records:
             self._copy(matrix, ends, quantizers, True, call)
@@ -157,8 +157,8 @@ class GroupedEmulation:
         assert a.ends is not None
         turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _operator if needs_operator(a.values) else _emulated_gemm
-        y: Tensor = multiply(
+        run = _operator if needs_operator(a.values) else _emulated_gemm
+        y: Tensor = run(
             a.values, b.values, a.ends, turn, a.form.multiple, a.factor, b.factor, a.form.by_row,
             bias, in_bf16, out_dtype,
         )  # fmt: skip
@@ -192,17 +192,21 @@ def _emulated_gemm(
         return by_grouped_mm(a, b, ends, turn)
     a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
 
-    def multiply(group: int, a: Tensor, b: Tensor, place: slice) -> Tensor:
+    def multiply_group(
+        group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None
+    ) -> Tensor:
         of_a = None if a_factor is None else a_factor[place if by_row else group]
         of_b = None if b_factor is None else b_factor[group]
-        return EmulateBackend.matmul(
+        return multiply(
             Emulated(a, of_a, a_form),
             Emulated(b, of_b, b_form),
             out_dtype,
-            bias=None if bias is None else bias[group],
+            None if bias is None else bias[group],
+            out if out_dtype == torch.float32 else None,
         )
 
-    return each_group(a, b, ends, multiple, multiply)
+    shape = output_shape(a, b, ends, turn)
+    return each_group(a, b, ends, multiple, multiply_group, a.new_empty(shape, dtype=out_dtype))
 
 
 def _fake_emulated_gemm(

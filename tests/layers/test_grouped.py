@@ -266,7 +266,7 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
     plan = planned("delayed", backend, H100)
-    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped=["up"])
+    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped={"up": 4})
     assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons
     assert plan.layer("linear").backend is None
     built = build_backend(plan)
