@@ -53,8 +53,9 @@ class Grouped(nn.Module):
     ) -> None:
         super().__init__()
         name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
-        plan = planned(recipe, name, **options).for_layers({"up": (IN, OUT)})
-        backend = build_backend(plan, save_fp8=save_fp8)
+        sizes = {"up": (IN, OUT)}
+        self.plan = planned(recipe, name, **options).for_layers(sizes, grouped={"up": groups})
+        backend = build_backend(self.plan, save_fp8=save_fp8)
         torch.manual_seed(0)
         self.up: Any = backend.grouped_linear("up", groups, IN, OUT, bias)
         backend.attach(self)
