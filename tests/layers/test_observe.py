@@ -18,7 +18,6 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe, resolve
-from tests.layers.test_grouped import Grouped, Loop, passed
 from tests.support.backend_models import (
     CPU,
     LINEARS,
@@ -28,6 +27,7 @@ from tests.support.backend_models import (
     gpt,
     loss_of,
 )
+from tests.support.grouped_models import Grouped, Loop, passed
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -26,7 +26,7 @@ from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.training.metrics import trackers
 from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
 from tests.conftest import TINY, Command, refusal
-from tests.layers.test_grouped import Grouped, passed
+from tests.support.grouped_models import Grouped, passed
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
@@ -302,7 +302,9 @@ def test_a_grouped_linear_has_a_row_for_each_operand_of_all_its_groups(recipe: s
     recipes = [name for name in (recipe, "mxfp8") if name != "fp32"]
     assert sorted(labels) == sorted(("up", o, name) for o in OPERANDS for name in recipes)
     amaxes = {row["operand"]: row["amax"] for row in rows}
-    assert amaxes["weight"] == pytest.approx(float(grouped.up.weight.detach().abs().max()), rel=1e-8)
+    assert amaxes["weight"] == pytest.approx(
+        float(grouped.up.weight.detach().abs().max()), rel=1e-8
+    )
     assert all(row["sqnr_db"] > 20 and row["scale"] is None for row in rows)
 
 
