@@ -11,6 +11,7 @@ from dataclasses import replace
 from fp8stack.common.errors import UserError, described
 from fp8stack.layers.backend import Backend, fp8_state, load_fp8_state
 from fp8stack.layers.emulate import EmulateBackend
+from fp8stack.layers.grouped_emulation import GroupedEmulation
 from fp8stack.layers.operands import Draws
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision.plan import Plan
@@ -50,5 +51,7 @@ def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
     if plan.backend == "torch":
         return TorchBackend(plan, draws=draws)
     if plan.backend == "emulate":
-        return EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
+        emulated = EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
+        emulated.grouped = GroupedEmulation(emulated, save_fp8=save_fp8)
+        return emulated
     return Backend(plan, draws=draws)

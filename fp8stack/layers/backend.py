@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
 from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
-from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
+from fp8stack.layers.linear import (
+    LowPrecisionLayer,
+    LowPrecisionLinear,
+    Size,
+    no_autocast,
+    plain_linear,
+)
 from fp8stack.layers.operands import Draws, LayerOperands
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -48,6 +55,7 @@ class Backend:
             phases.
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
+        grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
@@ -65,6 +73,7 @@ class Backend:
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
         self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
+        self.grouped: GroupedBackend | None = None
         self._delegates: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
@@ -79,6 +88,23 @@ class Backend:
         builder = self._delegates[layer.backend] if layer.backend else self
         return builder.fp8_linear(layer, size, operands)
 
+    def grouped_linear(
+        self, name: str, groups: int, in_features: int, out_features: int, bias: bool
+    ) -> GroupedLinear:
+        """A linear for each of some groups of rows, with parameters `weight` [groups, out, in] and,
+        if `bias`, `bias` [groups, out]. The plan has it as a layer of (in, out)."""
+        size = GroupedSize(groups, in_features, out_features, bias)
+        layer = self.plan.layer(name) if self.plan.is_fp8 else None
+        if layer is None or layer.quantizers is None:
+            return GroupedLinear(size, self.compute_dtype)
+        slots = None
+        if self.delayed is not None:
+            slots = self.delayed.add_layer(name, layer.quantizers, groups)
+        draws = self.draws.layer(name, groups) if layer.quantizers.stochastic else None
+        operands = LayerOperands(layer.quantizers, slots, draws)
+        builder = self._delegates[layer.backend] if layer.backend else self
+        return builder.fp8_grouped_linear(layer, size, operands)
+
     def delegate_to(self, delegate: Backend) -> None:
         """Have `delegate` build the layers that the plan assigns to it. They share the state of
         this backend."""
@@ -90,6 +116,14 @@ class Backend:
     ) -> LowPrecisionLinear:
         """A linear layer with quantized operands, as decided by the plan."""
         raise NotImplementedError("The backend 'reference' has no FP8.")
+
+    def fp8_grouped_linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> GroupedLinear:
+        """A grouped linear with quantized operands, as decided by the plan."""
+        if self.grouped is None:
+            raise NotImplementedError(f"The backend '{self.plan.backend}' has no grouped FP8.")
+        return self.grouped.linear(layer, size, operands)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension, with float32 input and computation."""
@@ -197,12 +231,15 @@ class Backend:
     def fp8_gemms(self) -> int:
         """The number of GEMMs on FP8 operands that ran since the last call."""
         count, self.gemm_count = self.gemm_count, 0
+        if self.grouped is not None:
+            count, self.grouped.gemm_count = count + self.grouped.gemm_count, 0
         return count + sum(delegate.fp8_gemms() for delegate in self._delegates.values())
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
-    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64.
+    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64. Tensors of a
+    grouped linear have one more dimension at the end, of its groups.
 
     Empty unless the recipe has one of the two. Paths begin at the model that was built or
     converted, also if `module` wraps it; if several submodules of `module` were converted
@@ -242,7 +279,7 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                 {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             )
     for layer in module.modules():
-        if isinstance(layer, LowPrecisionLinear) and layer.reminder is not None:
+        if isinstance(layer, LowPrecisionLayer) and layer.reminder is not None:
             layer.reminder.state_loaded()
 
 
@@ -253,7 +290,7 @@ def _require_converted(module: object) -> None:
             f"{described(module)}."
         )
     if not any(
-        isinstance(child, LowPrecisionLinear)
+        isinstance(child, LowPrecisionLayer)
         or isinstance(getattr(child, "stochastic_rounding", None), Draws)
         for child in module.modules()
     ):

@@ -41,7 +41,8 @@ from fp8stack.numerics.cast import record_amax
 
 
 class Slot:
-    """The scale and the recorded amax of one operand of one layer.
+    """The scale and the recorded amax of one operand of one layer: 0-dim or, for the groups of a
+    grouped linear, a vector (see `AmaxHistory`).
 
     Compiled code refers to a slot by its tensors and not by its name, so that code compiled for one
     layer is reused for all layers like it.
@@ -52,7 +53,8 @@ class Slot:
         self.operand = operand
         self._delayed = delayed
         self._column = torch.zeros(1, dtype=torch.int64)
-        self.column = 0  # the index in the history
+        self.column: Any = 0  # the index in the history; for a vector, a slice
+        self._shape: tuple[int, ...] = ()
         self._recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
@@ -61,13 +63,15 @@ class Slot:
         history = self._delayed.history
         self._recorded = history.recorded(self.name)
         self.column = history.column(self.name)
-        self._column = torch.tensor([self.column], device=self._recorded.device)
+        column, self._shape = self.column, tuple(self._recorded.shape)
+        columns = [column] if isinstance(column, int) else range(column.start, column.stop)
+        self._column = torch.tensor(columns, device=self._recorded.device)
 
     def scale(self) -> Tensor:
         """The current scale: float32, 0-dim."""
         if not torch.compiler.is_compiling():
             return self.scale_of(self._delayed.recomputed_pass)
-        return self._scales().index_select(0, self._column).view(())
+        return self._scales().index_select(0, self._column).view(self._shape)
 
     def cast_arguments(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The arguments `scale`, `recorded` and `counts` for a cast.
@@ -155,20 +159,30 @@ class DelayedScaling:
         self._update_requested = False  # by a recomputed pass, for the end of the outer backward
         self.quantizers: dict[str, Quantizer] = {}
         self.slots: dict[str, Slot] = {}
+        self.vectors: dict[str, Slot] = {}
+        self._members: dict[str, list[str]] = {}  # the slots of each vector
         # Called before an update, while `history` still has the recorded amaxes and old scales.
         self.before_update: Callable[[], None] | None = None
         self._replayed_update = Replayed(self.history.update)
         self._replayed_scales = Replayed(self._update_weight_scales)
 
-    def add_layer(self, path: str, quantizers: Quantizers) -> Slots:
+    def add_layer(self, path: str, quantizers: Quantizers, groups: int = 0) -> Slots:
         """Add a slot for each delayed quantizer of the linear layer at the module path `path`. The
-        two copies of an operand share a slot if they have the same quantizer."""
+        two copies of an operand share a slot if they have the same quantizer. A grouped linear has
+        a slot `<path>.<group>.<operand>` for each of its `groups`, all of which form the vector
+        `<path>.<operand>`."""
         slots: Slots = {}
         for place, quantizer in quantizers.each.items():
             operand: Any
             operand, _, gemm = place.partition(".")
             if quantizer.delayed and place in quantizers.casts:
-                slots[operand, bool(gemm)] = self._add(f"{path}.{place}", quantizer, operand)
+                name = f"{path}.{place}"
+                if groups:
+                    members = [f"{path}.{group}.{place}" for group in range(groups)]
+                    slot = self._add_vector(name, members, quantizer, operand)
+                else:
+                    slot = self._add(name, quantizer, operand)
+                slots[operand, bool(gemm)] = slot
             elif quantizer.delayed:
                 slots[operand, True] = slots[operand, False]
         return slots
@@ -192,11 +206,20 @@ class DelayedScaling:
         self.slots[name] = Slot(self, name, operand)
         return self.slots[name]
 
+    def _add_vector(
+        self, name: str, members: list[str], quantizer: Quantizer, operand: Operand
+    ) -> Slot:
+        for member in members:
+            self._add(member, quantizer, operand)
+        self._members[name] = members
+        self.vectors[name] = Slot(self, name, operand)
+        return self.vectors[name]
+
     def attach(self, model: nn.Module) -> None:
         """Move the state to the device of `model` and register hooks on it, which update the
         history. The training loop needs no further call."""
         with torch.inference_mode(False):
-            self.history.extend(self.quantizers)
+            self.history.extend(self.quantizers, self._members)
             self.sharing.slots = list(self.quantizers)
             self._passes.reserve(self.history.scales)
             self.weight_scales = torch.ones_like(self.history.scales)
@@ -210,7 +233,7 @@ class DelayedScaling:
         model.register_forward_hook(self._after_forward, always_call=True)
 
     def _bind(self) -> None:
-        for slot in self.slots.values():
+        for slot in (*self.slots.values(), *self.vectors.values()):
             slot.bind()
 
     def scale(self, slot: str) -> Tensor:

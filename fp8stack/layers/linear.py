@@ -35,11 +35,10 @@ class Size(NamedTuple):
     bias: bool
 
 
-class LowPrecisionLinear(nn.Linear):
-    """A linear with float32 master weights whose GEMMs run in a lower precision.
+class LowPrecisionLayer(nn.Module):
+    """A layer with float32 master weights whose GEMMs run in a lower precision.
 
     Attributes:
-        transposed: whether the weight is stored as [in, out], as in transformers' Conv1D.
         keeps_dtype: whether the output has the dtype that `nn.Linear` would return, for models that
             are not ours; else it has the compute dtype.
         in_fp8: whether the GEMMs take FP8 operands, else operands of the compute dtype; may be
@@ -48,53 +47,14 @@ class LowPrecisionLinear(nn.Linear):
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
     """
 
-    transposed = False
     keeps_dtype = False
     in_fp8 = True
     was_called = False
     reminder: StateReminder | None = None
+    compute_dtype: torch.dtype
+    delayed: DelayedScaling | None = None
 
-    def __init__(
-        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
-    ) -> None:
-        super().__init__(*size)
-        self.compute_dtype = compute_dtype
-        self.delayed = delayed
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [out, in], also if it is stored transposed."""
-        return self.weight.t() if self.transposed else self.weight
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
-
-        Raises:
-            RuntimeError: the input is of integers or of another width, as in `nn.Linear`.
-            UserError: under torch.fx; in FP8, see `require_supported_input`.
-        """
-        if isinstance(input, torch.fx.Proxy):
-            raise UserError(
-                "Converted layers cannot be traced by torch.fx: trace the model first and convert "
-                "what symbolic_trace gives, or use torch.compile or torch.export."
-            )
-        if not input.is_floating_point():
-            return F.linear(input, self.matrix, self.bias)  # raises torch's error
-        if input.shape[-1:] != (self.in_features,):
-            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # likewise
-        if not torch.compiler.is_compiling() and not self.was_called:
-            self.was_called = True
-            if self.reminder is not None:
-                self.reminder.remind()
-        if self.in_fp8:
-            require_supported_input(input, self._parameters.get("weight"))
-        dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
-        with no_autocast(input.device.type):
-            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
-            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
-            return y.to(dtype).view(*input.shape[:-1], self.out_features)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
         """Also move the state of delayed scaling, which compiled code could not move; called by
         `nn.Module.to`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -121,6 +81,50 @@ class LowPrecisionLinear(nn.Linear):
             UserError: always, since converted layers do not support torch.jit.
         """
         raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
+
+
+class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
+    """A linear that is a `LowPrecisionLayer`. `transposed` says that the weight is stored as
+    [in, out], as transformers' Conv1D does."""
+
+    transposed = False
+
+    def __init__(
+        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
+    ) -> None:
+        super().__init__(*size)
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in], also if it is stored transposed."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
+
+        Raises:
+            RuntimeError: the input is of integers or of another width, as in `nn.Linear`.
+            UserError: under torch.fx; in FP8, see `require_supported_input`.
+        """
+        if isinstance(input, torch.fx.Proxy):
+            raise UserError(NO_FX)
+        if not input.is_floating_point():
+            return F.linear(input, self.matrix, self.bias)  # raises torch's error
+        if input.shape[-1:] != (self.in_features,):
+            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # likewise
+        if not torch.compiler.is_compiling() and not self.was_called:
+            self.was_called = True
+            if self.reminder is not None:
+                self.reminder.remind()
+        if self.in_fp8:
+            require_supported_input(input, self._parameters.get("weight"))
+        dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+        with no_autocast(input.device.type):
+            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
+            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
+            return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
@@ -169,10 +173,14 @@ def require_no_transform() -> None:
         raise UserError(f"FP8 layers cannot be traced by torch.jit: {_INSTEAD_OF_JIT}.")
 
 
+NO_FX = (
+    "Converted layers cannot be traced by torch.fx: trace the model first and convert what "
+    "symbolic_trace gives, or use torch.compile or torch.export."
+)
 _INSTEAD_OF_JIT = "use torch.compile or torch.export, or a model that is not converted"
 
 
-def _dtype_of_linear(x: Tensor) -> torch.dtype:
+def dtype_of_linear(x: Tensor) -> torch.dtype:
     """The dtype of `nn.Linear`'s output for `x`: autocast's if autocast applies to `x`."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
@@ -264,6 +272,19 @@ Saved = tuple[Tensor | None, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+class GemmLayer(Protocol):
+    """A layer of three GEMMs: a `QuantizedLinear`, or one for groups."""
+
+    backend: Any
+    quantizers: dict[Operand, Any]
+    compute_dtype: torch.dtype
+    weight: Any
+
+    def backward_ran(self, record: bool) -> None:
+        """Called at the end of this layer's backward pass; `record` says whether it recorded
+        amaxes."""
+
+
 class ForwardPass(NamedTuple):
     """The data of a linear's forward pass that its backward pass needs, except saved tensors.
 
@@ -275,7 +296,7 @@ class ForwardPass(NamedTuple):
         weight_dtype: the dtype of the weight's gradient.
     """
 
-    layer: QuantizedLinear
+    layer: GemmLayer
     call: Call
     forms: tuple[Any, Any]
     gathers: bool
@@ -283,7 +304,7 @@ class ForwardPass(NamedTuple):
 
 
 def multiply_forward(
-    layer: QuantizedLinear,
+    layer: GemmLayer,
     x: Any,
     weight: Tensor,
     bias: Tensor | None,
@@ -419,8 +440,7 @@ class QuantizedLinear(LowPrecisionLinear):
         return y[:rows] if missing else y
 
     def backward_ran(self, record: bool) -> None:
-        """Called at the end of this layer's backward pass; `record` says whether it recorded
-        amaxes."""
+        """See `GemmLayer.backward_ran`."""
         self.operands.backward_ran()
         if self.backend.caches_weights:
             self.backend.weights.backward_ran()

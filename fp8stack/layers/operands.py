@@ -30,9 +30,9 @@ class Draws:
         self.seed = seed
         self.layers: dict[str, LayerDraws] = {}
 
-    def layer(self, path: str) -> LayerDraws:
-        """The counter of the layer at a module path."""
-        return self.layers.setdefault(path, LayerDraws(self.seed, path))
+    def layer(self, path: str, groups: int = 0) -> LayerDraws:
+        """The counter of the layer at a module path; `groups` are those of a grouped linear."""
+        return self.layers.setdefault(path, LayerDraws(self.seed, path, groups))
 
     def move(self, device: torch.device) -> None:
         """Move the counters to `device`."""
@@ -69,20 +69,24 @@ class Draws:
 
 
 class LayerDraws:
-    """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim."""
+    """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim.
+    A group of a grouped linear draws the bits of a linear at `<path>.<group>`."""
 
-    def __init__(self, seed: int, path: str) -> None:
+    def __init__(self, seed: int, path: str, groups: int = 0) -> None:
         self._seed = seed
-        self._stream = zlib.crc32(path.encode())
+        streams = [zlib.crc32(f"{path}.{group}".encode()) for group in range(groups)]
+        stream = streams or zlib.crc32(path.encode())
         with torch.inference_mode(False):
             # On the CPU until the first pass, even if `convert` builds layers on meta.
             self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
             # A tensor, so that code compiled for one layer is reused for all layers like it.
-            self.stream = torch.tensor(self._stream, device="cpu")
+            self.stream = torch.tensor(stream, device="cpu")
+        self._stream = self.stream if isinstance(stream, list) else stream
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
-        rows. Each rank draws the bits of its own rows of the global batch."""
+        rows, those of all groups; of groups, the stream is a vector. Each rank draws the bits of
+        its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self._stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows

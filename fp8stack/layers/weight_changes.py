@@ -29,7 +29,7 @@ def stored_weight(layer: nn.Module) -> Tensor | None:
     """The weight of a linear if it is stored as a matrix; None if it is computed at each call
     (pruning, parametrizations) or flattened into a shard (FSDP1 between its calls)."""
     weight = layer._parameters.get("weight")
-    return weight if weight is not None and weight.ndim == 2 else None
+    return weight if weight is not None and weight.ndim >= 2 else None
 
 
 def version_of(weight: Tensor | None) -> Version:

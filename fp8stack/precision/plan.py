@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.native_gemms import KERNELS, feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import KERNELS, UNGROUPED, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
@@ -23,7 +23,7 @@ class OfBackend(str):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The decision for one linear layer.
+    """The decision for one linear layer, or a grouped one, which has a matrix for each group.
 
     Attributes:
         name: its module path.
@@ -36,7 +36,10 @@ class LayerPlan:
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
         why: why that backend and not the plan's.
-        active: the share of tokens that the layer processes; less than 1 in an expert.
+        active: the share of tokens that the layer processes, less than 1 in an expert; for a
+            grouped linear, the mean share of a group.
+        groups: the number of groups of a grouped linear, whose features are those of one group; 0
+            for a linear.
     """
 
     name: str
@@ -50,11 +53,12 @@ class LayerPlan:
     backend: BackendName | None = None
     why: str = ""
     active: float = 1.0
+    groups: int = 0
 
     @property
     def work(self) -> float:
-        """Multiplications per token in each of the layer's three GEMMs."""
-        return self.in_features * self.out_features * self.active
+        """Multiplications per token in each of the layer's three GEMMs, those of all groups."""
+        return self.in_features * self.out_features * self.active * (self.groups or 1)
 
     @property
     def fp8_work(self) -> float:
@@ -71,6 +75,7 @@ class LayerPlan:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
+        left_out |= set() if self.groups else {"groups"}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -182,6 +187,7 @@ class Plan:
         otherwise: str | None = None,
         *,
         routers: Collection[str] = (),
+        grouped: Mapping[str, int] | None = None,
         tokens: int | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer.
@@ -195,7 +201,9 @@ class Plan:
             left_out: layers that must not run in FP8, with the caller's reason.
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
-                recipe enables it, else in `otherwise`, also in recipes without FP8.
+                recipe enables it, else in `otherwise`, in recipes without FP8 too.
+            grouped: the number of groups of each grouped linear, whose shape is one group's; they
+                run in backends that have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers that native FP8 probably does not speed up on this GPU; if "auto" chose
                 the recipe, these layers are not in FP8. Requires the GPU's data sheet in `GPUS`.
@@ -218,16 +226,17 @@ class Plan:
                 quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
             elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
                 reason = "a router, which stays in the model's own precision"
+            groups = (grouped or {}).get(name, 0)
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers)
-                if tokens is not None and not reason:
+                reason = self.unserved(name, shape, quantizers, groups > 0)
+                if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers)
+            backend, backend_reason = self._served_by(quantizers, groups > 0)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -240,12 +249,13 @@ class Plan:
                     quantizers=quantizers,
                     backend=backend,
                     why=backend_reason,
+                    groups=groups,
                 )
             )
         plan = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not plan.runs_fp8:
             return plan._without_fp8(left_out or {}).for_layers(
-                shapes, heads, left_out, otherwise, routers=routers
+                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
         reasons = [
             reason for reason in self.reasons if plan.runs_fp8 or not isinstance(reason, OfBackend)
@@ -254,9 +264,13 @@ class Plan:
         new = [sentence for sentence in sentences if sentence not in reasons]
         return replace(plan, reasons=(*reasons, *new))
 
-    def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
+    def _served_by(
+        self, quantizers: Quantizers | None, grouped: bool = False
+    ) -> tuple[BackendName | None, str]:
         """The backend for these quantizers and the reason for it; None and "" for the plan's
         backend."""
+        if grouped and quantizers is not None and self.backend in UNGROUPED:
+            return "emulate", f"{UNGROUPED[self.backend]}: emulated"
         for delegated, backend, reason in self.delegated:
             if delegated == quantizers:
                 return backend, reason
@@ -276,13 +290,15 @@ class Plan:
             layers=(),
         )
 
-    def unserved(self, name: str, shape: tuple[int, int], quantizers: Quantizers) -> str:
+    def unserved(
+        self, name: str, shape: tuple[int, int], quantizers: Quantizers, grouped: bool = False
+    ) -> str:
         """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers)
+        delegate, problem = self._served_by(quantizers, grouped)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend
@@ -328,8 +344,15 @@ class Plan:
         return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:
-        """The decision for the layer `name`."""
-        return next(layer for layer in self.layers if layer.name == name)
+        """The decision for the layer `name`, or for the grouped linear of the group
+        `<path>.<number>`."""
+        path, _, number = name.rpartition(".")
+        group_of = path if number.isdigit() else None
+        return next(
+            layer
+            for layer in self.layers
+            if layer.name == name or (layer.groups and layer.name == group_of)
+        )
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""
@@ -344,8 +367,10 @@ class Plan:
             method = "with no layer in FP8"
         request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
-        layer_reasons = {layer.sentence for layer in self.layers if layer.reason}
-        lines += [f"  because {reason}" for reason in self.reasons if reason not in layer_reasons]
+        of_layers = {layer.sentence for layer in self.layers if layer.reason or layer.why}
+        delegated = _grouped(self.layers, "why")
+        reasons = [reason for reason in self.reasons if reason not in of_layers]
+        lines += [f"  because {reason}" for reason in (*reasons, *delegated)]
         sentences = _grouped(self.layers)
         if self.is_fp8 and self.layers:
             lines.append("; ".join([self._headline(), *sentences]))
@@ -367,9 +392,14 @@ class Plan:
             percent = ">99"
         if percent == "0" and self.fp8_share > 0:
             percent = "<1"
-        count = sum(layer.fp8 for layer in self.layers)
-        linears = f"{count} of {len(self.layers)} linear{'s' * (len(self.layers) != 1)}"
-        return f"FP8: {percent} % of {self.counted} ({linears})"
+        linears = [layer.fp8 for layer in self.layers if not layer.groups]
+        groups = [layer.fp8 for layer in self.layers if layer.groups]
+        kinds = [
+            f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
+            for noun, in_fp8 in (("linear", linears), ("expert group", groups))
+            if in_fp8
+        ]
+        return f"FP8: {percent} % of {self.counted} ({', '.join(kinds)})"
 
     def _beside_layers(self) -> Iterator[str]:
         """Sentences about attention and the residual stream, if the recipe sets their precision."""
@@ -396,7 +426,7 @@ class Plan:
 
 
 def _groups(
-    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt"]
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt", "why"]
 ) -> Iterator[tuple[str, list[LayerPlan]]]:
     """Group the layers whose `attribute` is set; layers that differ only in their block's number
     are in one group. Yields the group's name for messages and its layers."""
@@ -409,9 +439,12 @@ def _groups(
         yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
 
 
-def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons for layers without FP8; a sentence for each group of equal layers."""
-    return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
+def _grouped(
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "why"] = "reason"
+) -> list[str]:
+    """The reasons for layers without FP8, or for layers of another backend than the plan's; a
+    sentence for each group of equal layers."""
+    return [replace(group[0], name=name).sentence for name, group in _groups(layers, attribute)]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:
