@@ -153,7 +153,7 @@ def compile_for_gpu(
     ):
         with CUDA:
             gpt = GPT(config, build_backend(plan))
-            gpt.backend.weights.only_told = True  # as in a run
+            gpt.backend.weights.only_tracked_changes = True  # as in a run
             shape, stream = (tokens // context, context), gpt.backend.residual_dtype
             x = torch.empty(*shape, config.width, dtype=stream, requires_grad=True)
             targets = torch.empty(shape, dtype=torch.int64)
@@ -163,7 +163,7 @@ def compile_for_gpu(
         gpt.compile_blocks()
         for _ in range(2):  # the first allocates the casts
             launched.clear()
-            gpt.backend.weights.mark()  # as an optimizer does
+            gpt.backend.weights.mark_changed()  # as an optimizer does
             before = Launches()
             with patch.object(many_weights, "launch_weights", before.launched), before:
                 for hook in gpt._forward_pre_hooks.values():

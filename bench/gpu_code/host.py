@@ -126,14 +126,14 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
 def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
     """The work of a step outside the blocks that does not depend on the number of tokens."""
     delayed = gpt.backend.delayed
-    gpt.backend.weights.only_told = True  # as in a run
+    gpt.backend.weights.only_tracked_changes = True  # as in a run
     if delayed is not None:
         delayed._compiled = True  # as the compiler sets when it traces a block
     monitor = Monitor(torch.optim.AdamW(gpt.parameters(), fused=True), GuardConfig(), delayed)
     loss, norm = torch.ones(()), torch.ones(())
 
     def step(number: int) -> None:
-        gpt.backend.weights.mark()  # as an optimizer does
+        gpt.backend.weights.mark_changed()  # as an optimizer does
         with timed("guard"):
             monitor.begin()
         for hook in gpt._forward_pre_hooks.values():
@@ -143,7 +143,7 @@ def _outside_blocks(gpt: GPT, timed: Timed) -> Callable[[int], None]:
         if delayed is not None:
             with timed("amaxes"):
                 delayed._after_forward(gpt, (), loss)
-                delayed.settle()
+                delayed.apply_pending_update()
         with timed("guard"):
             monitor.judge(number, loss, norm)
 

@@ -1,7 +1,7 @@
-"""Files of tokens: nanoGPT's and llm.c's `.bin`. No torch here.
+"""nanoGPT's and llm.c's files of tokens, `.bin`. No torch here.
 
-llm.c's, which modded-nanogpt reads too, begins with 256 int32: a magic number, a version, how many
-tokens follow, zeros. Its tokenizer's end-of-text token begins each document.
+llm.c's format, which modded-nanogpt also reads, begins with 256 int32: a magic number, a version,
+the number of tokens, zeros. Its tokenizer's end-of-text token begins each document.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 

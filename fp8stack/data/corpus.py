@@ -1,7 +1,7 @@
-"""A corpus: the tokens of several files as one array, and where its documents begin. No torch here.
+"""`Corpus`: the tokens of several files as one array, and where documents begin. No torch here.
 
-Small texts are in memory; the rest is memory-mapped, read-only. Reading a mapped page beyond the
-end of a file kills the process (SIGBUS), so every read checks the file's size first.
+Small texts are in memory, all other files memory-mapped, read-only. Reading a mapped page beyond
+the end of a file kills the process (SIGBUS), so every read checks the file's size first.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Corpus:
         return np.cumsum([len(segment) for segment in self.segments], dtype=np.int64)
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[Segment, int, slice]]:
-        """The segments that hold the tokens, the offset in each, and the range of tokens that it
-        gives."""
+        """Yield the segments that contain the `length` tokens from `start` on, with the offset in
+        the segment and the slice of the result that its tokens fill."""
         filled = 0
         while filled < length:
             index = int(np.searchsorted(self._ends, start + filled, side="right"))
@@ -194,12 +194,12 @@ class Corpus:
         return tuple(before), tuple(after)
 
     def fingerprint(self) -> str:
-        """A SHA-256 in hexadecimal of the contents, whatever the names of the files.
+        """A SHA-256 in hexadecimal of the contents, independent of the names of the files.
 
         It covers the width and the number of tokens of each segment, all bytes in memory, and all
-        mapped bytes of a corpus with up to 64 MiB of them. Of a larger corpus it covers 64 pages of
+        mapped bytes of a corpus with up to 64 MiB of them. In a larger corpus it covers 64 pages of
         4 KiB of each mapped segment, evenly spaced, the first and the last included: a change
-        elsewhere that keeps the sizes is not noticed. A file that records where documents begin is
+        elsewhere that keeps the sizes is not detected. A file that records where documents begin is
         covered like a segment. Raises a DataError if a file is gone or has shrunk.
         """
         mapped_bytes = sum(segment.tokens.nbytes for segment in self.segments if segment.mapped)
@@ -221,7 +221,8 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Separator:
-    """A token between documents: the first of each with `leads`, else the last of each."""
+    """A token that separates documents: the first token of each document with `leads`, else the
+    last."""
 
     token: int
     leads: bool = False
@@ -239,7 +240,7 @@ class Separator:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """A file of uint64, ascending: where each document of a file of tokens ends, exclusive."""
+    """A file with the end (exclusive) of each document in a file of tokens: uint64, ascending."""
 
     index: Segment
 
@@ -274,7 +275,7 @@ def ascends(table: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def require_documents(corpus: Corpus) -> None:
-    """Raise a UserError unless all of `corpus` records where its documents end."""
+    """Raise a UserError unless all segments of `corpus` record where documents end."""
     for segment in corpus.segments:
         if segment.documents is None:
             raise UserError(

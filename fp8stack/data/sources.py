@@ -1,4 +1,4 @@
-"""Opens `--data`: detects its kind, reads it and splits it. No torch here."""
+"""Open `--data`: detect its format, read it and split it. No torch here."""
 
 import os
 import stat
@@ -45,13 +45,12 @@ def load_corpora(
             prepare` wrote; a text file, whose bytes are the tokens; a parquet file with a text
             column; a `.bin` file of little-endian uint16 tokens, or with llm.c's header;
             Megatron-LM's `.bin` and `.idx`, by either name or their stem; datatrove's `.ds` with
-            its index; a folder with `train.bin`
-            and `val.bin`; or a folder of files of one kind, concatenated in path order, in which
-            llm.c's names of the two splits are recognized. Hidden files and links to folders are
-            skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
+            its index; a folder with `train.bin` and `val.bin`; or a folder of files of one format,
+            concatenated in path order, in which llm.c's names of the two splits are recognized.
+            Hidden files and links to folders are skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
         vocabulary: the size of the model's vocabulary.
-        held_out: the share of the tokens, at the end, that is the validation split, if the data
-            have none.
+        held_out: the share of the tokens, at the end, that becomes the validation split, if the
+            data have none.
         end_of_text: the token after each document in `.bin` files that do not record it.
         texts: the tokenizer for text; None for its bytes.
 
@@ -111,9 +110,9 @@ def _tokens_of(tokenizer: Tokenizer | None) -> str:
 
 
 def vocabulary_of(data: str | None) -> int | None:
-    """The size of the vocabulary that the tokens of `data` are of, at most, as a prepared folder,
-    llm.c's header or nanoGPT's `meta.pkl` records it; None if that is not recorded for all
-    sources, or one is text. Raises what `load_corpora` raises."""
+    """The largest vocabulary size that the sources of `data` record, in a prepared folder, llm.c's
+    header or nanoGPT's `meta.pkl`; None if a source records none or is text. Raises what
+    `load_corpora` raises."""
     sizes = [_vocabulary_of_one(path) for path in _paths(data)]
     recorded = [size for size in sizes if size is not None]
     return max(recorded) if len(recorded) == len(sizes) else None

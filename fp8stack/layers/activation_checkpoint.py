@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: a block keeps what its GEMMs and its attention gave."""
+"""Selective activation checkpointing: a block saves the outputs of its GEMMs and its attention."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+# They register operators of ours.
 import fp8stack.layers.emulate
-import fp8stack.layers.kernels.scaled_gemm  # noqa: F401  (it registers fp8stack::mx_gemm)
+import fp8stack.layers.grouped_emulation
+import fp8stack.layers.kernels.scaled_gemm  # noqa: F401
 
 _ATEN: Any = torch.ops.aten
 
 GEMMS: frozenset[Any] = frozenset(
     getattr(packet, overload)
-    for name in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2")
+    for name in (
+        *("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
+        *("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+    )
     if (packet := getattr(_ATEN, name, None)) is not None  # torch 2.11 has not all of them
     for overload in ("default", "dtype")
     if overload in packet.overloads()
-) | {torch.ops.fp8stack.cpu_gemm.default, torch.ops.fp8stack.mx_gemm.default}
-"""Operators that multiply what a linear takes. `bmm` is none of them: it is attention by its parts,
-whose scores, T x T for each head, are what running it again saves."""
+) | {
+    getattr(torch.ops.fp8stack, name).default
+    for name in ("cpu_gemm", "mx_gemm", "grouped_gemm", "emulated_grouped_gemm")
+}
+"""The GEMM operators of linears. Not `bmm`, which computes unfused attention: recomputing it saves
+the memory of its scores, T x T per head."""
 
 ATTENTION: frozenset[Any] = frozenset(
     packet.default
@@ -44,10 +52,10 @@ ATTENTION: frozenset[Any] = frozenset(
 def policy(
     context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Keep what GEMMs and attention without dropout give, run all else again.
+    """Save the outputs of GEMMs and of attention without dropout, and recompute everything else.
 
-    Attention that draws a mask is run again: left out, it would not draw, and the dropout after
-    it would draw other numbers than in the forward pass.
+    Attention with dropout is recomputed: if it were skipped, it would draw no mask, and the next
+    dropout would draw other random numbers than in the forward pass.
     """
     keeps = operator in GEMMS
     if operator in ATTENTION:

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
 from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
-from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
+from fp8stack.layers.linear import (
+    LowPrecisionLayer,
+    LowPrecisionLinear,
+    Size,
+    no_autocast,
+    plain_linear,
+)
 from fp8stack.layers.operands import Draws, LayerOperands
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -31,25 +38,29 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 
 
 class Backend:
-    """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
+    """Builds the layers of a model in the precision that `plan` decided for their module paths.
 
-    By itself it is the backend `reference`, plain torch: float32 master weights, cast to the
-    compute dtype at each use; in fp32 the layers are torch's own, to the bit. Others add FP8.
+    This class is the backend `reference`, plain torch: float32 master weights that are cast to the
+    compute dtype at each use; in fp32 the layers are torch's and their results the same to the bit.
+    Subclasses add FP8.
 
     Attributes:
-        compute_dtype: what linears return and, if the plan says no other, attention computes in.
-        attention_dtype: what attention computes in.
-        residual_dtype: what the residual stream is held in.
+        compute_dtype: the dtype of the outputs of linears and, unless the plan names another, of
+            attention.
+        attention_dtype: the dtype in which attention computes.
+        residual_dtype: the dtype of the residual stream.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
-        delayed: the amax history of the model that is built, if any layer has delayed scaling.
-        draws: what stochastic rounding has drawn; models that take turns in a run share it.
-        weights: what notices that weights changed.
-        keeps_weights: whether quantized weights are kept until they change.
+        delayed: delayed scaling of the model, if any layer has it.
+        draws: the random number counters of stochastic rounding, shared by the models of a run's
+            phases.
+        weights: detects changes of the weights.
+        caches_weights: whether quantized weights are cached until they change.
+        grouped: builds grouped linears in FP8.
     """
 
-    keeps_weights = False
-    delayed_scaling: type[DelayedScaling] = DelayedScaling  # what keeps its scales
-    observer: Any = None  # sees what is cast, see `observe.observing`
+    caches_weights = False
+    delayed_scaling: type[DelayedScaling] = DelayedScaling  # the class of `delayed`
+    observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
     after_norm = False  # whether a norm computed the input of the linear that is called
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
@@ -62,7 +73,8 @@ class Backend:
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
         self.gemm_count = 0  # on FP8 operands since the last `fp8_gemms`, not in compiled code
-        self._lenders: dict[str, Backend] = {}
+        self.grouped: GroupedBackend | None = None
+        self._delegates: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
@@ -73,22 +85,48 @@ class Backend:
         slots = None if self.delayed is None else self.delayed.add_layer(name, layer.quantizers)
         draws = self.draws.layer(name) if layer.quantizers.stochastic else None
         operands = LayerOperands(layer.quantizers, slots, draws)
-        builder = self._lenders[layer.backend] if layer.backend else self
+        builder = self._delegates[layer.backend] if layer.backend else self
         return builder.fp8_linear(layer, size, operands)
 
-    def lend_layers(self, lender: Backend) -> None:
-        """Give `lender` the layers that the plan has for it; their state stays here."""
-        lender.delayed, lender.weights = self.delayed, self.weights
-        self._lenders[lender.plan.backend] = lender
+    def grouped_linear(
+        self, name: str, groups: int, in_features: int, out_features: int, bias: bool
+    ) -> GroupedLinear:
+        """A linear for each of some groups of rows, with parameters `weight` [groups, out, in] and,
+        if `bias`, `bias` [groups, out]. The plan has it as a layer of (in, out)."""
+        size = GroupedSize(groups, in_features, out_features, bias)
+        layer = self.plan.layer(name) if self.plan.is_fp8 else None
+        if layer is None or layer.quantizers is None:
+            return GroupedLinear(size, self.compute_dtype)
+        slots = None
+        if self.delayed is not None:
+            slots = self.delayed.add_layer(name, layer.quantizers, groups)
+        draws = self.draws.layer(name, groups) if layer.quantizers.stochastic else None
+        operands = LayerOperands(layer.quantizers, slots, draws)
+        builder = self._delegates[layer.backend] if layer.backend else self
+        return builder.fp8_grouped_linear(layer, size, operands)
+
+    def delegate_to(self, delegate: Backend) -> None:
+        """Have `delegate` build the layers that the plan assigns to it. They share the state of
+        this backend."""
+        delegate.delayed, delegate.weights = self.delayed, self.weights
+        self._delegates[delegate.plan.backend] = delegate
 
     def fp8_linear(
         self, layer: LayerPlan, size: Size, operands: LayerOperands
     ) -> LowPrecisionLinear:
-        """A linear layer that the plan has quantized, with what quantizes its operands."""
+        """A linear layer with quantized operands, as decided by the plan."""
         raise NotImplementedError("The backend 'reference' has no FP8.")
 
+    def fp8_grouped_linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> GroupedLinear:
+        """A grouped linear with quantized operands, as decided by the plan."""
+        if self.grouped is None:
+            raise NotImplementedError(f"The backend '{self.plan.backend}' has no grouped FP8.")
+        return self.grouped.linear(layer, size, operands)
+
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """A norm over the last dimension; it takes float32, as it computes."""
+        """A norm over the last dimension, with float32 input and computation."""
         if kind == "rmsnorm":
             return RMSNorm(width, eps=eps)
         return nn.LayerNorm(width, eps=eps, bias=bias)
@@ -107,7 +145,8 @@ class Backend:
         return y
 
     def add_attention(self, path: str) -> None:
-        """Note that the module at `path` will ask for `attention`, which may have FP8 state."""
+        """Add the FP8 state, if any, of attention in the module at `path`, which will call
+        `attention`."""
         if self.delayed is not None:
             self.delayed.add_attention(path, self.plan.recipe.attention_slots)
 
@@ -121,16 +160,16 @@ class Backend:
         mask: Mask | None = None,
         path: str | None = "",
     ) -> Tensor:
-        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
+        """Attention in the dtype that the plan decided; causal without a `mask`.
 
         Args:
             q: queries [B, H, T, E] in any dtype.
             k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
-            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
-            dropout: the probability for an attention weight to be dropped.
-            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
-                then.
-            path: as told to `add_attention`; None: not in FP8, whatever the plan says.
+            v: values [B, G, S, E] in the dtype of the linear's output, or in attention's dtype.
+            dropout: the probability of dropping an attention weight.
+            mask: the result of `attention.dense_mask` or `attention.document_mask`; S may be any
+                number then.
+            path: the path passed to `add_attention`; None disables FP8 attention.
 
         Returns:
             [B, H, T, E] in the dtype of `v`.
@@ -142,31 +181,32 @@ class Backend:
             return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)
 
     def attach(self, model: nn.Module) -> None:
-        """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
+        """Register the hooks on `model`, built of this backend's layers, that update FP8 state and
+        cache quantized weights."""
         model.stochastic_rounding = self.draws  # type: ignore[assignment]
         if self.draws.layers:
             model.register_forward_pre_hook(self._move_draws)
         if self.delayed is not None:
             self.delayed.attach(model)
-        elif self.keeps_weights:
+        elif self.caches_weights:
             layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
 
-        for backend in (self, *self._lenders.values()):
-            backend.follow(model)
+        for backend in (self, *self._delegates.values()):
+            backend.register_hooks(model)
 
-    def follow(self, model: nn.Module) -> None:
-        """Take charge of what is this backend's own in the layers that it built in `model`."""
+    def register_hooks(self, model: nn.Module) -> None:
+        """Register hooks on `model` for the layers that this backend built."""
 
-    def share_out(self, module: nn.Module | None) -> None:
-        """Prepare for FSDP2, which is about to shard the weights of `module`; if None, all weights
-        in float32."""
-        # Parameters come and go with every pass: only optimizers' steps tell of changes.
+    def prepare_sharding(self, module: nn.Module | None) -> None:
+        """Prepare the weights of `module` for sharding by FSDP2; None: all weights are gathered in
+        float32."""
+        # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
 
-    def before_gathering(self) -> None:
-        """Called before each pass of a model that ranks share out, by all of them."""
+    def before_all_gather(self) -> None:
+        """Called on all ranks before each pass of a model that is sharded by FSDP2."""
 
     def _move_draws(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.draws.move(next(model.parameters()).device)
@@ -175,35 +215,38 @@ class Backend:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())
 
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
-        """Compile, by torch.compile's `backend` in its `mode`, the casts of weights that no block
-        makes."""
+        """Compile the casts of weights that run outside of compiled blocks, by torch.compile's
+        `backend` in its `mode`."""
 
     def set_matmul_precision(self, model: nn.Module) -> None:
-        """Make `model` multiply float32 exactly, or as TF32 if the plan says so, in its forward and
-        backward passes; other models of the process are not affected."""
+        """Set the precision of float32 GEMMs in the forward and backward passes of `model`: TF32 if
+        the plan says so, else full float32. Other models of the process are not affected."""
         MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
 
     def count_gemms(self, count: int) -> None:
-        """Note that GEMMs on FP8 operands run; compiled code is not counted."""
+        """Add to the number of GEMMs on FP8 operands; compiled code is not counted."""
         if not torch.compiler.is_compiling():
             self.gemm_count += count
 
     def fp8_gemms(self) -> int:
-        """Count the GEMMs on FP8 operands that really ran since the last call."""
+        """The number of GEMMs on FP8 operands that ran since the last call."""
         count, self.gemm_count = self.gemm_count, 0
-        return count + sum(lender.fp8_gemms() for lender in self._lenders.values())
+        if self.grouped is not None:
+            count, self.grouped.gemm_count = count + self.grouped.gemm_count, 0
+        return count + sum(delegate.fp8_gemms() for delegate in self._delegates.values())
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
-    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64.
+    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64. Tensors of a
+    grouped linear have one more dimension at the end, of its groups.
 
     Empty unless the recipe has one of the two. Paths begin at the model that was built or
-    converted, whatever wraps it; if several parts of `module` were converted by themselves, at
-    `module`.
+    converted, also if `module` wraps it; if several submodules of `module` were converted
+    separately, paths begin at `module`.
 
     Raises:
-        UserError: no part of `module` was converted.
+        UserError: no submodule of `module` was converted.
     """
     _require_converted(module)
     return {
@@ -215,11 +258,10 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `fp8_state` gave, into a model of the same layers and recipe.
+    """Load the tensors of `fp8_state` into a model of the same layers and recipe.
 
     Raises:
-        UserError: the model was not converted, or keeps no such state, or other slots, or another
-            history length.
+        UserError: the model was not converted, or its FP8 state has other names or shapes.
     """
     _require_converted(module)
     _require_tensors(state)
@@ -237,7 +279,7 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                 {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             )
     for layer in module.modules():
-        if isinstance(layer, LowPrecisionLinear) and layer.reminder is not None:
+        if isinstance(layer, LowPrecisionLayer) and layer.reminder is not None:
             layer.reminder.state_loaded()
 
 
@@ -248,7 +290,7 @@ def _require_converted(module: object) -> None:
             f"{described(module)}."
         )
     if not any(
-        isinstance(child, LowPrecisionLinear)
+        isinstance(child, LowPrecisionLayer)
         or isinstance(getattr(child, "stochastic_rounding", None), Draws)
         for child in module.modules()
     ):
@@ -275,21 +317,23 @@ _KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
     "delayed_scaling": DelayedScaling,
     "stochastic_rounding": Draws,
 }
-"""The attribute of a model that holds each kind of them."""
+"""The attributes of a model that hold FP8 state, and their types."""
 
 
 def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
-    """The state of the layers of `module`, by the prefix of its names in `fp8_state`."""
+    """The holders of FP8 state in `module`, by the prefix of their names in `fp8_state`."""
     by_prefix: dict[str, DelayedScaling | Draws] = {}
     for path, child in module.named_modules():
         keeper: Any = getattr(child, attribute, None)
-        passed_on = any(keeper is earlier for earlier in by_prefix.values())  # by a wrapper
+        passed_on = any(
+            keeper is earlier for earlier in by_prefix.values()
+        )  # a wrapper forwards attributes
         if isinstance(keeper, _KEEPERS[attribute]) and not passed_on:
             by_prefix[f"{path}." if path else ""] = keeper
     if len(by_prefix) > 1:
         return by_prefix
     keepers = list(by_prefix.values())
-    if not keepers and attribute == "delayed_scaling":  # a layer of a model has the model's state
+    if not keepers and attribute == "delayed_scaling":  # a layer refers to its model's state
         of_layers = (getattr(child, "delayed", None) for child in module.modules())
         keepers = [state for state in of_layers if isinstance(state, DelayedScaling)]
     return {"": keepers[0]} if keepers else {}

@@ -25,7 +25,7 @@ TE_COMPILED = f"--compile: {_TE}"
 
 
 def require_compiler(plan: Plan, recompute: str = "none") -> None:
-    """See that a model with this plan, and this activation checkpointing, can be compiled.
+    """Check that a model with this plan and this activation checkpointing can be compiled.
 
     Raises:
         UserError: it cannot, or a compiler or its headers are missing.
@@ -37,11 +37,12 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
 def is_compiled(
     requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
 ) -> tuple[bool, str]:
-    """Whether a model with this plan and this activation checkpointing trains as compiled code, and
-    a note on it or "". By default (`requested` is None) it does on a GPU, if that works.
+    """Whether to compile a model with this plan and this activation checkpointing for training, and
+    a note on that decision or "". By default (`requested` is None), it is compiled on a GPU if
+    possible.
 
     Raises:
-        UserError: it was asked for, and torch does not compile it for this GPU.
+        UserError: it was requested, and torch does not compile it for this GPU.
     """
     # Inductor refuses graphs with bfloat16 inputs or outputs there (torch 2.13).
     old = hardware.capability is not None and hardware.capability < (8, 0)
@@ -58,10 +59,10 @@ def is_compiled(
 
 
 def require_compilable(plan: Plan, recompute: str = "none") -> None:
-    """See that this backend and this activation checkpointing work in compiled code of this torch.
+    """Check that this version of torch can compile this backend and this activation checkpointing.
 
     Raises:
-        UserError: one does not.
+        UserError: it cannot.
     """
     if (obstacle := _obstacle(plan, recompute))[0]:
         raise _refusal(*obstacle)
@@ -74,8 +75,8 @@ def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
     if recompute == "selective":
         reason = "activation_checkpointing selective has no say in what compiled code keeps"
         return reason, "choose none, or block for less memory"
-    # Scales of gradients would stay as they are at the start. Seen with torch 2.11, and not with
-    # 2.13; between them nobody looked.
+    # Scales of gradients would never change. Observed with torch 2.11, not with 2.13; 2.12 is not
+    # tested.
     backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
     if torch.__version__ < "2.13" and plan.delayed and "emulate" in backends:
         lost = "loses the amaxes of gradients in emulated delayed scaling"
@@ -88,14 +89,14 @@ def _refusal(reason: str, instead: str) -> UserError:
 
 
 def require_tools(device: str, feature: str, instead: str) -> None:
-    """See that torch.compile works for `device`, "cpu" or "cuda".
+    """Check that the tools that torch.compile needs for `device`, "cpu" or "cuda", are installed.
 
     Raises:
-        UserError: a compiler or its headers are missing, which `feature` needs; it says what to do
-            `instead`.
+        UserError: a compiler or its headers are missing. The message names the `feature` that needs
+            them and what to do `instead`.
     """
     if device != "cuda":
-        # Private, and the only way to ask for the compiler that torch.compile will call (2.13).
+        # A private function, the only one that returns torch.compile's compiler (torch 2.13).
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         try:
@@ -111,14 +112,15 @@ def require_tools(device: str, feature: str, instead: str) -> None:
 
 
 def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
-    """`function` by torch.compile, as one graph for each shape. Inductor rounds as often as eager
-    code does, so that casts to FP8 have the same operands."""
+    """`function` compiled by torch.compile, as one graph per shape. Inductor rounds intermediate
+    results like eager code, so that casts to FP8 have the same inputs."""
     options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
     if backend == "inductor":  # others take no options
         from torch._inductor import list_mode_options
 
         fuse_norms_with_their_own_gradients()
-        # torch 2.10 compiles no bfloat16 with it on a CPU, where it has no effect before 2.13.
+        # With this option, torch 2.10 cannot compile bfloat16 on a CPU. It has no effect on a CPU
+        # before 2.13.
         rounds = torch.__version__ >= "2.11" or torch.cuda.is_available()
         options["options"] = list_mode_options(mode) | {"emulate_precision_casts": rounds}
     by_torch: Any = torch.compile
@@ -128,13 +130,13 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
 
 @cache
 def fuse_norms_with_their_own_gradients() -> None:
-    """Make inductor compute the gradients of a norm's weight and input in one kernel, for all code
-    that this process compiles for GPUs.
+    """Patch inductor to compute the gradients of a norm's weight and input in one kernel, for all
+    code that this process compiles for GPUs.
 
-    torch 2.13 fuses the weight gradients of a block's two norms with each other first, as both read
-    the residual stream, in a kernel that reads one norm's operands a second time (pytorch pull
-    request 168209 says how it chooses). So sums over rows that a GEMM separates are not fused. To
-    be deleted when torch does without.
+    torch 2.13 first fuses the weight gradients of a block's two norms, because both read the
+    residual stream, in a kernel that reads one norm's operands a second time (see pytorch pull
+    request 168209). The patch prevents the fusion of reductions with a GEMM in between. Delete it
+    when torch no longer needs it.
     """
     from torch._inductor import scheduler as inductor
     from torch._inductor.choices import InductorChoices

@@ -1,17 +1,16 @@
 """When delayed scaling records amaxes and updates scales.
 
-What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
-and where there is none, at the start of the next forward pass. A block that activation
-checkpointing runs again casts with the scales of its own forward pass, whatever passes came in
-between (`passes.py`). A pass of the
-model in eval mode or without gradients records nothing; in one that trains, frozen parts record
-too.
+The amaxes that a pass recorded are moved into the history at the end of the backward pass. In
+compiled code, and if there is no backward pass, they are moved at the start of the next forward
+pass. A block that activation checkpointing recomputes casts with the scales of its original forward
+pass, even if other passes ran since then (`passes.py`). A pass in eval mode or without gradients
+records nothing; a training pass records amaxes in frozen layers too.
 
-Between two changes of a weight it counts as cast once: later micro-batches of the same optimizer
-step use the scale of the first and record nothing.
+The amax of a weight is recorded once per change of the weight: later micro-batches of the same
+optimizer step use the scale of the first one and record nothing.
 
-Several ranks that train one model have one history: before each update, what they recorded is
-reduced to its maximum over them (`shared_amaxes.py`).
+Ranks that train one model share one history: before each update, the recorded amaxes are reduced to
+their maximum over the ranks (`shared_amaxes.py`).
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ from fp8stack.numerics.cast import record_amax
 
 
 class Slot:
-    """The scale and the amax of the casts of one operand of one layer.
+    """The scale and the recorded amax of one operand of one layer: 0-dim or, for the groups of a
+    grouped linear, a vector (see `AmaxHistory`).
 
-    Compiled code knows it by its tensors, not by its name, so that the code of one layer serves all
-    layers that are like it.
+    Compiled code refers to a slot by its tensors and not by its name, so that code compiled for one
+    layer is reused for all layers like it.
     """
 
     def __init__(self, delayed: DelayedScaling, name: str, operand: Operand) -> None:
@@ -53,28 +53,36 @@ class Slot:
         self.operand = operand
         self._delayed = delayed
         self._column = torch.zeros(1, dtype=torch.int64)
-        self.column = 0  # its place in the history
+        self.column: Any = 0  # the index in the history; for a vector, a slice
+        self._shape: tuple[int, ...] = ()
         self._recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
-        """Find the slot's place in the history, which was made or moved to another device."""
+        """Look up the slot's column again, after the history was created or moved to another
+        device."""
         history = self._delayed.history
         self._recorded = history.recorded(self.name)
         self.column = history.column(self.name)
-        self._column = torch.tensor([self.column], device=self._recorded.device)
+        column, self._shape = self.column, tuple(self._recorded.shape)
+        columns = [column] if isinstance(column, int) else range(column.start, column.stop)
+        self._column = torch.tensor(columns, device=self._recorded.device)
 
     def scale(self) -> Tensor:
-        """The scale to cast with now: float32, 0-dim."""
+        """The current scale: float32, 0-dim."""
         if not torch.compiler.is_compiling():
-            return self.scale_of(self._delayed.again)
-        return self._scales().index_select(0, self._column).view(())
+            return self.scale_of(self._delayed.recomputed_pass)
+        return self._scales().index_select(0, self._column).view(self._shape)
 
-    def to_cast(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The scale to cast with now; with `record`, the tensor that the amax is recorded in, both
-        float32 and 0-dim; and whether that amax counts, bool and 0-dim: None if it does.
+    def cast_arguments(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The arguments `scale`, `recorded` and `counts` for a cast.
 
-        A pass that runs again casts with its own scales, and records nothing where an update has
-        moved its amaxes. The amax of a weight counts once for each change of the weight.
+        In a recomputed pass, the scale is the one of the original pass, and the amax is discarded
+        if an update has moved the original amax into the history.
+
+        Returns:
+            The current scale, float32 and 0-dim; the tensor to record the amax in, float32 and
+            0-dim, None without `record`; and whether to record it, bool and 0-dim: false for a
+            weight that has not changed since its amax was recorded, None stands for true.
         """
         delayed = self._delayed
         of_weight = self.operand == "weight"
@@ -82,96 +90,112 @@ class Slot:
         recorded = self._recorded if record else None
         if torch.compiler.is_compiling():
             return self.scale(), recorded, counts
-        scales = delayed.first_scales if of_weight else delayed.history.scales
+        scales = delayed.weight_scales if of_weight else delayed.history.scales
         if self.operand != "grad_output" and torch._C._current_graph_task_id() != -1:
-            again = delayed.again
-            if again is not None:
-                scales = again.weight_scales if of_weight else again.scales
-                if record and again.moved:
+            recomputed = delayed.recomputed_pass
+            if recomputed is not None:
+                scales = recomputed.weight_scales if of_weight else recomputed.scales
+                if record and recomputed.moved:
                     recorded = delayed.discarded
         return scales[self.column], recorded, counts
 
-    def scale_of(self, again: Pass | None) -> Tensor:
-        """The scale to cast with, in a pass that is run `again` if it is one."""
-        if again is None or self.operand == "grad_output":
+    def scale_of(self, recomputed: Pass | None) -> Tensor:
+        """The current scale or, for an input or weight in a `recomputed` pass, the scale of the
+        original pass: float32, 0-dim."""
+        if recomputed is None or self.operand == "grad_output":
             return self._scales()[self.column]
-        # Call as many operators as above: selective checkpointing counts them.
-        scales = again.weight_scales if self.operand == "weight" else again.scales
+        # The number of operators must equal the original pass's: selective checkpointing counts
+        # them.
+        scales = recomputed.weight_scales if self.operand == "weight" else recomputed.scales
         return scales[self.column]
 
     def _scales(self) -> Tensor:
         delayed = self._delayed
-        return delayed.first_scales if self.operand == "weight" else delayed.history.scales
+        return delayed.weight_scales if self.operand == "weight" else delayed.history.scales
 
     @property
     def is_recording(self) -> bool:
-        """Whether a forward pass that records is under way."""
+        """Whether a forward pass that records amaxes is running."""
         return self._delayed.is_recording
 
     def record(self, amax: Tensor) -> None:
-        """Note the amax of a tensor that was cast: float32, 0-dim."""
-        _, recorded, counts = self.to_cast(record=True)
+        """Record the amax of a tensor that was cast: float32, 0-dim."""
+        _, recorded, counts = self.cast_arguments(record=True)
         assert recorded is not None
         record_amax(recorded, amax, counts)
 
 
 Slots = dict[tuple[Operand, bool], Slot]
-"""A layer's slots, by operand and whether a slot is for the column copy."""
+"""A layer's slots. Keys are the operand and whether the slot is the column copy's."""
 
 
 class DelayedScaling:
-    """The amax history of one model and the moments at which it is updated."""
+    """The amax history of one model, and the hooks that update it."""
 
     def __init__(self) -> None:
         self.sharing = SharedAmaxes()
         with torch.inference_mode(False):  # inference tensors could not be updated later
             self.history = AmaxHistory()
-            # Bool, 0-dim: whether this pass is the first with these weights.
+            # Bool, 0-dim: whether this pass is the first one with the current weights.
             self.first = torch.ones((), dtype=torch.bool)
-            self.discarded = torch.zeros((), dtype=torch.float32)  # amaxes that were counted before
-            # The scales when it was, float32 [slots]; read for weights alone.
-            self.first_scales = torch.ones(0, dtype=torch.float32)
+            # Takes amaxes that must not be recorded twice; never read.
+            self.discarded = torch.zeros((), dtype=torch.float32)
+            # The scales at the first pass with the current weights, float32 [slots]; only the
+            # entries of weights are read.
+            self.weight_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
-        self.weights.has_amaxes, self.weights.agree = True, self.sharing.agree
+        self.weights.has_amaxes, self.weights.any_rank = True, self.sharing.any_rank
         self._passes = Passes()
-        self._distributed: Pass | None = None  # whose scales were distributed
-        self._aside: list[Tensor] | None = None  # scales and amaxes, while a pass has its own
-        self._forward_due = False
-        self._pending = False  # whether a pass recorded what no update has moved
-        self._settled = False  # whether `settle` moved all that was recorded
-        self._records = False
-        self._under_way: list[Pass] = []  # one inside the other
+        self._copied_pass: Pass | None = None  # whose scales `copy_scales_out` copied last
+        # The current scales and amaxes, while those of an earlier pass are in use.
+        self._saved_state: list[Tensor] | None = None
+        self._forward_due = False  # whether a forward pass recorded and no backward pass ended
+        self._pending = False  # whether recorded amaxes wait for an update
+        self._pending_applied = False  # whether `apply_pending_update` updated after the last pass
+        self._records = False  # whether the running pass records
+        self._running: list[Pass] = []  # the running passes, outer before inner
         self._compiled = False
-        self._backward_task: int | None = None
-        self._again = False
+        self._backward_task: int | None = None  # the backward pass that will update at its end
+        self._update_requested = False  # by a recomputed pass, for the end of the outer backward
         self.quantizers: dict[str, Quantizer] = {}
         self.slots: dict[str, Slot] = {}
-        # Called before an update: `history` has what a pass recorded, and the scales it cast with.
+        self.vectors: dict[str, Slot] = {}
+        self._members: dict[str, list[str]] = {}  # the slots of each vector
+        # Called before an update, while `history` still has the recorded amaxes and old scales.
         self.before_update: Callable[[], None] | None = None
-        self._updates = Replayed(self.history.update)
-        self._takes = Replayed(self._take_scales)
+        self._replayed_update = Replayed(self.history.update)
+        self._replayed_scales = Replayed(self._update_weight_scales)
 
-    def add_layer(self, path: str, quantizers: Quantizers) -> Slots:
-        """Give the linear layer at the module path `path` a slot for each delayed quantizer; the
-        two copies of an operand share one if they are quantized alike."""
+    def add_layer(self, path: str, quantizers: Quantizers, groups: int = 0) -> Slots:
+        """Add a slot for each delayed quantizer of the linear layer at the module path `path`. The
+        two copies of an operand share a slot if they have the same quantizer. A grouped linear has
+        a slot `<path>.<group>.<operand>` for each of its `groups`, all of which form the vector
+        `<path>.<operand>`."""
         slots: Slots = {}
         for place, quantizer in quantizers.each.items():
             operand: Any
             operand, _, gemm = place.partition(".")
             if quantizer.delayed and place in quantizers.casts:
-                slots[operand, bool(gemm)] = self._add(f"{path}.{place}", quantizer, operand)
+                name = f"{path}.{place}"
+                if groups:
+                    members = [f"{path}.{group}.{place}" for group in range(groups)]
+                    slot = self._add_vector(name, members, quantizer, operand)
+                else:
+                    slot = self._add(name, quantizer, operand)
+                slots[operand, bool(gemm)] = slot
             elif quantizer.delayed:
                 slots[operand, True] = slots[operand, False]
         return slots
 
     def add_attention(self, path: str, quantizers: Mapping[str, Quantizer]) -> None:
-        """Give attention at the module path `path` the slots of `Recipe.attention_slots`."""
+        """Add slots for attention at the module path `path`; `quantizers` are the recipe's
+        `attention_slots`."""
         for operand, quantizer in quantizers.items():
             kind: Operand = "grad_output" if operand[0] == "d" else "input"
             self._add(f"{path}.{operand}", quantizer, kind)
 
     def slots_of(self, path: str, operand: str) -> list[str]:
-        """The names of the slots of an operand of the layer at `path`: none, one or two."""
+        """The names of the slots, up to two, of an operand of the layer at `path`."""
         slot = f"{path}.{operand}"
         return [
             name for name in (slot, f"{slot}.dgrad", f"{slot}.wgrad") if name in self.quantizers
@@ -182,13 +206,23 @@ class DelayedScaling:
         self.slots[name] = Slot(self, name, operand)
         return self.slots[name]
 
+    def _add_vector(
+        self, name: str, members: list[str], quantizer: Quantizer, operand: Operand
+    ) -> Slot:
+        for member in members:
+            self._add(member, quantizer, operand)
+        self._members[name] = members
+        self.vectors[name] = Slot(self, name, operand)
+        return self.vectors[name]
+
     def attach(self, model: nn.Module) -> None:
-        """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
+        """Move the state to the device of `model` and register hooks on it, which update the
+        history. The training loop needs no further call."""
         with torch.inference_mode(False):
-            self.history.extend(self.quantizers)
+            self.history.extend(self.quantizers, self._members)
             self.sharing.slots = list(self.quantizers)
             self._passes.reserve(self.history.scales)
-            self.first_scales = torch.ones_like(self.history.scales)
+            self.weight_scales = torch.ones_like(self.history.scales)
             self._bind()
         device = next(model.parameters()).device
         if device.type != "meta":
@@ -199,33 +233,36 @@ class DelayedScaling:
         model.register_forward_hook(self._after_forward, always_call=True)
 
     def _bind(self) -> None:
-        for slot in self.slots.values():
+        for slot in (*self.slots.values(), *self.vectors.values()):
             slot.bind()
 
     def scale(self, slot: str) -> Tensor:
-        """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
+        """The current scale of `slot`: float32, 0-dim, a view that is updated in place."""
         return self.slots[slot].scale()
 
     def records(self, trains: bool) -> bool:
-        """Whether a layer that is called now records amaxes; `trains`: it is in training mode with
-        gradients.
+        """Whether a layer records amaxes in the call that begins.
+
+        Args:
+            trains: whether the layer is in training mode and gradients are enabled.
 
         Raises:
-            UserError: it trains outside a pass of the whole model, so that no update would follow.
+            UserError: the layer trains outside a forward pass of the model, so that no update would
+                follow.
         """
         if torch.compiler.is_compiling():
             self._compiled = True
             return self._records
-        again = None if torch._C._current_graph_task_id() == -1 else self.again
-        if again is not None:
-            if again.records and not self._again:
+        recomputed = None if torch._C._current_graph_task_id() == -1 else self.recomputed_pass
+        if recomputed is not None:
+            if recomputed.records and not self._update_requested:
                 self.backward_ran()
-                self._again = True
-            if again is not self._distributed:
-                self.distribute(again)
-                self._distributed = again
-            return again.records
-        if self._under_way:
+                self._update_requested = True
+            if recomputed is not self._copied_pass:
+                self.copy_scales_out(recomputed)
+                self._copied_pass = recomputed
+            return recomputed.records
+        if self._running:
             return self._records
         if trains:
             raise UserError(
@@ -237,230 +274,236 @@ class DelayedScaling:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a forward pass that records is under way."""
-        return bool(self._under_way) and self._records
+        """Whether a forward pass that records amaxes is running."""
+        return bool(self._running) and self._records
 
     @property
-    def again(self) -> Pass | None:
-        """The forward pass that a backward pass runs again, at least in part; None if none."""
-        return self._passes.again()
+    def recomputed_pass(self) -> Pass | None:
+        """The forward pass that the running backward pass recomputes, fully or in part, or None."""
+        return self._passes.recomputed()
 
     @property
-    def forward_counts(self) -> bool:
-        """Whether amaxes of inputs and weights count that are cast now: not if an update moved
-        them when the pass ran for the first time."""
-        again = self.again
-        return again is None or not again.moved
+    def counts_forward_amaxes(self) -> bool:
+        """Whether to record amaxes of inputs and weights: not in a recomputed pass whose original
+        amaxes an update has moved into the history."""
+        recomputed = self.recomputed_pass
+        return recomputed is None or not recomputed.moved
 
     def backward_ran(self) -> None:
-        """Request an update at the end of the backward pass that is under way."""
-        if torch.compiler.is_compiling():  # calls nobody back: the next pass updates
+        """Request an update at the end of the running backward pass."""
+        if torch.compiler.is_compiling():  # no callback is possible: the next pass updates
             return
-        if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
+        # Reentrant checkpointing runs a backward pass within the one that ends in the update.
+        if self._update_requested:
             return
         task = torch._C._current_graph_task_id()
         if self._backward_task != task:
             self._backward_task = task
             Variable._execution_engine.queue_callback(self._after_backward)
 
-    def collect(self) -> None:
-        """Bring in amaxes that were recorded elsewhere than by `record`."""
+    def copy_amaxes_in(self) -> None:
+        """Copy amaxes into the history that a library recorded in buffers of its own."""
 
-    def distribute(self, again: Pass | None = None) -> None:
-        """Take scales to where casts read them, if that is not `scale`: those of now, or of a pass
-        that is run `again`."""
+    def copy_scales_out(self, recomputed: Pass | None = None) -> None:
+        """Copy scales to the buffers of a library that casts with them: the current scales, or the
+        scales of a `recomputed` pass."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors of `fp8_state`, after the update that is due. The update is made in a copy,
-        because a backward pass may follow."""
-        self.collect()
+        """The tensors of `fp8_state`, as they are after the pending update. The update is made in a
+        copy, because a backward pass may follow."""
+        self.copy_amaxes_in()
         history = copy.deepcopy(self.history)
-        history.update(self._due())
+        history.update(self._due_slots())
         return history.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave. Raises what `AmaxHistory.load_state_dict` raises."""
-        self.collect()  # and have it overwritten
+        """Load the tensors of `state_dict`. Raises what `AmaxHistory.load_state_dict` raises."""
+        self.copy_amaxes_in()  # empties the buffers; the state overwrites these amaxes
         self.history.load_state_dict(state_dict)
         self._forward_due = self._pending = False
-        self.weights.mark()
+        self.weights.mark_changed()
 
-    def settle(self) -> None:
-        """Make the update that is due after a step's last backward pass, if it was not made: in
-        compiled code. On several ranks, all of them call this."""
+    def apply_pending_update(self) -> None:
+        """Update the scales after a step's last backward pass, if that did not: compiled backward
+        passes do not. On several ranks, all of them must call this."""
         if self._pending:
-            self.collect()
-            self._update(self._due(), replayed=True)
-            self._settled = True
-            self.distribute()
+            self.copy_amaxes_in()
+            self._update(self._due_slots(), replayed=True)
+            self._pending_applied = True
+            self.copy_scales_out()
         self._forward_due = False
 
     @torch.no_grad()
     def calibrate(self, amaxes: Mapping[str, Tensor]) -> None:
-        """Take amaxes into the history, by slot, float32 and 0-dim, that a pass of the same layers
-        in another precision had. On several ranks, all of them call this."""
-        self.collect()
+        """Update the history with amaxes, by slot, that a pass of the same layers in another
+        precision recorded: float32, 0-dim. On several ranks, all of them must call this."""
+        self.copy_amaxes_in()
         for slot, amax in amaxes.items():
             record_amax(self.history.recorded(slot), amax)
         self._pending = True
         self._update(None)
-        self.distribute()
-        self.weights.mark()  # they take new scales
+        self.copy_scales_out()
+        self.weights.mark_changed()  # so that their scales are updated too
 
-    def _changing(self) -> list[Tensor]:
-        """The tensors that a training step changes."""
+    def _step_state(self) -> list[Tensor]:
+        """The tensors that a training step changes in place."""
         history = self.history
-        return [history.history, history.scales, self.first_scales, history.all_recorded]
+        return [history.history, history.scales, self.weight_scales, history.all_recorded]
 
     def snapshot(self) -> list[Tensor]:
-        """Copies of the tensors that a training step changes, for `put_back`."""
-        return [tensor.clone() for tensor in self._changing()]
+        """Copies of the tensors that a training step changes, to pass to `restore`."""
+        return [tensor.clone() for tensor in self._step_state()]
 
-    def put_back(self, snapshot: list[Tensor], where: Tensor) -> None:
-        """Be as at the `snapshot` if `where`, bool and 0-dim, is true; the device decides."""
-        for tensor, before in zip(self._changing(), snapshot, strict=True):
+    def restore(self, snapshot: list[Tensor], where: Tensor) -> None:
+        """Restore a `snapshot` if `where`, bool and 0-dim, is true; does not synchronize with the
+        device."""
+        for tensor, before in zip(self._step_state(), snapshot, strict=True):
             tensor.copy_(torch.where(where, before, tensor))
 
     def amaxes(self, passes: int, window: int) -> tuple[Tensor, Tensor]:
-        """The largest amax of each slot in its last `passes` passes, [slots], and the `window`
-        amaxes before those, [window or fewer, slots]; 0 where there was none."""
+        """The largest amax of each slot in the last `passes` passes, float32 [slots], and the
+        `window` amaxes before them, float32 [window or fewer, slots]. 0 stands for no amax."""
         rows = self.history.history[1:]  # row 0 is not in use
         split = max(0, len(rows) - passes)
         newest = torch.cat([rows[split:], self.history.all_recorded[None]])
         return newest.amax(dim=0), rows[max(0, split - window) : split]
 
-    def _due(self) -> list[str] | None:
-        """The slots that a finished pass recorded and no update has moved; None is all."""
+    def _due_slots(self) -> list[str] | None:
+        """The slots whose recorded amaxes wait for an update; None stands for all slots."""
         if torch.compiler.is_compiling() or self._compiled:
-            # Compiled backward passes call nobody back.
-            return [] if self._settled and not torch.compiler.is_compiling() else None
+            # Compiled backward passes run no callback, so all slots are due.
+            return [] if self._pending_applied and not torch.compiler.is_compiling() else None
         if not self._forward_due:
             return []
         return [name for name, slot in self.slots.items() if slot.operand != "grad_output"]
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         compiling = torch.compiler.is_compiling()
-        if not compiling and (again := self.again) is not None:
-            self._begin_again(again, model.training and torch.is_grad_enabled())
+        if not compiling and (recomputed := self.recomputed_pass) is not None:
+            self._begin_recompute(recomputed, model.training and torch.is_grad_enabled())
             return
         if not compiling:
-            self._leave()  # if a backward pass failed
+            self._restore_scales()  # still to do if a backward pass failed
         device = next(model.parameters()).device
         self.move(device)
-        self.collect()
-        if self._due() != []:
-            self._update(self._due())
-        self._forward_due = self._again = False
+        self.copy_amaxes_in()
+        if self._due_slots() != []:
+            self._update(self._due_slots())
+        self._forward_due = self._update_requested = False
         self._records = model.training and torch.is_grad_enabled()
         self._pending = self._records or self._pending
-        self._settled = self._settled and not self._records
+        self._pending_applied = self._pending_applied and not self._records
         if self._records and not compiling:
-            self._announce()
-        # New scales for weights that changed; a pass that records uses the change up.
+            self._begin_shared_pass()
+        # Weights that changed take new scales; a pass that records resets the flag.
         self.weights.begin_pass(self._records)
         if self._records and not compiling:
-            self._takes(self.first.device, self.first_scales.data_ptr())
+            self._replayed_scales(self.first.device, self.weight_scales.data_ptr())
         else:
-            self._take_scales(self.sharing.key if compiling and self.sharing.active else "")
-        self.distribute()
+            self._update_weight_scales(
+                self.sharing.key if compiling and self.sharing.active else ""
+            )
+        self.copy_scales_out()
         if not compiling:
-            scales = self.history.scales, self.first_scales
-            begun = self._distributed = self._passes.begin(*scales, self._records)
-            self._under_way.append(begun)
+            scales = self.history.scales, self.weight_scales
+            begun = self._copied_pass = self._passes.begin(*scales, self._records)
+            self._running.append(begun)
 
-    def _announce(self) -> None:
-        """Tell the other ranks that a pass begins that trains."""
+    def _begin_shared_pass(self) -> None:
+        """Tell the other ranks that a training pass begins."""
         self.sharing.begin_pass()
 
-    def _begin_again(self, again: Pass, trains: bool) -> None:
-        """Begin a pass of the whole model that is run again, in a backward pass."""
-        if trains and not again.records:  # the first time it was run without gradients
-            again.records, again.moved = True, False
+    def _begin_recompute(self, recomputed: Pass, trains: bool) -> None:
+        """Begin to recompute a forward pass of the full model, in a backward pass."""
+        if trains and not recomputed.records:  # the original pass ran without gradients
+            recomputed.records, recomputed.moved = True, False
             self._pending = self._records = True
             self.weights.begin_pass(True)
-            self._take_scales()
-        self._under_way.append(again)
+            self._update_weight_scales()
+        self._running.append(recomputed)
 
-    def _take_scales(self, sharing: str = "") -> None:
-        changing = self.first_scales, self.first, self.weights.flag
+    def _update_weight_scales(self, sharing: str = "") -> None:
+        changing = self.weight_scales, self.first, self.weights.flag
         _take_scales(*changing, self.history.scales, self._records, sharing)
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             self._compiled = True
             return
-        begun = self._under_way.pop() if self._under_way else None  # None: it did not begin
-        if self.again is not None:
+        begun = self._running.pop() if self._running else None  # None: the pre-hook failed
+        if self.recomputed_pass is not None:
             return
         if begun is not None:
             self._passes.end(begun)
             if self._compiled and torch.is_grad_enabled():
                 for y in tree_leaves(output):
                     if isinstance(y, Tensor) and y.requires_grad:
-                        hook = partial(self._enter, begun)
+                        hook = partial(self._use_scales_of, begun)
                         y.register_hook(hook)  # type: ignore[no-untyped-call]
-        # A pass that gave no output has failed.
+        # The output of a pass that failed is None.
         self._forward_due = begun is not None and begun.records and output is not None
-        if self._under_way:  # the outer pass continues
-            self._records = self._under_way[-1].records
+        if self._running:  # the outer pass continues
+            self._records = self._running[-1].records
 
-    def _enter(self, begun: Pass, gradient: Tensor) -> None:
-        """Set the scales of the pass whose backward pass begins. Compiled layers, which may run
-        again in it, do not ask for a pass."""
+    def _use_scales_of(self, begun: Pass, gradient: Tensor) -> None:
+        """Set the scales of the forward pass whose backward pass begins. Compiled layers, which may
+        be recomputed in it, cannot look up their pass."""
         if not begun.moved:
             return
-        if self._aside is None:
+        if self._saved_state is None:
             history = self.history
-            changing = (history.scales, self.first_scales, history.all_recorded)
-            self._aside = [tensor.clone() for tensor in changing]
-            Variable._execution_engine.queue_callback(self._leave)
-        self._read(begun.scales, begun.weight_scales)
+            changing = (history.scales, self.weight_scales, history.all_recorded)
+            self._saved_state = [tensor.clone() for tensor in changing]
+            Variable._execution_engine.queue_callback(self._restore_scales)
+        self._set_forward_scales(begun.scales, begun.weight_scales)
 
-    def _leave(self) -> None:
-        """Undo `_enter`, and what layers recorded that ran again."""
-        if self._aside is not None:
-            scales, first_scales, recorded = self._aside
-            self._read(scales, first_scales)
-            self.history.write(torch.where(self._of_gradients(), self.history.read(), recorded))
-            self._aside = None
+    def _restore_scales(self) -> None:
+        """Undo `_use_scales_of`, and discard the amaxes that recomputed layers recorded."""
+        if self._saved_state is not None:
+            scales, weight_scales, recorded = self._saved_state
+            self._set_forward_scales(scales, weight_scales)
+            self.history.write(torch.where(self._is_gradient_slot(), self.history.read(), recorded))
+            self._saved_state = None
 
-    def _read(self, scales: Tensor, first_scales: Tensor) -> None:
-        """Set the scales that casts of inputs and weights use, float32 [slots]."""
+    def _set_forward_scales(self, scales: Tensor, weight_scales: Tensor) -> None:
+        """Set the scales of inputs and weights, float32 [slots]; the scales of gradients stay."""
         now = self.history.scales
-        now.copy_(torch.where(self._of_gradients(), now, scales))
-        self.first_scales.copy_(first_scales)
+        now.copy_(torch.where(self._is_gradient_slot(), now, scales))
+        self.weight_scales.copy_(weight_scales)
 
-    def _of_gradients(self) -> Tensor:
+    def _is_gradient_slot(self) -> Tensor:
+        """Whether each slot belongs to a gradient: bool [slots]."""
         of_gradients = [slot.operand == "grad_output" for slot in self.slots.values()]
         return torch.tensor(of_gradients, device=self.first.device)
 
     def _after_backward(self) -> None:
-        # Updates all slots: reentrant checkpointing runs forward and backward passes alternately.
-        self._forward_due = self._again = False
+        # All slots are updated: reentrant checkpointing alternates forward and backward passes.
+        self._forward_due = self._update_requested = False
         self._backward_task = None
-        self.collect()
+        self.copy_amaxes_in()
         self._update(None)
-        self.distribute()
-        self._distributed = None
+        self.copy_scales_out()
+        self._copied_pass = None
 
     def _update(self, slots: list[str] | None, *, replayed: bool = False) -> None:
-        """Move what all ranks recorded for `slots` into the history; None is all slots. `replayed`:
-        as one launch, where that is possible."""
-        # Only after a pass that trains, which all ranks made: one may evaluate by itself.
+        """Move the amaxes of `slots`, reduced over ranks, into the history and update the scales.
+        None stands for all slots. `replayed` uses a CUDA graph where possible."""
+        # Ranks reduce only after a training pass, which all of them ran: a single rank may
+        # evaluate.
         if self.sharing.group is not None and several_ranks() and self._pending:
             self.history.write(_reduce_amaxes(self.history.read(), self.sharing.key))
         self._pending = False
         if not torch.compiler.is_compiling():
-            self._passes.move()
+            self._passes.mark_moved()
         if self.before_update is not None:
             self.before_update()
         if replayed and slots is None:
-            self._updates(self.history.history.device, self.history.history.data_ptr())
+            self._replayed_update(self.history.history.device, self.history.history.data_ptr())
         else:
             self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
-        """Move the state to `device`, if it is elsewhere."""
+        """Move the state to `device`."""
         if self.history.history.device == device:
             return
         with torch.inference_mode(False):
@@ -469,17 +512,17 @@ class DelayedScaling:
             self.weights.flag = self.weights.flag.to(device)
             self.first = self.first.to(device)
             self.discarded = self.discarded.to(device)
-            self.first_scales = self.first_scales.to(device)
+            self.weight_scales = self.weight_scales.to(device)
             self._bind()
 
 
-# An operator of its own, for torch.compile: inductor 2.13 may fuse the copy of a flag with its
-# clearing in the wrong order on a CPU. To be made plain code when test_torch_backend passes so.
+# A custom operator, because on a CPU inductor 2.13 may fuse the copy of a flag with its clearing in
+# the wrong order. Replace it by plain code once tests/layers/test_torch.py passes without it.
 @torch.library.custom_op("fp8stack::take_scales", mutates_args=("used", "first", "changed"))
 def _take_scales(
     used: Tensor, first: Tensor, changed: Tensor, scales: Tensor, records: bool, sharing: str
 ) -> None:
-    if records and sharing:  # in compiled code, which may call nothing else
+    if records and sharing:  # compiled code calls it here, since it cannot call Python otherwise
         begin_pass(sharing)
     used.copy_(torch.where(changed, scales, used))
     if records:

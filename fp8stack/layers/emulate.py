@@ -1,7 +1,7 @@
-"""FP8 linears on any device: the operands' exact FP8 values, multiplied in float32 or bfloat16.
+"""FP8 linears on any device: GEMMs in float32 or bfloat16 on the exact FP8 values of the operands.
 
-Every FP8 value is exact in the GEMM's dtype, so products are exact and sums are float32, as on
-the hardware. A GEMM in float32, on a CPU, may be multiplied by bf16 instructions.
+The GEMM's dtype represents every FP8 value exactly, so products are exact and sums are float32, as
+in FP8 hardware. On a CPU, a float32 GEMM may use bf16 instructions.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from fp8stack.precision.plan import LayerPlan, Plan
 
 
 class Form(NamedTuple):
-    """The form of the tensors of a copy.
+    """The layout of an `Emulated` copy.
 
     Attributes:
-        turned: whether it is a column copy: the GEMM takes the transpose of its values.
-        in_bf16: whether bfloat16 holds its values.
-        packed: unpacks the bytes of the values before they are multiplied, if they are bytes.
+        transposed: whether it is a column copy: the GEMM takes the transpose of its values.
+        in_bf16: whether bfloat16 represents its values exactly.
+        packed: the operand whose `unpack` decodes the values, if they are FP8 bytes; else None.
         shape: the shape of the operand, if `packed`.
     """
 
-    turned: bool
+    transposed: bool
     in_bf16: bool
     packed: EmulatedOperand | None = None
     shape: tuple[int, ...] | None = None
 
 
 class Emulated(NamedTuple):
-    """A copy of an operand, for an emulated GEMM.
+    """A quantized copy of an operand, for an emulated GEMM.
 
     Attributes:
-        values: see `numerics.Rounded`, not turned; bytes, where they are packed.
-        factor: multiplies the GEMM's output: 0-dim, or one for each row of a row copy and each
-            column of a column copy. The scales of the bytes, where they are packed.
-        form: the form of both.
-        amax, has_nan: the amax of the matrix, and whether it has a NaN, where it is packed and its
-            quantizer needs them; see `numerics.Quantized`.
-        sums: not given, see `GemmBackend`.
+        values: see `numerics.Rounded`; not transposed, also in a column copy. If packed, FP8 bytes.
+        factor: multiplies the GEMM's output: 0-dim, or a factor for each row of a row copy or
+            column of a column copy. If packed, the scales of the bytes.
+        form: the layout of both.
+        amax, has_nan: the amax of the matrix, and whether it has a NaN, if packed and needed by the
+            quantizer; see `numerics.Quantized`.
+        sums: always None, see `GemmBackend`.
     """
 
     values: Tensor
@@ -68,10 +68,11 @@ def _scaled(
     rows: Tensor | None,
     columns: Tensor | None,
     bias: Tensor | None,
+    in_place: bool = False,
 ) -> Tensor:
-    """`y` times the factors, plus the bias. `y` itself is not changed: selective activation
-    checkpointing keeps the output of a GEMM."""
-    product = y
+    """`y` times the factors, plus the bias. In place on `y` only with `in_place`, because selective
+    activation checkpointing saves the output of a GEMM."""
+    product = None if in_place else y
     scales = [scales[0] * scales[1]] if len(scales) == 2 else scales
     for factor in (*scales, rows, columns):
         if factor is not None:
@@ -84,46 +85,54 @@ def _scaled(
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-# An operator: scales go into the GEMM's alpha, which costs no pass over the output, and compiled
-# code could neither read them nor choose how it multiplies. It transposes operands itself: inductor
-# 2.13 would copy them.
+# A custom operator, for compiled code, which could neither read the scales nor set the precision.
+# The scales become the GEMM's alpha, which saves a pass over the output. The operator transposes
+# operands, because inductor 2.13 would copy them.
 def _gemm(
-    a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None, in_bf16: bool
+    a: Tensor,
+    b: Tensor,
+    turn: str,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    in_bf16: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
     if not in_bf16:
         with exact_matmul():
-            return _product(a, b, scales, bias)
+            return _product(a, b, scales, bias, out)
     # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
-    # bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX. Values
+    # bfloat16 represents, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
     # below 2^-126 may become 0.
     precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, precision.fp32_precision = precision.fp32_precision, "bf16"
     try:
-        return _product(a, b, scales, bias)
+        return _product(a, b, scales, bias, out)
     finally:
         precision.fp32_precision = before
 
 
-def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+def _product(
+    a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     if not scales:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    # A product in float64, which is exact, rounded once by the GEMM.
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    # The product is exact in float64; the GEMM rounds it once.
     factors = list(map(Tensor.item, scales))
     alpha = math.prod(factors)
     if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:
-        # These are multiplied by afterwards. BLAS reads no operand where alpha is 0, or is taken
-        # for it as a subnormal may be: a NaN would be lost. MKL's GEMM for AVX2 takes a NaN for 1,
-        # and makes NaN of infinity, which stands for products that float32 cannot hold.
+        # Multiply the output by these factors instead. BLAS skips the operands if alpha is 0, or
+        # subnormal and treated as 0, which would lose a NaN. MKL's GEMM for AVX2 treats an alpha of
+        # NaN as 1, and turns infinity, which stands for an overflowing product, into NaN.
         if not alpha <= _FLOAT32.max:
             factors = [math.nan if math.isnan(alpha) else math.inf]
-        y = torch.mm(a, b)
+        y = torch.mm(a, b, out=out)
         for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
             y.mul_(factor)
         return y if bias is None else y.add_(bias)
     if bias is not None:
-        return torch.addmm(bias, a, b, alpha=alpha)
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+        return torch.addmm(bias, a, b, alpha=alpha, out=out)
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32) if out is None else out
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
@@ -139,17 +148,20 @@ _cpu_gemm = operator(
 
 
 class EmulatedOperand(OperandQuantizers):
-    """The rounding of one operand of an emulated layer, see `OperandQuantizers`.
+    """The quantizers and rounding rules of an operand of an emulated layer.
 
     Attributes:
-        rounding, rounding_across: the rounding of each copy, None in high precision.
-        at_once: the rounding of both copies in one sweep, where that is possible.
-        reused: whether the column copy has the values of the row copy.
-        bf16: whether values are held in bfloat16 on a GPU.
-        rows, columns: the form of each copy.
-        packs: whether the column copy is bytes, which are unpacked in the backward pass.
-        always_records: whether the column copy's amax is recorded where the copy is not needed, as
-            in a frozen layer: it has another slot than the row copy.
+        rounding, rounding_across: the rule that rounds the row copy and the column copy; None in
+            high precision.
+        rounding_both: the rule that rounds both copies in one pass over the operand; None if there
+            is no such rule.
+        reuses_row_copy: whether the column copy has the values of the row copy.
+        bf16: whether values are bfloat16 on a GPU.
+        rows, columns: the layout of each copy.
+        packs: whether the column copy is saved as FP8 bytes, which the backward pass unpacks.
+        bytes_of_rows: the dtype of these bytes if they are the row copy's values, else None.
+        always_records: whether the column copy's amax is recorded even if the copy is not needed,
+            as in a frozen layer: for copies with separate slots.
     """
 
     def __init__(
@@ -159,13 +171,16 @@ class EmulatedOperand(OperandQuantizers):
         along, across = self.along, self.across
         self.rounding: Rounding | None = None if along is None else rounding(along, [1])
         self.rounding_across: Rounding | None = None
-        self.at_once: Rounding | None = None
-        self.reused = operands.quantizers.turned(name)
-        if isinstance(across, Quantizer) and not self.reused:
+        self.rounding_both: Rounding | None = None
+        self.reuses_row_copy = operands.quantizers.turned(name)
+        if isinstance(across, Quantizer) and not self.reuses_row_copy:
             self.rounding_across = rounding(across, [0])
-            self.at_once = None if along is None else rounding_of_both(along, across)
+            self.rounding_both = None if along is None else rounding_of_both(along, across)
         self.bf16 = bf16
         self.packs = save_fp8 and name != "grad_output"
+        self.bytes_of_rows: torch.dtype | None = None
+        if isinstance(across, Quantizer) and across == along and across.per_tensor:
+            self.bytes_of_rows = FORMATS[across.format].dtype if across.turns else None
         separate = self.slot_across is not None and self.slot_across is not self.slot
         self.always_records = separate and name != "grad_output" and not self.packs
         in_bf16 = along is not None and along.exact_in_bf16
@@ -173,28 +188,26 @@ class EmulatedOperand(OperandQuantizers):
         if isinstance(across, Quantizer):
             in_bf16 = across.exact_in_bf16
         else:
-            again = across == "forward" and along is not None
-            in_bf16 = again and along is not None and along.exact_across_in_bf16
+            dequantized = across == "forward" and along is not None
+            in_bf16 = dequantized and along is not None and along.exact_across_in_bf16
         self.columns = Form(True, in_bf16)
 
     def pack(self, x: Tensor, rows: Emulated) -> Emulated:
-        """The column copy of `x` in few bytes; `rows` is its row copy."""
+        """The column copy of `x` as FP8 bytes where possible; `rows` is the row copy of `x`."""
         across, form = self.across, self.columns._replace(packed=self, shape=tuple(x.shape))
         if across == "forward":
             return Emulated(*_with_row_scales(rows)[:2], form)
         if across is None:
             return Emulated(x, None, form)
-        if across == self.along and across.per_tensor and across.turns:
-            dtype = FORMATS[across.format].dtype
-            assert dtype is not None
-            return Emulated(rows.values.to(dtype), rows.factor, form)
+        if self.bytes_of_rows is not None:
+            return Emulated(rows.values.to(self.bytes_of_rows), rows.factor, form)
         scale = self.scale(x, across=True, record=False)
         bits = self.bits(True, len(x))
         packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
         return Emulated(packed.data, packed.scales, form, packed.amax, packed.has_nan)
 
     def unpack(self, copy: Emulated) -> Emulated:
-        """The copy that `pack` packed, with its values in the dtype of the GEMM."""
+        """The column copy, with values in the GEMM's dtype, that `pack` packed."""
         values, factor, form = copy.values, copy.factor, copy.form
         dtype = torch.bfloat16 if self.bf16 and not values.is_cpu else torch.float32
         if copy.amax is None or copy.has_nan is None:
@@ -210,8 +223,8 @@ class EmulatedOperand(OperandQuantizers):
 
 
 def _with_row_scales(rows: Emulated) -> Emulated:
-    """A copy whose values carry the factors of their rows, which a GEMM over the rows could not
-    multiply its output by."""
+    """A row copy with the factors of its rows multiplied into the values, for a GEMM that reduces
+    over the rows and could not apply them to its output."""
     values, factor = rows.values, rows.factor
     if factor is None or not factor.ndim:
         return rows
@@ -219,7 +232,7 @@ def _with_row_scales(rows: Emulated) -> Emulated:
 
 
 class EmulateBackend(Backend):
-    """Layers that multiply quantized values without hardware for them."""
+    """Builds linears that emulate FP8 GEMMs, on any device."""
 
     Copy = Emulated
 
@@ -238,14 +251,14 @@ class EmulateBackend(Backend):
     def cast(
         self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
-        """See `GemmBackend.cast`. On a CPU values are float32, which it multiplies fastest."""
+        """See `GemmBackend.cast`. On a CPU, values are float32, which is fastest there."""
         bf16 = quantizers.bf16 and not x.is_cpu
         packs = with_columns and quantizers.packs
-        if with_columns and not packs and quantizers.at_once is not None:
-            first, second = quantizers.at_once.round(x, bf16=bf16)
+        if with_columns and not packs and quantizers.rounding_both is not None:
+            first, second = quantizers.rounding_both.round(x, bf16=bf16)
             return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
         copies = []
-        casts_columns = with_columns and not packs and not quantizers.reused
+        casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
         for across in (False, True) if casts_columns else (False,):
             rounding = quantizers.rounding_across if across else quantizers.rounding
             form = quantizers.columns if across else quantizers.rows
@@ -256,7 +269,7 @@ class EmulateBackend(Backend):
             scale = recorded = counts = bits = None
             slot = quantizers.slot_across if across else quantizers.slot
             if slot is not None:
-                scale, recorded, counts = slot.to_cast(call.record)
+                scale, recorded, counts = slot.cast_arguments(call.record)
             if quantizers.stochastic_across if across else quantizers.stochastic:
                 bits = quantizers.bits(across, len(x))
             rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
@@ -268,7 +281,7 @@ class EmulateBackend(Backend):
             return rows, None
         if packs:
             return rows, quantizers.pack(x, rows)
-        if quantizers.reused:
+        if quantizers.reuses_row_copy:
             by_row = rows.factor is not None and rows.factor.ndim
             columns = _with_row_scales(rows) if by_row else rows
             return rows, columns._replace(form=quantizers.columns)
@@ -283,30 +296,44 @@ class EmulateBackend(Backend):
         bias: Tensor | None = None,
         fast_accumulation: bool = False,
     ) -> Tensor:
-        """See `GemmBackend.matmul`; scaled in float32."""
-        if b.form.packed is not None:
-            b = b.form.packed.unpack(b)
-        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
-        scales = []  # factors of the whole output; `rows` and `columns` have one for each
-        for factor in (a.factor, b.factor):
-            if factor is not None and not factor.ndim:
-                scales.append(factor)
-        rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
-        columns = b.factor if b.factor is not None and b.factor.ndim else None
-        if not a.values.is_cpu:
-            a_matrix = a.values.t() if turn == "a" else a.values
-            b_matrix = b.values.t() if turn == "b" else b.values
-            with exact_matmul():  # TF32 would round the operands
-                if a_matrix.dtype == torch.bfloat16:
-                    y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
-                else:
-                    y = a_matrix @ b_matrix
-            return _scaled(y, scales, rows, columns, bias).to(out_dtype)
-        bias = None if bias is None else bias.float()
-        in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _cpu_gemm if needs_operator(a.values) else _gemm
-        if rows is None and columns is None:
-            y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
-            return y.to(out_dtype)
-        y = multiply(a.values, b.values, turn, scales, None, in_bf16)
-        return _scaled(y, [], rows, columns, bias).to(out_dtype)
+        """See `GemmBackend.matmul`; the scales are applied in float32."""
+        return multiply(a, b, out_dtype, bias)
+
+
+def multiply(
+    a: Emulated,
+    b: Emulated,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`EmulateBackend.matmul`; on a CPU, a product in float32 may be written to `out`."""
+    if b.form.packed is not None:
+        b = b.form.packed.unpack(b)
+    turn = "a" if a.form.transposed else "neither" if b.form.transposed else "b"
+    scales = []  # factors of the full output; `rows` and `columns` are per row and column
+    for factor in (a.factor, b.factor):
+        if factor is not None and not factor.ndim:
+            scales.append(factor)
+    rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
+    columns = b.factor if b.factor is not None and b.factor.ndim else None
+    if not a.values.is_cpu:
+        a_matrix = a.values.t() if turn == "a" else a.values
+        b_matrix = b.values.t() if turn == "b" else b.values
+        with exact_matmul():  # TF32 would round the operands
+            if a_matrix.dtype == torch.bfloat16:
+                y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
+            else:
+                y = a_matrix @ b_matrix
+        return _scaled(y, scales, rows, columns, bias).to(out_dtype)
+    bias = None if bias is None else bias.float()
+    in_bf16 = a.form.in_bf16 and b.form.in_bf16
+    by_row = rows is not None or columns is not None
+    matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
+    if out is not None:
+        y = _gemm(*matrices, out)
+    else:
+        y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
+    if by_row:
+        y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
+    return y.to(out_dtype)

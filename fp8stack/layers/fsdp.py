@@ -1,10 +1,10 @@
-"""Weights that FSDP2's ranks shard and gather as FP8 bytes: a quarter of float32's.
+"""Sharded weights that FSDP2 gathers as FP8 bytes, a quarter of the traffic of float32.
 
-Each rank casts its rows with the scale of the whole weight, so that the gathered bytes equal a cast
-of the whole weight. The float32 rows stay the master weights. For one scale per tensor only: blocks
-do not end where ranks' rows do.
+Each rank casts its shard with the scale of the full weight, so that the gathered bytes equal a cast
+of the full weight. The float32 shards remain the master weights. Only for one scale per tensor: a
+block could span the shards of two ranks.
 
-FSDP2 asks a parameter's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`:
+FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter's local tensor:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 
 class GatheredLayer(Protocol):
-    """A layer whose weight ranks shard: a `QuantizedLinear`. `quantizers` has the `ScaledOperand`
-    of "weight", which cast rows with the scale of the whole weight."""
+    """A layer with a sharded weight: a `QuantizedLinear`. `quantizers["weight"]` is a
+    `ScaledOperand`, which casts a shard with the scale of the full weight."""
 
     in_fp8: bool
     quantizers: Any
 
 
 class _Wrapper(Tensor):
-    """A tensor that looks like float32 and holds another. Operators act on `plain()`."""
+    """A float32 tensor subclass that wraps another tensor. Operators take `plain()` instead."""
 
     @staticmethod
     def __new__(cls, held: Tensor, *args: Any) -> _Wrapper:
@@ -47,11 +47,11 @@ class _Wrapper(Tensor):
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Tensor:
-        """`tensor`, which is a view of this or takes its place, as one of the same kind."""
+        """Wrap `tensor`, a view or a replacement of the wrapped tensor, in the same class."""
         return tensor
 
     def same(self) -> Tensor:
-        """The same values, apart from autograd."""
+        """This tensor, detached."""
         raise NotImplementedError
 
     @classmethod
@@ -66,7 +66,7 @@ class _Wrapper(Tensor):
         if func is _aten.detach.default:
             return first.same()
         if func is _aten.as_strided.default and isinstance(first, FullWeight):
-            assert tuple(args[1]) == first.shape, "FSDP2 asks for the whole, as it is"
+            assert tuple(args[1]) == first.shape, "FSDP2 takes no other view of it"
             return first.same()
         plain_args, plain_kwargs = tree_map_only(
             _Wrapper, lambda wrapper: wrapper.plain(), (args, kwargs or {})
@@ -88,27 +88,27 @@ _KEEPS = {
 
 
 class ShardedWeight(_Wrapper):
-    """The float32 rows `held` of a layer's weight that are on this rank. They are gathered as FP8
-    bytes where the layer is `in_fp8`, else as float32."""
+    """This rank's shard `held` of a layer's weight: float32 [rows, in]. Gathered as FP8 bytes if
+    the layer is `in_fp8`, else as float32."""
 
     def __init__(self, held: Tensor, layer: GatheredLayer) -> None:
         self._held = held
         self._layer = layer
 
     def plain(self) -> Tensor:
-        """The rows, as a plain tensor."""
+        """The shard, as a plain tensor."""
         return self._held
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Those rows of the same weight that `tensor` has."""
+        """Wrap `tensor`, rows of the same weight."""
         return ShardedWeight(tensor, self._layer)
 
     def same(self) -> Tensor:
-        """The same rows, apart from autograd."""
+        """This shard, detached."""
         return self.like(self._held.detach())
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor | None]]:
-        """What to gather from every rank, and what stays here."""
+        """The tensors to gather, and the data to pass to `fsdp_post_all_gather`."""
         if not self._layer.in_fp8:
             return (self._held,), (None,)
         data, scale = self._layer.quantizers["weight"].cast_rows(self._held)
@@ -122,7 +122,7 @@ class ShardedWeight(_Wrapper):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The whole weight, of all ranks' rows."""
+        """The full weight, from the gathered shards."""
         (data,), (scale,) = gathered, local
         if out is None:
             if scale is None:
@@ -130,7 +130,7 @@ class ShardedWeight(_Wrapper):
             dtype8 = self._layer.quantizers["weight"].target.dtype
             assert dtype8 is not None
             return FullWeight(data.view(dtype8), scale), (data,)
-        # The second time, FSDP2 has gathered into the same memory.
+        # From the second time on, FSDP2 has gathered into the memory of `out`.
         if isinstance(out, FullWeight):
             assert scale is not None
             assert out.data8.data_ptr() == data.data_ptr()
@@ -139,7 +139,7 @@ class ShardedWeight(_Wrapper):
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The rows of `tensor` that are on this rank; all, if it is not shared out."""
+    """The rows of `tensor` that are on this rank; all rows, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     rows = tensor.to_local()
@@ -147,17 +147,16 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class FullWeight(_Wrapper):
-    """A whole weight in FP8, as gathered: `data8` is float8 [out, in], cast with the 0-dim float32
-    `scale`."""
+    """A gathered weight: `data8`, float8 [out, in], cast with `scale`, float32 and 0-dim."""
 
     def __init__(self, data8: Tensor, scale: Tensor) -> None:
         self.data8 = data8
         self.scale = scale
 
     def plain(self) -> Tensor:
-        """The values of the bytes, float32."""
+        """The dequantized weight, float32."""
         return self.data8.float() / self.scale
 
     def same(self) -> Tensor:
-        """The same weight, apart from autograd."""
+        """This weight, detached."""
         return FullWeight(self.data8, self.scale)

@@ -1,8 +1,8 @@
-"""The linears of all backends: what they share, and the one that multiplies quantized operands.
+"""`LowPrecisionLinear`, the base class of linears, and `QuantizedLinear`, with quantized operands.
 
-A `QuantizedLinear` is three GEMMs: y = x w^T + b in the forward pass (`multiply_forward`), and
-dx = dy w and dw = dy^T x in the backward pass (`multiply_backward`). Its backend casts an operand
-and multiplies two of them: see `GemmBackend`.
+A `QuantizedLinear` computes three GEMMs: y = x w^T + b in the forward pass (`multiply_forward`),
+dx = dy w and dw = dy^T x in the backward pass (`multiply_backward`). Its backend casts the operands
+and multiplies them, see `GemmBackend`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,59 @@ class Size(NamedTuple):
     bias: bool
 
 
-class LowPrecisionLinear(nn.Linear):
-    """A linear that multiplies in less precision than its weight and bias, the masters, have.
+class LowPrecisionLayer(nn.Module):
+    """A layer with float32 master weights whose GEMMs run in a lower precision.
 
-    `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
-    `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
-    are not ours; else it has the compute dtype.
-    `in_fp8` may be switched at any step: without it, the GEMMs take operands of the compute dtype.
-    `reminder` notes when a weight is loaded that FP8 state belongs to.
+    Attributes:
+        keeps_dtype: whether the output has the dtype that `nn.Linear` would return, for models that
+            are not ours; else it has the compute dtype.
+        in_fp8: whether the GEMMs take FP8 operands, else operands of the compute dtype; may be
+            changed between steps.
+        was_called: whether eager code called the layer since the weight was loaded.
+        reminder: warns if a weight is loaded without the FP8 state that belongs to it.
     """
 
-    transposed = False
     keeps_dtype = False
     in_fp8 = True
-    ran = False  # whether it was called yet, by code that is not compiled, with this weight
+    was_called = False
     reminder: StateReminder | None = None
+    compute_dtype: torch.dtype
+    delayed: DelayedScaling | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
+        """Also move the state of delayed scaling, which compiled code could not move; called by
+        `nn.Module.to`."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        weight = self._parameters.get("weight")
+        if self.delayed is not None and weight is not None and weight.device.type != "meta":
+            self.delayed.move(weight.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Also note that the weight was replaced; called by `nn.Module.load_state_dict`."""
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.reminder is not None:
+            names = (name for name, _ in self.named_parameters() if name != "bias")
+            if any(prefix + name in state_dict for name in names):
+                self.was_called = False
+                self.reminder.weights_loaded()
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script.
+
+        Raises:
+            UserError: always, since converted layers do not support torch.jit.
+        """
+        raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
+
+
+class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
+    """A linear that is a `LowPrecisionLayer`. `transposed` says that the weight is stored as
+    [in, out], as transformers' Conv1D does."""
+
+    transposed = False
 
     def __init__(
         self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
@@ -60,80 +98,50 @@ class LowPrecisionLinear(nn.Linear):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as [out, in], however it is stored."""
+        """The weight as [out, in], also if it is stored transposed."""
         return self.weight.t() if self.transposed else self.weight
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
 
         Raises:
-            RuntimeError: an input of integers or of another width, as `nn.Linear` has it.
-            UserError: under torch.fx; in FP8, see `require_plain`.
+            RuntimeError: the input is of integers or of another width, as in `nn.Linear`.
+            UserError: under torch.fx; in FP8, see `require_supported_input`.
         """
         if isinstance(input, torch.fx.Proxy):
-            raise UserError(
-                "Converted layers cannot be traced by torch.fx: trace the model first and convert "
-                "what symbolic_trace gives, or use torch.compile or torch.export."
-            )
+            raise UserError(NO_FX)
         if not input.is_floating_point():
-            return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
+            return F.linear(input, self.matrix, self.bias)  # raises torch's error
         if input.shape[-1:] != (self.in_features,):
-            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # so here
-        if not torch.compiler.is_compiling() and not self.ran:
-            self.ran = True
+            return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # likewise
+        if not torch.compiler.is_compiling() and not self.was_called:
+            self.was_called = True
             if self.reminder is not None:
                 self.reminder.remind()
         if self.in_fp8:
-            require_plain(input, self._parameters.get("weight"))
-        dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+            require_supported_input(input, self._parameters.get("weight"))
+        dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
             y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
             return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
-        """Move delayed scaling's state as well, before code is compiled that could not move it;
-        `nn.Module.to` calls this."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        weight = self._parameters.get("weight")
-        if self.delayed is not None and weight is not None and weight.device.type != "meta":
-            self.delayed.move(weight.device)
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Note that the weight was replaced; `nn.Module.load_state_dict` calls this."""
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if self.reminder is not None:
-            names = (name for name, _ in self.named_parameters() if name != "bias")
-            if any(prefix + name in state_dict for name in names):
-                self.ran = False
-                self.reminder.weights_loaded()
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Refuse torch.jit.script, which calls this.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
-
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
+        """Apply the linear in FP8: [rows, in] -> [rows, out], both in the compute dtype."""
 
     def multiply_plain(self, x: Tensor) -> Tensor:
-        """`multiply` without FP8."""
+        """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         return F.linear(x, self.matrix.to(self.compute_dtype), bias)
 
 
-def require_plain(x: Tensor, weight: Tensor | None) -> None:
-    """See that an FP8 linear can take this input and weight.
+def require_supported_input(x: Tensor, weight: Tensor | None) -> None:
+    """Check that an FP8 linear supports this input and weight.
 
     Raises:
-        UserError: it cannot: under tensor parallelism, or see `require_no_transform`.
+        UserError: they are DTensors of tensor parallelism, carry forward-mode derivatives, or see
+            `require_no_transform`.
     """
     if isinstance(x, DTensor) or isinstance(weight, DTensor):
         raise UserError(
@@ -151,10 +159,10 @@ def require_plain(x: Tensor, weight: Tensor | None) -> None:
 
 
 def require_no_transform() -> None:
-    """See that nothing transforms or traces the code that runs.
+    """Check that neither torch.func nor torch.jit.trace is active.
 
     Raises:
-        UserError: torch.func or torch.jit.trace does.
+        UserError: one of them is.
     """
     if torch._C._are_functorch_transforms_active():
         raise UserError(
@@ -165,11 +173,15 @@ def require_no_transform() -> None:
         raise UserError(f"FP8 layers cannot be traced by torch.jit: {_INSTEAD_OF_JIT}.")
 
 
+NO_FX = (
+    "Converted layers cannot be traced by torch.fx: trace the model first and convert what "
+    "symbolic_trace gives, or use torch.compile or torch.export."
+)
 _INSTEAD_OF_JIT = "use torch.compile or torch.export, or a model that is not converted"
 
 
-def _dtype_of_linear(x: Tensor) -> torch.dtype:
-    """The dtype that `nn.Linear` gives for `x`: autocast's, if it is on and takes part."""
+def dtype_of_linear(x: Tensor) -> torch.dtype:
+    """The dtype of `nn.Linear`'s output for `x`: autocast's if autocast applies to `x`."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -177,20 +189,20 @@ def _dtype_of_linear(x: Tensor) -> torch.dtype:
 
 
 class CastLinear(LowPrecisionLinear):
-    """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
+    """A linear that casts its operands to the compute dtype; no FP8."""
 
     in_fp8 = False
     multiply = LowPrecisionLinear.multiply_plain
 
 
 def plain_linear(size: Size, compute_dtype: torch.dtype) -> nn.Linear:
-    """A linear without FP8: torch's own where no cast is needed."""
+    """A linear without FP8: `nn.Linear` for float32, else a `CastLinear`."""
     plain = compute_dtype == torch.float32
     return nn.Linear(*size) if plain else CastLinear(size, compute_dtype)
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Keep an autocast around a model from rounding what is inside."""
+    """A context that disables autocast, which would round tensors within our layers."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _NOTHING
     return torch.autocast(device, enabled=False)
@@ -200,14 +212,14 @@ _NOTHING = nullcontext()
 
 
 class Call(NamedTuple):
-    """One call of a linear, for the casts of its forward and backward pass.
+    """One call of a linear, as its casts in the forward and backward pass need to know it.
 
     Attributes:
         record: whether amaxes are recorded.
-        rows: the rows of x before it was padded; each rank draws the random bits of its own rows.
-        has_bias: whether the sums of dy over its rows are needed.
-        after_norm: whether a norm computed x. dy then comes from attention, else from the backward
-            pass of the next norm, which is a reduction.
+        rows: the number of rows of x before padding; determines the rank's random bits.
+        has_bias: whether the bias gradient, the sum of dy over its rows, is needed.
+        after_norm: whether x is the output of a norm. dy then comes from attention, else from the
+            backward pass of the next norm, which is a reduction.
     """
 
     record: bool
@@ -219,9 +231,9 @@ class Call(NamedTuple):
 class GemmBackend(Protocol):
     """The casts and GEMMs of a backend's linears.
 
-    Copies of an operand are NamedTuples of the class `Copy`: two tensors, their form, which is no
-    tensor, and further tensors; None stands for a tensor that the form lacks. `sums`, in the row
-    copy of dy, holds its sums over rows in float32, where the cast computes them.
+    A quantized copy of an operand is a NamedTuple of the class `Copy`: two tensors, a description
+    of their layout, and further tensors or None. In the row copy of dy, `sums` holds the sums of dy
+    over its rows in float32 if the cast computes them, else None.
     """
 
     Copy: Any
@@ -233,13 +245,14 @@ class GemmBackend(Protocol):
 
         Args:
             x: [rows, columns].
-            quantizers: the operand's, one of `QuantizedLinear.quantizers`.
+            quantizers: the operand's entry in `QuantizedLinear.quantizers`.
             with_columns: whether the column copy is needed.
             call: the call of the linear.
 
         Returns:
-            The row copy, for a GEMM that reduces over the columns of `x`, and the column copy, for
-            one that reduces over its rows, which `matmul` takes as [columns, rows].
+            The row copy, for a GEMM that reduces over the columns of `x`, and the column copy or
+            None, for a GEMM that reduces over the rows of `x`. `matmul` treats a column copy as a
+            matrix [columns, rows].
         """
 
     def matmul(
@@ -251,43 +264,69 @@ class GemmBackend(Protocol):
         bias: Tensor | None = None,
         fast_accumulation: bool = False,
     ) -> Tensor:
-        """`a` [M, K] times the transpose of `b` [N, K], plus `bias` [N]: [M, N].
-        `fast_accumulation` lets hardware sum in fewer bits."""
+        """a b^T + bias: [M, K], [N, K], [N] -> [M, N] in `out_dtype`. `fast_accumulation` allows
+        hardware to accumulate in fewer bits."""
 
 
 Saved = tuple[Tensor | None, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class ForwardPass(NamedTuple):
-    """A forward pass of a linear, for its backward pass: all but the tensors that are saved."""
+class GemmLayer(Protocol):
+    """A layer of three GEMMs: a `QuantizedLinear`, or one for groups."""
 
-    layer: QuantizedLinear
+    backend: Any
+    quantizers: dict[Operand, Any]
+    compute_dtype: torch.dtype
+    weight: Any
+
+    def backward_ran(self, record: bool) -> None:
+        """Called at the end of this layer's backward pass; `record` says whether it recorded
+        amaxes."""
+
+
+class ForwardPass(NamedTuple):
+    """The data of a linear's forward pass that its backward pass needs, except saved tensors.
+
+    Attributes:
+        layer: the linear.
+        call: the call.
+        forms: the layouts of the column copies of x and w, None for a missing copy.
+        gathers: whether the backward pass casts the gathered weight again.
+        weight_dtype: the dtype of the weight's gradient.
+    """
+
+    layer: GemmLayer
     call: Call
-    forms: tuple[Any, Any]  # of the column copies of x and w; None where there is no copy
+    forms: tuple[Any, Any]
     gathers: bool
     weight_dtype: torch.dtype
 
 
 def multiply_forward(
-    layer: QuantizedLinear,
+    layer: GemmLayer,
     x: Any,
     weight: Tensor,
     bias: Tensor | None,
     needs: tuple[bool, bool],
     call: Call,
 ) -> tuple[Tensor, Saved, ForwardPass]:
-    """y = x w^T + b, the tensors to save, and what else the backward pass needs.
+    """Compute y = x w^T + b. x and w are cast once: their row copies are multiplied, their column
+    copies saved.
 
-    x and w are cast once: their row copies are multiplied, their column copies saved. `needs` says
-    whether the gradients of x and w are needed.
+    Args:
+        needs: whether the gradients of x and of w are needed.
+
+    Returns:
+        y, the tensors to save for the backward pass, and its other data.
     """
     backend, (needs_dx, needs_dw) = layer.backend, needs
-    # A gathered weight is gathered again for the backward pass: saving it would undo that.
+    # FSDP2 frees a gathered weight and gathers it again for the backward pass; a saved copy would
+    # keep the memory.
     gathers = needs_dx and isinstance(weight, FullWeight)
-    of_x, of_w = layer.quantizers["input"], layer.quantizers["weight"]
-    x_rows, x_columns = backend.cast(x, of_x, needs_dw, call)
-    w_rows, w_columns = backend.cast(weight, of_w, needs_dx and not gathers, call)
+    quantizers = layer.quantizers
+    x_rows, x_columns = backend.cast(x, quantizers["input"], needs_dw, call)
+    w_rows, w_columns = backend.cast(weight, quantizers["weight"], needs_dx and not gathers, call)
     y = backend.matmul(x_rows, w_rows, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
@@ -300,29 +339,29 @@ def multiply_forward(
     return y, saved, ForwardPass(layer, call, (x_form, w_form), gathers, weight.dtype)
 
 
-def multiply_backward(ran: ForwardPass, dy: Any, saved: Saved) -> Gradients:
-    """The gradients of x, w and b: dx = dy w, dw = dy^T x, db = the sums of dy over its rows."""
-    layer, call, (x_form, w_form) = ran.layer, ran.call, ran.forms
-    backend = layer.backend
+def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradients:
+    """The gradients of x, w and b, or None for each that is not needed: dx = dy w, dw = dy^T x,
+    db = the sum of dy over its rows."""
+    layer, call, (x_form, w_form) = forward_pass.layer, forward_pass.call, forward_pass.forms
+    backend, quantizers, weight_dtype = layer.backend, layer.quantizers, forward_pass.weight_dtype
     dx = dw = db = w_columns = None
     size = len(saved) // 2 if x_form is not None and w_form is not None else len(saved)
-    of_x, of_w = saved[:size], saved[-size:]
-    of_dy = layer.quantizers["grad_output"]
-    dy_rows, dy_columns = backend.cast(dy, of_dy, x_form is not None, call)
+    x_saved, w_saved = saved[:size], saved[-size:]
+    dy_rows, dy_columns = backend.cast(dy, quantizers["grad_output"], x_form is not None, call)
     if w_form is not None:
-        w_columns = backend.Copy(*of_w[:2], w_form, *of_w[2:])
-    elif ran.gathers:
-        again = call._replace(record=False)
-        w_columns = backend.cast(layer.weight, layer.quantizers["weight"], True, again)[1]
+        w_columns = backend.Copy(*w_saved[:2], w_form, *w_saved[2:])
+    elif forward_pass.gathers:
+        unrecorded = call._replace(record=False)
+        w_columns = backend.cast(layer.weight, quantizers["weight"], True, unrecorded)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
     if x_form is not None:
-        x_columns = backend.Copy(*of_x[:2], x_form, *of_x[2:])
-        dw = backend.matmul(dy_columns, x_columns, torch.float32).to(ran.weight_dtype)
+        x_columns = backend.Copy(*x_saved[:2], x_form, *x_saved[2:])
+        dw = backend.matmul(dy_columns, x_columns, torch.float32).to(weight_dtype)
     if call.has_bias and dy_rows.sums is not None:
-        db = dy_rows.sums.to(ran.weight_dtype)
+        db = dy_rows.sums.to(weight_dtype)
     elif call.has_bias:
-        db = dy.sum(0, dtype=ran.weight_dtype)
+        db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
         backend.gemm_count += (dx is not None) + (dw is not None)
     layer.backward_ran(call.record)
@@ -345,7 +384,7 @@ class _Multiply(torch.autograd.Function):
         after_norm: bool,
     ) -> Tensor:
         call = Call(record, rows, bias is not None, after_norm)
-        y, saved, ctx.ran = multiply_forward(layer, x, weight, bias, needs, call)
+        y, saved, ctx.forward_pass = multiply_forward(layer, x, weight, bias, needs, call)
         ctx.save_for_backward(*saved)
         return y
 
@@ -353,19 +392,19 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with no_autocast(dy.device.type):
-            gradients = multiply_backward(ctx.ran, dy, ctx.saved_tensors)
+            gradients = multiply_backward(ctx.forward_pass, dy, ctx.saved_tensors)
         return *gradients, None, None, None, None, None
 
 
 class QuantizedLinear(LowPrecisionLinear):
-    """A linear on quantized operands.
+    """A linear whose GEMMs take quantized operands.
 
     Attributes:
-        backend: casts and multiplies them.
-        operands: the quantizers of the layer, with their state.
-        quantizers: by operand, what `GemmBackend.cast` takes.
-        row_multiple: what the rows of x must be divisible by for the GEMM of the weight gradient;
-            rows of zeros are added.
+        backend: casts and multiplies the operands.
+        operands: the layer's quantizers and their state.
+        quantizers: the `quantizers` argument of `GemmBackend.cast` for each operand.
+        row_multiple: x is padded with rows of zeros to a multiple of this, for the GEMM of the
+            weight gradient.
     """
 
     def __init__(
@@ -384,14 +423,14 @@ class QuantizedLinear(LowPrecisionLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`."""
-        if torch.compiler.is_compiling() and self.backend.keeps_weights:
-            self.backend.weights.layer_runs()
+        if torch.compiler.is_compiling() and self.backend.caches_weights:
+            self.backend.weights.note_compiled_call()
         weight = self.weight.t() if self.transposed else self.weight
         grad = torch.is_grad_enabled()
         needs = grad and x.requires_grad, grad and weight.requires_grad
         record = self.delayed is not None and self.delayed.records(self.training and grad)
         rows, missing = len(x), 0
-        if self.row_multiple > 1:  # backends that pad do not multiply empty operands either
+        if self.row_multiple > 1:  # an empty x is padded too: these backends have no empty GEMMs
             missing = -rows % self.row_multiple if rows else self.row_multiple
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
@@ -401,10 +440,9 @@ class QuantizedLinear(LowPrecisionLinear):
         return y[:rows] if missing else y
 
     def backward_ran(self, record: bool) -> None:
-        """Note, from inside a backward pass, that this layer's ended; `record`: its amaxes were
-        recorded."""
+        """See `GemmLayer.backward_ran`."""
         self.operands.backward_ran()
-        if self.backend.keeps_weights:
+        if self.backend.caches_weights:
             self.backend.weights.backward_ran()
         if record and self.delayed is not None:
             self.delayed.backward_ran()

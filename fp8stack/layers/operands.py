@@ -1,4 +1,4 @@
-"""The quantizers of a linear's operands, with their scales of earlier passes and random bits."""
+"""The quantizers of a linear's operands, with their delayed scales and random bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fp8stack.numerics import RandomBits
 
 
 class Draws:
-    """Counters of the backward passes of each layer that rounds at random: no two of them draw the
-    same bits. They are part of `fp8_state`: a resumed run draws the bits that it would have drawn
-    without the interruption.
+    """The number of backward passes of each layer with stochastic rounding; each pass draws other
+    bits. The counters are part of `fp8_state`, so that a resumed run draws the same bits as an
+    uninterrupted one.
 
     Args:
         seed: the seed of the bits.
@@ -30,9 +30,9 @@ class Draws:
         self.seed = seed
         self.layers: dict[str, LayerDraws] = {}
 
-    def layer(self, path: str) -> LayerDraws:
-        """The counter of the layer at a module path."""
-        return self.layers.setdefault(path, LayerDraws(self.seed, path))
+    def layer(self, path: str, groups: int = 0) -> LayerDraws:
+        """The counter of the layer at a module path; `groups` are those of a grouped linear."""
+        return self.layers.setdefault(path, LayerDraws(self.seed, path, groups))
 
     def move(self, device: torch.device) -> None:
         """Move the counters to `device`."""
@@ -47,10 +47,11 @@ class Draws:
         return {f"{path}.draws": layer.counter.clone() for path, layer in self.layers.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave.
+        """Load the tensors of `state_dict`.
 
         Raises:
-            UserError: a layer too many or too few, or another tensor; nothing is changed.
+            UserError: an unknown or missing layer, or a tensor of another shape or dtype; nothing
+                is changed.
         """
         if odd := sorted(state.keys() ^ {f"{path}.draws" for path in self.layers}):
             raise UserError(
@@ -68,20 +69,24 @@ class Draws:
 
 
 class LayerDraws:
-    """The random bits of one layer; `counter` is how many backward passes it made: int64, 0-dim."""
+    """The random bits of one layer; `counter` is its number of backward passes: int64, 0-dim.
+    A group of a grouped linear draws the bits of a linear at `<path>.<group>`."""
 
-    def __init__(self, seed: int, path: str) -> None:
+    def __init__(self, seed: int, path: str, groups: int = 0) -> None:
         self._seed = seed
-        self._stream = zlib.crc32(path.encode())
+        streams = [zlib.crc32(f"{path}.{group}".encode()) for group in range(groups)]
+        stream = streams or zlib.crc32(path.encode())
         with torch.inference_mode(False):
-            # On the CPU until the first pass, also where `convert` builds layers on meta.
+            # On the CPU until the first pass, even if `convert` builds layers on meta.
             self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
-            # A tensor, so that code that is compiled for one layer serves all that are like it.
-            self.stream = torch.tensor(self._stream, device="cpu")
+            # A tensor, so that code compiled for one layer is reused for all layers like it.
+            self.stream = torch.tensor(stream, device="cpu")
+        self._stream = self.stream if isinstance(stream, list) else stream
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
-        rows. Each rank draws the bits of its own rows of the global batch."""
+        rows, those of all groups; of groups, the stream is a vector. Each rank draws the bits of
+        its own rows of the global batch."""
         stream = self.stream if torch.compiler.is_compiling() else self._stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
@@ -89,7 +94,7 @@ class LayerDraws:
 
 
 def castable(x: Tensor) -> Tensor:
-    """`x` in a dtype that casts take: float64, which a weight may have, becomes float32."""
+    """`x` in a dtype that casts accept: float64, a possible dtype of weights, becomes float32."""
     return x.float() if x.dtype == torch.float64 else x
 
 
@@ -97,8 +102,8 @@ _STREAMS: dict[Operand, int] = {"input": 2, "weight": 4, "grad_output": 6}
 
 
 class LayerOperands:
-    """The quantizers of one layer; `slots` have the scales of its delayed quantizers, `draws` the
-    bits of its stochastic ones."""
+    """The quantizers of one layer, the `slots` of its delayed quantizers and the random bits
+    (`draws`) of its stochastic ones."""
 
     def __init__(
         self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
@@ -108,20 +113,23 @@ class LayerOperands:
         self.draws = draws
 
     def backward_ran(self) -> None:
-        """Note the end of a backward pass: the next one draws other bits."""
+        """Called at the end of a backward pass: the next one draws other bits."""
         if self.draws is not None:
             self.draws.counter.add_(1)
 
 
 class OperandQuantizers:
-    """The quantizers of one operand of a layer; everything that is the same at each cast is decided
-    here.
+    """The quantizers of one operand of a layer, and everything else that does not change from cast
+    to cast.
 
     Attributes:
         name: the operand.
-        along: quantizes the row copy, whose columns a GEMM reduces over; None: high precision.
-        across: quantizes the column copy; "forward" takes the values of the row copy.
-        slot, slot_across: where their delayed scales are, if they have them.
+        along: the quantizer of the row copy, whose columns a GEMM reduces over; None: high
+            precision.
+        across: the quantizer of the column copy; "forward": the column copy takes the values of the
+            row copy.
+        slot, slot_across: their slots in the amax history, if they are delayed.
+        stochastic, stochastic_across: whether they round stochastically.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:
@@ -135,8 +143,8 @@ class OperandQuantizers:
         self.stochastic_across = isinstance(self.across, Quantizer) and self.across.stochastic
 
     def scale(self, x: Tensor, across: bool, record: bool) -> Tensor | None:
-        """The scale that the whole of `x` is cast with, None if there is no such scale. The amax of
-        `x` is recorded if amaxes are and `record`."""
+        """The scale per tensor to cast `x` with, None if the quantizer has several scales. With
+        `record`, the amax of `x` is recorded in delayed scaling."""
         quantizer, slot = (self.across, self.slot_across) if across else (self.along, self.slot)
         assert isinstance(quantizer, Quantizer)
         if slot is not None:
@@ -148,7 +156,7 @@ class OperandQuantizers:
         return numerics.current_scale(numerics.amax(x), quantizer)
 
     def bits(self, across: bool, rows: int) -> RandomBits | None:
-        """Random bits for one copy of `rows` rows, None where none are needed."""
+        """Random bits for one copy of `rows` rows, None if the quantizer is not stochastic."""
         if not (self.stochastic_across if across else self.stochastic):
             return None
         assert self._draws is not None

@@ -1,5 +1,5 @@
-"""The scales of forward passes whose backward pass may be to come: activation checkpointing runs
-blocks again in it, and by then later passes may have changed the scales."""
+"""The scales of recent forward passes, for activation checkpointing: a block is recomputed in the
+backward pass, by which time later passes may have changed the scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from fp8stack.common.errors import UserError
 
 LIMIT = 256
-"""Passes that are remembered, each in 8 bytes for every slot."""
+"""The number of passes whose scales are stored, in 8 bytes per slot and pass."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Pass:
         weight_scales: the scales of weights, float32 [slots].
         records: whether the pass records amaxes.
         moved: whether an update moved the amaxes of its inputs and weights into the history.
-        end: the number that autograd gives the first node after the pass; None while it runs.
+        end: the sequence number of autograd's first node after the pass; None while it runs.
     """
 
     scales: Tensor
@@ -39,19 +39,19 @@ class Pass:
 class Passes:
     """The forward passes of one model, the newest last.
 
-    Autograd numbers its nodes in the order in which they are made. So the node that runs while a
-    block is computed again tells the pass that the block belongs to.
+    Autograd numbers its nodes in the order of their creation, so the number of the node that runs
+    while a block is recomputed identifies the block's pass.
     """
 
     def __init__(self) -> None:
         self._begun: deque[Pass] = deque()
         self._count = 0
-        self._memory: Tensor | None = None  # of their scales
-        self._forgotten = -1  # the nodes up to this number belong to passes that were dropped
+        self._memory: Tensor | None = None  # of their scales, float32 [LIMIT, 2, slots]
+        self._forgotten = -1  # nodes up to this number belong to passes that were dropped
         self._outer: tuple[int, Pass] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(Passes())  # no graph of a copy has been made
+        return vars(Passes())  # a copy has no autograd graph
 
     def reserve(self, like: Tensor) -> Tensor:
         """Allocate memory for the scales of all passes on the device of `like`, float32 [slots]."""
@@ -62,7 +62,7 @@ class Passes:
         return memory
 
     def begin(self, scales: Tensor, weight_scales: Tensor, records: bool) -> Pass:
-        """Remember a forward pass that begins, and the scales of inputs and weights [slots]."""
+        """Store the scales of inputs and weights, [slots], of a forward pass that begins."""
         if len(self._begun) >= LIMIT:
             self._forgotten = self._begun.popleft().end or self._forgotten
         self._outer = None
@@ -73,36 +73,38 @@ class Passes:
         return self._begun[-1]
 
     def end(self, ended: Pass) -> None:
-        """Note that a pass is over."""
+        """Note that a forward pass has ended."""
         ended.end = torch._C._autograd._get_sequence_nr()
 
-    def move(self) -> None:
-        """Note that an update moves what all passes recorded so far."""
+    def mark_moved(self) -> None:
+        """Note that an update moves the amaxes of all passes so far into the history."""
         for begun in reversed(self._begun):
             if begun.moved:
                 break
             begun.moved = True
 
-    def again(self) -> Pass | None:
-        """The pass that is run again, in part or as a whole, if a backward pass is under way.
+    def recomputed(self) -> Pass | None:
+        """The forward pass that the running backward pass recomputes, fully or in part; None
+        outside of backward passes.
 
         Raises:
-            UserError: its scales are forgotten.
+            UserError: the scales of that pass were dropped.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or not self._begun:
             return None
-        # Reentrant checkpointing: nodes of a backward pass within another one have other numbers.
+        # Reentrant checkpointing runs backward passes within the outer one, whose nodes have other
+        # numbers.
         if self._outer is None:
             Variable._execution_engine.queue_callback(self._backward_ended)
         if self._outer is None or self._outer[0] == task:
-            self._outer = task, self._of_node()
+            self._outer = task, self._pass_of_node()
         return self._outer[1]
 
     def _backward_ended(self) -> None:
         self._outer = None
 
-    def _of_node(self) -> Pass:
+    def _pass_of_node(self) -> Pass:
         node: Any = torch._C._current_autograd_node()
         if node is None:  # a hook at the end of the backward pass
             return self._begun[-1]
@@ -112,6 +114,6 @@ class Passes:
                 "Delayed scaling: activation checkpointing runs a forward pass again after more "
                 f"than {LIMIT} others. Call backward() earlier, or use current scaling."
             )
-        # Before a pass begins there may be the node that runs the whole of it again.
+        # A node that recomputes an entire pass was created before that pass began.
         ended = (begun for begun in self._begun if begun.end is None or number < begun.end)
         return next(ended, self._begun[-1])

@@ -1,4 +1,4 @@
-"""A reminder that weights were loaded into a converted model and its FP8 state was not."""
+"""A warning that weights were loaded into a converted model without its FP8 state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StateReminder:
     """Warns once, at the first pass after weights were loaded without FP8 state.
 
     Attributes:
-        due: whether the next pass warns; a compiled model has it as a guard.
+        due: whether the next pass warns; compiled code is guarded on it.
     """
 
     def __init__(self) -> None:
@@ -23,15 +23,15 @@ class StateReminder:
         self._warned = False
 
     def attach(self, model: nn.Module) -> None:
-        """Look before each pass of `model`, compiled or not."""
+        """Register a forward pre-hook on `model`, which also runs in compiled code."""
         model.register_forward_pre_hook(self._before_forward)
 
     def weights_loaded(self) -> None:
-        """Note that the weight of a layer with FP8 state was loaded."""
+        """Called when the weight of a layer with FP8 state was loaded."""
         self.due = not self._state_loaded and not self._warned
 
     def state_loaded(self) -> None:
-        """Note that FP8 state was loaded, for weights loaded before or after it."""
+        """Called when FP8 state was loaded, before or after the weights."""
         self._state_loaded = True
         self.due = False
 
@@ -42,7 +42,7 @@ class StateReminder:
             self._remind_while_compiling()
 
     def remind(self) -> None:
-        """Warn if that is due; a pass is about to run."""
+        """Warn if `due`; called before each pass."""
         if self.due:
             self._warned = True
             log.warning(
@@ -53,7 +53,7 @@ class StateReminder:
             )
         self.due = self._state_loaded = False
 
-    # So that torch.compile calls it while it traces.
+    # With this decorator, torch.compile calls the method while tracing.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _remind_while_compiling(self) -> None:
         self.remind()

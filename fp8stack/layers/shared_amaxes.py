@@ -1,10 +1,11 @@
-"""The amaxes that ranks which train one model share: each update takes their maximum over ranks.
+"""Reduce the amaxes of ranks that train one model: each update takes the maximum over ranks.
 
-Ranks make their collectives in the same order, so they must know which updates all of them make.
-Under DistributedDataParallel, a pass whose backward pass sums gradients is matched by one of every
-other rank; passes within `no_sync` need not be. So each rank tells, by the store, what kind of pass
-it begins; the update after a pass within `no_sync` is made if all ranks have one. Else what was
-recorded is kept for the next update. (Outside of DDP, ranks are taken to make the same passes.)
+Ranks must call their collectives in the same order, so they need to know which updates all of them
+make. Under DistributedDataParallel, a pass whose backward pass reduces gradients runs on every
+rank; a pass within `no_sync` may run on some ranks only. So each rank publishes in torch's store
+what kind of pass it begins. After a pass within `no_sync`, amaxes are reduced if all ranks are in
+such a pass, else they are kept for the next update. (Without DDP, all ranks are assumed to run the
+same passes.)
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.common.errors import UserError
 
 Group = dist.ProcessGroup | Literal["world"] | None
-"""The ranks that share a history: all, or none but this one if None."""
+"""The ranks that share a history; None if this rank shares it with no other."""
 
-_MODELS: Counter[str] = Counter()  # how many models told their slots, by group
+_MODELS: Counter[str] = Counter()  # the number of models that published their slots, by group
 _KEYS = itertools.count()
 _SHARING: weakref.WeakValueDictionary[str, SharedAmaxes] = weakref.WeakValueDictionary()
-# Words in the store that a rank leaves there: its host is ahead of others' by far fewer passes.
-_LEFT = 4096
+# A rank deletes its older keys in the store. Ranks differ by far fewer passes than this.
+_MAX_KEYS = 4096
 
 
 def several_ranks() -> bool:
-    """Whether this process trains with others."""
+    """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -42,34 +43,34 @@ class SharedAmaxes:
     """Reduces the amaxes of one model over the ranks of `group`.
 
     Attributes:
-        slots: their names, which all ranks must have alike.
-        key: names it to compiled code.
+        slots: the names of the slots, which must be the same on all ranks.
+        key: identifies this object in compiled code.
     """
 
     def __init__(self) -> None:
         self.group: Group = "world"
         self.slots: list[str] = []
-        self._begin()
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"group": self.group, "slots": self.slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.group, self.slots = state["group"], state["slots"]
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.key = str(next(_KEYS))
         _SHARING[self.key] = self
-        self._prefix: str | None = None  # of this model in the store
+        self._prefix: str | None = None  # of this model's keys in the store
         self._compared = False  # whether all ranks have the same slots
-        self._pass: Literal["all", "no_sync", "join"] = "all"  # who makes the pass under way
-        # Passes are counted from each that all make to the next.
+        self._pass: Literal["all", "no_sync", "join"] = "all"  # the running pass
+        # A round ends with a pass that all ranks run. Passes are numbered within their round.
         self._round = self._number = 0
-        self._apart = False  # whether ranks are known to make other passes in this round
-        self._checked = 0  # the pass of this round that all ranks are known to make
-        self._told: deque[str] = deque()
-        self._kept: Tensor | None = None
+        self._diverged = False  # whether some rank's passes in this round are known to differ
+        self._matched_number = 0  # the last pass of this round whose kinds were compared
+        self._published_keys: deque[str] = deque()
+        self._unreduced: Tensor | None = None  # amaxes that wait for the next reduction
 
     @property
     def active(self) -> bool:
@@ -77,11 +78,11 @@ class SharedAmaxes:
         return self.group is not None and several_ranks()
 
     def begin_pass(self) -> None:
-        """Note that a pass begins that trains, after the update that was due."""
+        """Called when a training pass begins, after the pending update."""
         if not self.active:
             return
         if self._prefix is None:
-            self._announce()
+            self._publish_slots()
         ddp: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         if ddp is None:
             self._pass = "all"
@@ -90,53 +91,58 @@ class SharedAmaxes:
             self._pass = "join"
             return
         if self._pass != "no_sync":
-            self._round, self._number, self._checked = self._round + 1, 0, 0
-            self._apart = False
+            self._round, self._number, self._matched_number = self._round + 1, 0, 0
+            self._diverged = False
         self._number += 1
         self._pass = "all" if ddp.require_backward_grad_sync else "no_sync"
         store, key = _get_default_store(), self._key(dist.get_rank())
         store.set(key, self._pass)
-        self._told.append(key)
-        if len(self._told) > _LEFT:
-            store.delete_key(self._told.popleft())
+        self._published_keys.append(key)
+        if len(self._published_keys) > _MAX_KEYS:
+            store.delete_key(self._published_keys.popleft())
 
     def reduce(self, recorded: Tensor) -> Tensor:
-        """The maximum of `recorded`, float32 [slots], over ranks: of this update and those before
-        it that ranks kept to themselves; zeros, if this is one of those.
+        """The maximum over ranks of `recorded`, float32 [slots], and of earlier amaxes that were
+        not reduced. Zeros if ranks differ in their passes: then `recorded` is kept for the next
+        call.
 
         Raises:
-            UserError: the ranks that share the history have not the same layers.
+            UserError: the ranks that share the history do not have the same layers.
         """
-        mine = recorded.clone() if self._kept is None else torch.maximum(recorded, self._kept)
-        if self._pass == "no_sync" and not self._all_go_on():
-            self._kept = mine
+        mine = (
+            recorded.clone()
+            if self._unreduced is None
+            else torch.maximum(recorded, self._unreduced)
+        )
+        if self._pass == "no_sync" and not self._all_in_no_sync():
+            self._unreduced = mine
             return torch.zeros_like(recorded)
-        self._kept = None
+        self._unreduced = None
         if self._pass != "join":
             self._require_same_slots()
             dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._ranks())
         return mine
 
-    def agree(self, flag: Tensor) -> Tensor:
-        """Whether `flag`, bool and 0-dim, is true on any of the ranks, which all call this."""
+    def any_rank(self, flag: Tensor) -> Tensor:
+        """Whether `flag`, bool and 0-dim, is true on any rank. All ranks must call this."""
         if not self.active:
             return flag
         largest = flag.to(torch.int32)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._ranks())
         return largest.bool()
 
-    def _all_go_on(self) -> bool:
-        """Whether the pass with this number in its round is one within `no_sync` on all ranks."""
-        if not self._apart and self._checked < self._number:
+    def _all_in_no_sync(self) -> bool:
+        """Whether the current pass is within `no_sync` on all ranks."""
+        if not self._diverged and self._matched_number < self._number:
             kinds = self._kinds()
-            self._apart, self._checked = b"all" in kinds, self._number
-        return not self._apart
+            self._diverged, self._matched_number = b"all" in kinds, self._number
+        return not self._diverged
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{self._round}/{self._number}/{rank}"
 
     def _kinds(self) -> list[bytes]:
-        """The kind of every rank's pass with this number."""
+        """The kind of each rank's pass with the current number."""
         ranks = dist.get_process_group_ranks(self._ranks())
         kinds: list[bytes] = _get_default_store().multi_get([self._key(rank) for rank in ranks])
         return kinds
@@ -146,9 +152,9 @@ class SharedAmaxes:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _announce(self) -> None:
-        """Tell the other ranks, before the first pass that trains, which slots are here. By the
-        store and in no collective: stages of a pipeline wait for each other's passes."""
+    def _publish_slots(self) -> None:
+        """Publish a hash of the slot names before the first training pass. In the store and not by
+        a collective, because the stages of a pipeline wait for each other's passes."""
         name = self._ranks().group_name
         self._prefix = f"fp8stack/{name}/{_MODELS[name]}"
         _MODELS[name] += 1
@@ -156,7 +162,8 @@ class SharedAmaxes:
         _get_default_store().set(f"{self._prefix}/{dist.get_rank()}", str(slots))
 
     def _require_same_slots(self) -> None:
-        """Once, before the first collective: else different ranks would wait for ever."""
+        """Check, before the first collective, that all ranks have the same slots: else it would
+        hang."""
         if self._compared or self._prefix is None:
             return
         ranks = dist.get_process_group_ranks(self._ranks())
@@ -170,10 +177,10 @@ class SharedAmaxes:
             )
 
 
-# An operator of its own, so that torch.compile leaves the collective where it is.
+# A custom operator, so that torch.compile does not move the collective.
 @torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=())
 def _reduce_amaxes(recorded: Tensor, key: str) -> Tensor:
-    """`SharedAmaxes.reduce` of the one with this `key`."""
+    """Call `reduce` of the `SharedAmaxes` with this `key`."""
     return _SHARING[key].reduce(recorded)
 
 
@@ -181,5 +188,5 @@ _reduce_amaxes.register_fake(lambda recorded, key: torch.empty_like(recorded))
 
 
 def begin_pass(key: str) -> None:
-    """`SharedAmaxes.begin_pass` of the one with this `key`."""
+    """Call `begin_pass` of the `SharedAmaxes` with this `key`."""
     _SHARING[key].begin_pass()

@@ -1,13 +1,13 @@
 """FP8 layers of NVIDIA's Transformer Engine. The only file that imports it; TE 2.20 or later.
 
-TE's modules compute; parameters and FP8 state are ours. A `TELinear` owns `weight` and `bias` under
-the names that every backend has, and lends them to a TE module for the length of a call: so a
-norm and a linear can run as one TE module without sharing a name, a checkpoint holds no TE pickle,
-and FSDP2 may exchange the parameters in between. In delayed scaling, TE casts with the scales of
-our `AmaxHistory` and records amaxes that are moved into it; TE's own update never runs.
+TE's modules compute; parameters and FP8 state belong to our modules. A `TELinear` has `weight` and
+`bias`, the names of every backend, and registers them in a TE module for the duration of a call. So
+a norm and a linear can run as one TE module and keep their names, a checkpoint contains no TE
+pickle, and FSDP2 may replace the parameters between calls. In delayed scaling, TE casts with the
+scales of our `AmaxHistory` and records amaxes, which are moved into it; TE's own update never runs.
 
-Every call opens TE's autocast by itself, so that it holds under DDP, FSDP2 and in a block that
-activation checkpointing runs again in the backward pass.
+Every call enters TE's autocast itself, so that it is active under DDP, under FSDP2, and when
+activation checkpointing recomputes a block in the backward pass.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fp8stack.precision.native_gemms import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import Recipe
 
-# TE's names of a module's two states, of what it casts in the forward and in the backward pass.
+# TE's names of a module's two states, for the casts of the forward and of the backward pass.
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"
 Place = tuple[str, int]
-"""The place of an operand's scale and amax in TE: the state, and the index in its buffers."""
+"""The location of an operand's scale and amax in TE: the state, and the index in its buffers."""
 
 # The operands of each linear of a module, which has one or two.
 _LINEARS: list[dict[str, Place]] = [
@@ -64,7 +64,7 @@ _ATTENTION: dict[str, Place] = {
     "dO": (_BWD, FP8BwdTensorIdx.GRAD_INPUT2),
     "dP": (_BWD, FP8BwdTensorIdx.GRAD_INPUT3),
 }
-# The third GEMM's first places, which in current scaling are the first ones of a separate state.
+# The first indices of the third GEMM. In current scaling, it has a separate state, from index 0.
 _FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}
 
 
@@ -128,11 +128,11 @@ def _set_quantization(recipe: Any, power_of_two: bool, eps: float) -> None:
 
 
 class TEState:
-    """The scales and amaxes of our slots in one of the two states of a TE module; `buffers` are the
-    state's."""
+    """The scales and amaxes of our slots in one of the two states of a TE module. `buffers` is TE's
+    state, `places` the index of each slot in its buffers."""
 
     def __init__(self, buffers: Any, places: dict[str, int]) -> None:
-        self.wanted = False  # whether the amaxes count that TE records from now on, as always
+        self.records = False  # whether to use the amaxes that TE records; it always records them
         self.slots = list(places)
         self.scales = [buffers.scale[place] for place in places.values()]
         self.amaxes = [buffers.amax_history[0, place] for place in places.values()]
@@ -140,8 +140,8 @@ class TEState:
 
 
 class StatelessTEModule:
-    """A TE module, made on the meta device and without parameters of its own, the recipe and the
-    number of GEMMs for which it has FP8 buffers, and the places of slots of ours in them."""
+    """A TE module on the meta device, without parameters. It has FP8 buffers for `gemms` GEMMs in
+    `recipe`; `places` are the locations of our slots in them."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class StatelessTEModule:
         self.recipe = recipe
         self.gemms = gemms
         self.places = places
-        self.generation = -1  # of the weights that TE holds as FP8
+        self.generation = -1  # of the weights that TE has quantized
         self._delayed = delayed
         self._states: dict[str, TEState] = {}
         self._ready = False
@@ -163,7 +163,7 @@ class StatelessTEModule:
     def __call__(
         self, *inputs: Tensor, parameters: dict[str, Tensor | None] | None = None, **options: Any
     ) -> Tensor:
-        """The module's output in FP8, as TE takes its inputs; `parameters` are by TE's names."""
+        """Call the module in FP8, with TE's arguments; `parameters` have TE's names."""
         before = dict(self.module._parameters)
         self.module._parameters.update(parameters or {})  # type: ignore[arg-type]
         try:
@@ -173,20 +173,20 @@ class StatelessTEModule:
             self.module._parameters.update(before)
         return y
 
-    def expect(self, key: str, records: bool) -> None:
-        """Note whether the amaxes that TE records from now on are wanted."""
+    def set_recording(self, key: str, records: bool) -> None:
+        """Set whether the amaxes that TE records from now on in the state `key` are used."""
         if not self._ready:
             self._prepare()
         state = self._states.get(key)
-        if state is not None and state.wanted != records:
+        if state is not None and state.records != records:
             assert isinstance(self._delayed, TEDelayedScaling)
-            self._delayed.take([state])  # what it recorded so far
-            state.wanted = records
+            self._delayed.read_amaxes([state])  # recorded so far
+            state.records = records
 
     def _prepare(self) -> None:
-        """Allocate TE's FP8 buffers now, to fill them before the first cast."""
+        """Allocate TE's FP8 buffers, to copy scales to them before the first cast."""
         module: Any = self.module
-        # A module that counts as registered is left out of TE's own update of the scales.
+        # TE's own update of the scales skips modules that are marked as registered.
         module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
         # Inference tensors could not be written to later.
         with torch.inference_mode(False), te.autocast(enabled=True, recipe=self.recipe):
@@ -198,12 +198,12 @@ class StatelessTEModule:
                         slot: place for slot, (state, place) in self.places.items() if state == key
                     }
                     self._states[key] = TEState(module.fp8_meta[key], places)
-                self._delayed.serve(self._states.values())
+                self._delayed.register_states(self._states.values())
         self._ready = True
 
 
 class TEDelayedScaling(DelayedScaling):
-    """Delayed scaling whose casts TE makes: scales are copied to it, amaxes back from it."""
+    """Delayed scaling for casts by TE: scales are copied to TE's buffers, amaxes from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,19 +212,19 @@ class TEDelayedScaling(DelayedScaling):
         self._of_weights: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
-    def serve(self, states: Iterable[TEState]) -> None:
-        """Keep some of TE's states in step with the history from now on."""
+    def register_states(self, states: Iterable[TEState]) -> None:
+        """Add states of TE modules, whose scales and amaxes are copied from now on."""
         self._states += states
-        self.distribute()
+        self.copy_scales_out()
 
-    def collect(self) -> None:
-        """See `DelayedScaling.collect`: from TE's buffers."""
-        self.take(self._states)
+    def copy_amaxes_in(self) -> None:
+        """See `DelayedScaling.copy_amaxes_in`."""
+        self.read_amaxes(self._states)
 
     @torch.no_grad()
-    def take(self, states: list[TEState]) -> None:
-        """Move what TE recorded in some states into the history, in a few operations for all."""
-        recording = [state for state in states if state.wanted]
+    def read_amaxes(self, states: list[TEState]) -> None:
+        """Move the amaxes of some states into the history, with a few kernels for all of them."""
+        recording = [state for state in states if state.records]
         names = tuple(name for state in recording for name in state.slots)
         if names:
             slots = [self.slots[name] for name in names]
@@ -232,7 +232,7 @@ class TEDelayedScaling(DelayedScaling):
             if names not in self._of_weights:
                 of_weights = [slot.operand == "weight" for slot in slots]
                 self._of_weights[names] = torch.tensor(of_weights, device=amaxes.device)
-            counts = self.first | ~self._of_weights[names]  # see `Slot.to_cast`
+            counts = self.first | ~self._of_weights[names]  # see `Slot.cast_arguments`
             # A comparison with NaN is false: cuDNN may give one.
             counted = torch.where(counts & (amaxes >= 0), amaxes, 0.0)
             recorded = [self.history.recorded(name) for name in names]
@@ -241,25 +241,27 @@ class TEDelayedScaling(DelayedScaling):
             torch._foreach_zero_([state.recorded for state in states])
 
     @torch.no_grad()
-    def distribute(self, again: Pass | None = None) -> None:
-        """See `DelayedScaling.distribute`: to TE's buffers."""
+    def copy_scales_out(self, recomputed: Pass | None = None) -> None:
+        """See `DelayedScaling.copy_scales_out`."""
         scales = [scale for state in self._states for scale in state.scales]
         if scales:
             slots = [self.slots[name] for state in self._states for name in state.slots]
-            torch._foreach_copy_(scales, [slot.scale_of(again) for slot in slots])
+            torch._foreach_copy_(scales, [slot.scale_of(recomputed) for slot in slots])
 
 
 class TELinear(LowPrecisionLinear):
-    """A linear that TE computes, alone or together with what stands around it."""
+    """A linear that TE computes, alone or fused with the norm before it or with the MLP."""
 
     def __init__(self, size: Size, path: str, backend: TEBackend) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
         self.path = path
         self.backend = backend
-        self.cores: dict[type, StatelessTEModule] = {}  # that begin with it, by TE's class
+        self.cores: dict[
+            type, StatelessTEModule
+        ] = {}  # TE modules whose first linear this is, by TE's class
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
+        """See `LowPrecisionLinear.multiply`; rows are padded to a multiple that TE accepts."""
         backend, rows = self.backend, len(x)
         if backend.hides_nan:
             x = _ShowNaN.apply(x)  # type: ignore[no-untyped-call]
@@ -270,17 +272,17 @@ class TELinear(LowPrecisionLinear):
         return y[:rows] if missing else y
 
     def parameters_for(self, prefix: str) -> dict[str, Tensor | None]:
-        """The weight and bias as a TE module calls them."""
-        lent: dict[str, Tensor | None] = {f"{prefix}weight": self.matrix.contiguous()}
+        """The weight and bias, by their names in a TE module."""
+        parameters: dict[str, Tensor | None] = {f"{prefix}weight": self.matrix.contiguous()}
         if self.bias is not None:
-            lent[f"{prefix}bias"] = self.bias
-        return lent
+            parameters[f"{prefix}bias"] = self.bias
+        return parameters
 
 
 class TEBackend(Backend):
-    """FP8 on the hardware, by Transformer Engine."""
+    """Builds linears on Transformer Engine's modules."""
 
-    keeps_weights = True
+    caches_weights = True
     delayed_scaling = TEDelayedScaling
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
@@ -302,36 +304,37 @@ class TEBackend(Backend):
         return TELinear(size, layer.name, self)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """See `Backend.norm`: TE's, where TE has one."""
+        """See `Backend.norm`; TE's norm, except for a LayerNorm without bias."""
         if kind == "layernorm" and not bias:
             return super().norm(kind, width, eps, bias)
         norm = _RMSNorm if kind == "rmsnorm" else _LayerNorm
         return norm(width, eps=eps, device="cpu", dtype=torch.float32)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
-        """See `Backend.norm_linear`: TE's LayerNormLinear."""
+        """See `Backend.norm_linear`; by TE's LayerNormLinear if possible."""
         if not _is_fp8(linear) or not self._fuses(x, norm):
             return super().norm_linear(x, norm, linear)
-        lent = _norm_parameters(norm) | linear.parameters_for("")
-        y = self.run(te.LayerNormLinear, x, [linear], lent, norm)
+        parameters = _norm_parameters(norm) | linear.parameters_for("")
+        y = self.run(te.LayerNormLinear, x, [linear], parameters, norm)
         if self.observer is not None:
-            self.observer.fused(linear, self._normed(x, norm), y)
+            self.observer.report_fused(linear, self._normed(x, norm), y)
         return y
 
     def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
-        """See `Backend.norm_mlp`: TE's LayerNormMLP."""
+        """See `Backend.norm_mlp`; by TE's LayerNormMLP if possible."""
         up, down = mlp.up, mlp.down
         activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
         if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
-        lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
-        y = self.run(te.LayerNormMLP, x, [up, down], lent, norm, activation=activation)
+        linears = up.parameters_for("fc1_") | down.parameters_for("fc2_")
+        parameters = _norm_parameters(norm) | linears
+        y = self.run(te.LayerNormMLP, x, [up, down], parameters, norm, activation=activation)
         if self.observer is not None:
             # TE computes the activation and casts it in one kernel with these scales.
             fused = self.input.delayed or self.input.scale == "e8m0"
             inner = torch.float32 if fused else self.compute_dtype
             normed = self._normed(x, norm)
-            self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
+            self.observer.report_fused_mlp(up, down, str(mlp.activation), normed, y, inner)
         return y
 
     def attention(
@@ -344,15 +347,15 @@ class TEBackend(Backend):
         mask: Mask | None = None,
         path: str | None = "",
     ) -> Tensor:
-        """See `Backend.attention`. In FP8, if the recipe says so, by TE's DotProductAttention,
-        which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
+        """See `Backend.attention`. In recipes with FP8 attention, by TE's DotProductAttention,
+        which takes full sequences of a multiple of 128 tokens; otherwise, as in generation, in the
         compute dtype."""
         is_whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
         if not self.plan.recipe.fp8_attention or path is None or not is_whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
         core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
-        # Modules that have slots train always: else FlashAttention 3, where it is installed, could
-        # take over from cuDNN on Hopper, with other numbers.
+        # Modules with slots are always in training mode: else TE could choose FlashAttention 3, if
+        # installed, over cuDNN on Hopper, with other results.
         core.module.train(torch.is_grad_enabled() or bool(core.places))
         records = self.delayed is not None and self.delayed.records(False)
         rows = [x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -362,7 +365,7 @@ class TEBackend(Backend):
         except ValueError as error:
             if "attention backend" not in str(error):
                 raise
-            # TE has just asked cuDNN, and it has no kernel.
+            # TE found that cuDNN has no kernel.
             raise UserError(f"attention = '{self.plan.recipe.attention}': {error}") from error
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
 
@@ -383,15 +386,15 @@ class TEBackend(Backend):
         return self._attention[key]
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """The values that a norm hands to the cast within a fused module, computed once more."""
-        # The values are not rounded in between where TE fuses norm and cast.
+        """The norm's output as a fused module casts it, recomputed."""
+        # If TE fuses norm and cast, the output is not rounded in between.
         fused = self.input.delayed or (self.input.scale == "e8m0" and _cudnn_norms(x))
         with torch.no_grad(), no_autocast(x.device.type):
             normed: Tensor = norm(x.detach().to(self.compute_dtype))
             return normed.to(torch.float32 if fused else self.compute_dtype)
 
     def _fuses(self, x: Tensor, norm: nn.Module) -> bool:
-        """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
+        """Whether TE can fuse `norm`; not with padding, since padded rows would not stay zero."""
         return type(norm) in _NORMALIZATIONS and x[..., 0].numel() % self.row_multiple == 0
 
     def run(
@@ -403,8 +406,8 @@ class TEBackend(Backend):
         norm: nn.Module | None = None,
         **options: str,
     ) -> Tensor:
-        """The output of TE's module of a `kind` for `x`; the module computes these linears and the
-        `norm` before them. Weights are quantized once per optimizer step in training."""
+        """The output for `x` of the TE module of class `kind` that computes `linears` and the
+        `norm` before them. In training, weights are quantized once per optimizer step."""
         core = linears[0].cores.get(kind)
         if core is None:
             core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
@@ -412,8 +415,8 @@ class TEBackend(Backend):
         records = trains if self.delayed is None else self.delayed.records(trains)
         self.count_gemms(len(linears))
         generation = self.weights.generation
-        changed = core.generation != generation or not self.weights.copies_serve
-        first = changed if records else None  # None: for this call alone
+        changed = core.generation != generation or not self.weights.copies_are_current
+        first = changed if records else None  # None: quantize for this call only
         options_of_call: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
             y = self._call(core, records, _backward_gemms(x, parameters), x, **options_of_call)
@@ -440,9 +443,11 @@ class TEBackend(Backend):
     def _call(
         self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any
     ) -> Tensor:
-        """Call `core`. `records` counts for both passes; `gemms` is the number of GEMMs of linears
-        in the backward pass."""
-        core.expect(_FWD, records and (self.delayed is None or self.delayed.forward_counts))
+        """Call `core`. `records` applies to the forward and the backward pass; `gemms` is the
+        number of GEMMs of linears in the backward pass."""
+        core.set_recording(
+            _FWD, records and (self.delayed is None or self.delayed.counts_forward_amaxes)
+        )
         y = core(*inputs, **options)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
@@ -455,15 +460,15 @@ class TEBackend(Backend):
     ) -> Tensor | None:
         self.count_gemms(gemms)
         self.weights.backward_ran()
-        core.expect(_BWD, records)
+        core.set_recording(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()
         return _with_infinities(dy) if gemms and self.hides_nan else None
 
 
 _REPEATABLE_CUDNN = 91900
-# TE computes attention, or its gradients, in another precision and says nothing, or finds no kernel
-# with other values.
+# With other values, TE silently computes attention or its gradients in another precision, or finds
+# no kernel.
 _USUAL_SETTINGS = {
     "NVTE_DPA_FP8_RECIPE": "",
     "NVTE_DPA_FP8CS_O_in_F16": "1",
@@ -474,8 +479,8 @@ _USUAL_SETTINGS = {
 
 
 def _require_attention(attention: str) -> None:
-    """Raise a UserError if cuDNN has no such attention in FP8, or an environment variable makes
-    TE's something else."""
+    """Raise a UserError if cuDNN does not support this FP8 attention, or an environment variable
+    changes TE's."""
     (least, *bad), needs = FP8_ATTENTION[attention].cudnn, FP8_ATTENTION[attention].cudnn_in_words
     cudnn = torch.backends.cudnn.version() or least  # type: ignore[no-untyped-call]
     is_bad = cudnn < least or cudnn in bad
@@ -493,13 +498,13 @@ def _require_attention(attention: str) -> None:
 
 
 def _with_infinities(x: Tensor) -> Tensor:
-    """`x` with infinities in place of NaN. FP4 has codes for neither. TE leaves a NaN out of the
-    amax of the tensor; an infinity makes all of its product infinite or NaN, so that it shows."""
+    """`x` with infinities in place of NaN, so that a NaN is not lost. FP4 has codes for neither,
+    and TE ignores a NaN in the amax; but an infinity makes the full product infinite or NaN."""
     return x.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 class _ShowNaN(torch.autograd.Function):
-    """`_with_infinities`, which keeps nothing for the backward pass."""
+    """`_with_infinities`, without saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -511,7 +516,7 @@ class _ShowNaN(torch.autograd.Function):
 
 
 class _LayerNorm(te.LayerNorm):  # type: ignore[misc]
-    """TE's norm without the pickled extra state of TE's modules, which it does not use."""
+    """TE's norm, without the extra state that TE's modules pickle and norms do not use."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -525,7 +530,7 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 
 
 def _cudnn_norms(x: Tensor) -> bool:
-    """Whether TE lets cuDNN norm `x` and cast it to MXFP8 in one kernel, which takes whole tiles
+    """Whether TE has cuDNN normalize `x` and cast it to MXFP8 in one kernel, which takes full tiles
     (csrc/extensions/normalization.cpp of TE 2.20)."""
     rows, width = x[..., 0].numel(), x.shape[-1]
     return os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == "1" and rows % 128 == width % 128 == 0
@@ -539,7 +544,7 @@ def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:
     """The number of GEMMs in the backward pass of a TE module for these inputs."""
     weights = [p for n, p in parameters.items() if n.endswith("weight") and "norm" not in n]
     needs_dw = sum(weight is not None and weight.requires_grad for weight in weights)
-    needs_dx = x.requires_grad or any("norm" in n for n in parameters)  # which always wants it
+    needs_dx = x.requires_grad or any("norm" in n for n in parameters)  # a norm always needs dx
     return needs_dw + needs_dx + len(weights) - 1
 
 
@@ -547,5 +552,5 @@ _NORMALIZATIONS: dict[type, str] = {_LayerNorm: "LayerNorm", _RMSNorm: "RMSNorm"
 
 
 def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
-    """A norm's parameters as TE's fused modules call them."""
+    """A norm's parameters, by their names in TE's fused modules."""
     return {f"layer_norm_{name}": value for name, value in norm._parameters.items()}

@@ -1,8 +1,8 @@
-"""FP8 linears on torch's own scaled GEMMs: no Transformer Engine needed, and they compile.
+"""FP8 linears with torch's scaled GEMMs, which need no Transformer Engine and can be compiled.
 
-The bytes, scales and amaxes are the emulator's, to the bit. x and w are quantized in the forward
-pass, once for both their GEMMs, and saved as FP8 for the backward pass; the copies that reduce over
-rows are stored transposed, as Hopper needs them.
+The bytes, scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the
+forward pass, and saved in FP8 for the backward pass. The column copies are stored transposed, as
+Hopper's GEMMs require.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from fp8stack.layers.linear import (
     multiply_backward,
     multiply_forward,
     no_autocast,
-    require_plain,
+    require_supported_input,
 )
 from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
 from fp8stack.layers.weight_cache import CachedWeight, WeightCache
-from fp8stack.layers.weight_changes import own_weight, version_of
+from fp8stack.layers.weight_changes import stored_weight, version_of
 from fp8stack.numerics.cast import cast_scaled, codes_of_cast, record_amax
 from fp8stack.precision.plan import LayerPlan, Plan
 
@@ -61,12 +61,13 @@ class ScaledOperand(OperandQuantizers):
     same quantizer for both copies, up to a Hadamard transform.
 
     Attributes:
-        quantizer: the quantizer.
-        kind: the layout of its scales.
-        cached: the copies of a weight, used until it changes.
-        joins: whether the kernel for many weights can cast the weight.
-        shared_scale: the scale of a weight in current scaling that ranks share out.
-        layer: the layer, if this is its weight.
+        quantizer: the quantizer of both copies.
+        kind: the layout of the scales.
+        target: the FP8 or FP4 format.
+        cached: the cached copies of a weight, valid until it changes.
+        in_batched_cast: whether the kernel that casts many weights supports this quantizer.
+        shared_scale: the scale of a sharded weight in current scaling, the same on all ranks.
+        layer: the layer, if the operand is its weight.
     """
 
     def __init__(self, name: Operand, operands: LayerOperands) -> None:
@@ -76,16 +77,21 @@ class ScaledOperand(OperandQuantizers):
         self.kind = _kind_of_scales(self.along)
         self.target = FORMATS[self.along.format]
         self.cached: CachedWeight | None = None
-        self.joins = self.kind in (ScaleLayout.PER_TENSOR, ScaleLayout.SQUARES, ScaleLayout.MX)
+        self.in_batched_cast = self.kind in (
+            ScaleLayout.PER_TENSOR,
+            ScaleLayout.SQUARES,
+            ScaleLayout.MX,
+        )
         self.shared_scale = torch.ones(())
         self.layer: QuantizedLinear | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"cached": None}  # a copy quantizes for itself
+        return self.__dict__ | {"cached": None}  # a copied layer quantizes its own weight
 
     def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The FP8 bytes of some rows of the weight [rows, in], and the scale of the whole weight,
-        which delayed scaling knows and ranks agreed on in current scaling."""
+        """Cast a shard of the weight, float32 [rows, in]. Returns float8 [rows, in] and the scale
+        of the full weight: from the amax history, or in current scaling from
+        `before_all_gather`."""
         slot = self.slot
         scale = self.shared_scale if slot is None else slot.scale()
         record = slot is not None and slot.is_recording
@@ -93,7 +99,7 @@ class ScaledOperand(OperandQuantizers):
             rows, scale, self.quantizer.format, across=False, record=record
         )
         if slot is not None and amax is not None:
-            slot.record(amax)  # of these rows: the history takes the maximum over ranks
+            slot.record(amax)  # of this shard: updates take the maximum over ranks
         return data, scale
 
 
@@ -106,8 +112,8 @@ def _kind_of_scales(quantizer: Quantizer) -> ScaleLayout:
 
 
 class _MultiplyTwice(torch.autograd.Function):
-    """Two linears around an activation, whose output, and the gradient of whose input, are written
-    in FP8 alone, see `fused_casts`."""
+    """Two linears with an activation in between. The output of the activation and the gradient of
+    its input are written to memory in FP8 only, see `fused_casts`."""
 
     @staticmethod
     def forward(
@@ -123,7 +129,7 @@ class _MultiplyTwice(torch.autograd.Function):
         needs: tuple[tuple[bool, bool], tuple[bool, bool]],
         records: tuple[bool, bool],
     ) -> Tensor:
-        # A norm's backward pass computes neither of the two gradients.
+        # Neither gradient comes from the backward pass of a norm.
         of_up = Call(records[0], len(x), up_bias is not None, after_norm=True)
         of_down = Call(records[1], len(x), down_bias is not None, after_norm=True)
         hidden, up_saved, ctx.up = multiply_forward(up, x, up_weight, up_bias, needs[0], of_up)
@@ -151,7 +157,7 @@ class _MultiplyTwice(torch.autograd.Function):
 def _scaled_pair(
     data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
 ) -> Copies:
-    """Both copies of an operand that was cast with one scale."""
+    """The row copy and the column copy of an operand that was cast with one scale."""
     rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
     columns = None if transposed is None else rows._replace(data=transposed, sums=None)
     return rows, columns
@@ -161,7 +167,7 @@ _BY_BLOCKS = {ScaleLayout.ROWS, ScaleLayout.MX}  # a kernel makes both copies
 
 
 def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = True) -> Copies:
-    """Both copies of `x` with scales by row or by block, see `GemmBackend.cast`."""
+    """The row copy and the column copy of `x`, with scales per row or block."""
     x = castable(x).contiguous()
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
     along = Scaled(data, pack_scales(inv_scale, kind), kind)
@@ -182,18 +188,18 @@ _compiled_copies = cache(partial(compiled, _copies))
 
 
 class TorchBackend(Backend):
-    """FP8 on the hardware, with torch alone."""
+    """Builds linears on torch's scaled GEMMs."""
 
     Copy = Scaled
-    keeps_weights = True
+    caches_weights = True
     matmul = staticmethod(scaled_gemm)  # see `GemmBackend.matmul`
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._layers: list[QuantizedLinear] = []
         self._cache = WeightCache()
-        self._shared: list[QuantizedLinear] = []
-        # torch.compile's backend and mode, for the casts of weights that no kernel casts together.
+        self._sharded_layers: list[QuantizedLinear] = []
+        # torch.compile's backend and mode, for casts of weights that no Triton kernel does.
         self.compiled_by: tuple[CompileBackend, str] | None = None
 
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
@@ -211,21 +217,21 @@ class TorchBackend(Backend):
     def cast(
         self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
     ) -> Copies:
-        """See `GemmBackend.cast`; weights are cast once until they change."""
+        """See `GemmBackend.cast`; the copies of a weight are cached until it changes."""
         if isinstance(x, FullWeight):
             turned = x.data8.t().contiguous() if with_columns else None
             return _scaled_pair(x.data8, turned, x.scale, None)
-        if quantizers.cached is not None and self._serves(quantizers, quantizers.cached):
+        if quantizers.cached is not None and self._is_current(quantizers, quantizers.cached):
             rows, columns = quantizers.cached.copies
             return rows, columns if with_columns else None
         return self.quantize(x, quantizers, with_columns, call)
 
-    def _serves(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
-        """Whether the copies of a weight are up to date."""
+    def _is_current(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
+        """Whether the cached copies of a weight are valid."""
         if not self.weights.copied or torch.compiler.is_compiling():
             return self.weights.copied
-        # Blocks run again in a backward pass. A layer that is called by itself may have another
-        # weight than in the model's last pass.
+        # In a backward pass, activation checkpointing recomputes blocks. Outside of a pass of the
+        # model, a layer that is called alone may have a weight that changed since the last pass.
         if not self.weights.fresh and torch._C._current_graph_task_id() == -1:
             return False
         assert quantizers.layer is not None
@@ -234,20 +240,20 @@ class TorchBackend(Backend):
             version = id(weight), weight.device, weight.data_ptr(), weight._version
             if cached.version == version:
                 return True
-        return cached.version == version_of(own_weight(quantizers.layer))
+        return cached.version == version_of(stored_weight(quantizers.layer))
 
     def quantize(
         self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
     ) -> Copies:
-        """`cast` of values that are not cast yet. In compiled code the compiler fuses a cast by a
-        known scale with the computation of `x`; not the transpose where a reduction over rows
-        computes `x`, which would write it byte by byte."""
+        """`cast` without cached copies. In compiled code, inductor fuses a cast with a delayed
+        scale with the computation of `x`, except the transpose if a reduction over rows computes
+        `x`: it would be written byte by byte."""
         quantizer, kind = quantizers.quantizer, quantizers.kind
         sums = call.has_bias and quantizers.name == "grad_output"
         if isinstance(x, Tensor) and x.dtype == torch.float64:
             x = x.float()
         if kind is ScaleLayout.PER_TENSOR:
-            # Compiled, a cast is not fused with the computation of x where the amax comes first.
+            # In current scaling, inductor cannot fuse the cast with the computation of x.
             if isinstance(x, Tensor) and torch.compiler.is_compiling():
                 by_kernel = has_kernel(x.device) and with_columns
                 if quantizer.delayed or not by_kernel:
@@ -280,16 +286,16 @@ class TorchBackend(Backend):
         record: bool,
         sums: bool,
     ) -> Copies:
-        """`quantize` with one scale."""
+        """`quantize` with one scale per tensor, in eager code or by a kernel."""
         slot, quantizer = quantizers.slot, quantizers.quantizer
         recorded = counts = None
         if slot is not None:
-            scale, recorded, counts = slot.to_cast(record)
+            scale, recorded, counts = slot.cast_arguments(record)
         else:  # current scaling: the amax comes first
             largest = numerics.amax(x) if isinstance(x, Tensor) else product_amax(x)
             scale = numerics.current_scale(largest, quantizer)
         total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
-        # The operator serves kernels, and whatever looks at operators.
+        # The operator is for the Triton kernels and for dispatch modes; else call the CPU code.
         observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if isinstance(x, Tensor) and x.is_cpu and not observed:
             data = cast_scaled(x.contiguous(), scale, quantizers.target)
@@ -309,8 +315,8 @@ class TorchBackend(Backend):
     def _compiled_cast(
         self, x: Tensor, quantizers: ScaledOperand, with_columns: bool, call: Call, by_kernel: bool
     ) -> Copies:
-        """`_cast` in code that the compiler can see, except for the transpose by a kernel where a
-        reduction computes `x`, or sums it."""
+        """`_cast` in code that inductor can fuse, except that a kernel writes the transpose if a
+        reduction computes or consumes `x`."""
         dy = quantizers.name == "grad_output"
         sums = dy and call.has_bias
         total = x.sum(0, dtype=torch.float32) if sums else None
@@ -323,11 +329,13 @@ class TorchBackend(Backend):
             data = numerics.cast_to_fp8(x, scale, format).contiguous()
             return _scaled_pair(data, data.t().contiguous() if with_columns else None, scale, total)
         codes = codes_of_cast(x, scale, format)
-        turned = transpose_bytes(codes)  # before the view: so it is of what was stored
+        turned = transpose_bytes(
+            codes
+        )  # of the codes, before the view: inductor then reads them from memory
         return _scaled_pair(codes.view(dtype), turned.view(dtype), scale, total)
 
-    def keep_weight(self, layer: QuantizedLinear, record: bool) -> None:
-        """Quantize the weight of a layer, to be used until it changes."""
+    def cache_weight(self, layer: QuantizedLinear, record: bool) -> None:
+        """Quantize the weight of a layer and cache the copies."""
         quantizers: ScaledOperand = layer.quantizers["weight"]
         quantizer, kind, weight = quantizers.quantizer, quantizers.kind, layer.matrix
         by = self.compiled_by
@@ -337,16 +345,17 @@ class TorchBackend(Backend):
             call = Call(record, len(weight), has_bias=False)
             rows, columns = self.quantize(weight, quantizers, True, call)
         assert columns is not None
-        quantizers.cached = CachedWeight((rows, columns), version_of(own_weight(layer)))
+        quantizers.cached = CachedWeight((rows, columns), version_of(stored_weight(layer)))
 
-    def follow(self, model: nn.Module) -> None:
-        """See `Backend.follow`; weights are quantized once for all micro-batches of a step."""
+    def register_hooks(self, model: nn.Module) -> None:
+        """See `Backend.register_hooks`: a hook caches the quantized weights for all micro-batches
+        of a step."""
         self._layers = [
             layer
             for layer in model.modules()
             if isinstance(layer, QuantizedLinear) and layer.backend is self
         ]
-        model.register_forward_pre_hook(self._keep_weights)
+        model.register_forward_pre_hook(self._cache_weights)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
         """See `Backend.norm_linear`."""
@@ -359,17 +368,17 @@ class TorchBackend(Backend):
         return y
 
     def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any) -> Tensor:
-        """See `Backend.norm_mlp`; the activation is computed as it is cast where a kernel can."""
+        """See `Backend.norm_mlp`; where possible, a kernel fuses the activation with the casts."""
         return self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else mlp(norm(x))
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
-        """Whether `_fused_mlp` gives what the parts of an MLP give one after the other."""
+        """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""
         if not has_kernel(x.device) or mlp._forward_hooks or mlp._forward_pre_hooks:
             return False
         layers = (mlp.up, mlp.down)
         if not all(_takes_products(layer) for layer in layers):
             return False
-        # Rows that are added for one GEMM alone would be others in the next.
+        # Each layer pads its input separately: the activation of a padded row may not be zero.
         rows = x.numel() // x.shape[-1]
         return rows > 0 and rows % max(layer.row_multiple for layer in layers) == 0
 
@@ -377,11 +386,11 @@ class TorchBackend(Backend):
         up, down = mlp.up, mlp.down
         compiling = torch.compiler.is_compiling()
         if compiling:
-            self.weights.layer_runs()
+            self.weights.note_compiled_call()
         for layer in (up, down):
-            require_plain(x, layer._parameters.get("weight"))
+            require_supported_input(x, layer._parameters.get("weight"))
             if not compiling:
-                layer.ran = True
+                layer.was_called = True
         grad = torch.is_grad_enabled()
         up_needs = grad and x.requires_grad, grad and up.weight.requires_grad
         bias_trains = grad and up.bias is not None and up.bias.requires_grad
@@ -398,21 +407,24 @@ class TorchBackend(Backend):
             )
             return y.view(*x.shape[:-1], down.out_features)
 
-    def share_out(self, module: nn.Module | None) -> None:
-        """See `Backend.share_out`; a weight with one scale whose rows can be shared equally is
-        gathered as FP8 bytes."""
-        super().share_out(module)
+    def prepare_sharding(self, module: nn.Module | None) -> None:
+        """See `Backend.prepare_sharding`. A weight with one scale per tensor, whose rows divide
+        evenly among ranks, is gathered as FP8 bytes."""
+        super().prepare_sharding(module)
         within = set() if module is None else set(module.modules())
         for layer in self._layers:
             quantizer = layer.quantizers["weight"].quantizer
             equal = layer.weight.shape[0] % dist.get_world_size() == 0
             if layer in within and equal and quantizer.per_tensor:
                 layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
-                self._shared.append(layer)
+                self._sharded_layers.append(layer)
 
-    def before_gathering(self) -> None:
-        """See `Backend.before_gathering`: the scales of current scaling, in one collective."""
-        shared = [layer for layer in self._shared if not layer.quantizers["weight"].along.delayed]
+    def before_all_gather(self) -> None:
+        """See `Backend.before_all_gather`: compute the scales of sharded weights in current
+        scaling, with one all-reduce."""
+        shared = [
+            layer for layer in self._sharded_layers if not layer.quantizers["weight"].along.delayed
+        ]
         if not shared:
             return
         # DTensors, whose local tensors are `ShardedWeight`s.
@@ -424,34 +436,35 @@ class TorchBackend(Backend):
             quantizers = layer.quantizers["weight"]
             quantizers.shared_scale = numerics.current_scale(amax, quantizers.quantizer)
 
-    def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:
             return
         together: list[tuple[QuantizedLinear, Tensor]] = []
-        # Else they could not be saved for a backward pass (and this switches gradients on).
+        # Inference tensors could not be saved for a backward pass. (Leaving inference mode enables
+        # gradients, hence `no_grad`.)
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
-                weight, quantizers = own_weight(layer), layer.quantizers["weight"]
+                weight, quantizers = stored_weight(layer), layer.quantizers["weight"]
                 if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
-                    quantizers.cached = None  # the weight is not whole here
-                elif quantizers.joins and _is_plain(weight):
+                    quantizers.cached = None  # the weight is sharded or computed at each call
+                elif quantizers.in_batched_cast and _is_plain(weight):
                     together.append((layer, weight))
                 else:
-                    self.keep_weight(layer, self.weights.first)
+                    self.cache_weight(layer, self.weights.first)
             if together:
                 self._cache.cast(together, self.delayed, self.weights)
-        self.weights.made_copies()
+        self.weights.mark_copied()
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether the kernel for many weights can read it."""
+    """Whether the kernel that casts many weights can read this one."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
     return plain and weight.is_contiguous() and has_kernel(weight.device)
 
 
 def _takes_products(layer: nn.Module) -> bool:
-    """Whether the input of a layer and the gradient of its output may be computed as they are cast:
-    no hook needs to see them."""
+    """Whether a kernel may compute the layer's input and output gradient as it casts them, so that
+    they never exist in high precision: no hook reads them."""
     if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:

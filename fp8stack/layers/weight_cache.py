@@ -1,4 +1,4 @@
-"""FP8 copies of weights, kept until the weights change."""
+"""A cache of the FP8 copies of weights, valid until the weights change."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fp8stack.numerics.cast import record_amax
 
 @dataclass
 class CachedWeight:
-    """A weight's copies, for the GEMM over its columns and that over its rows, and its version."""
+    """The row copy and the column copy of a weight, and the version of the weight."""
 
     copies: tuple[Scaled, Scaled]
     version: Version
 
 
 class WeightCache:
-    """The weights of many layers that one kernel casts, and their copies."""
+    """The copies of the weights of many layers, which one kernel casts."""
 
     def __init__(self) -> None:
-        self._groups: list[tuple[KeptWeights, bool]] = []  # and whether scaling is delayed
+        self._groups: list[tuple[KeptWeights, bool]] = []  # with whether scaling is delayed
         self._addresses: list[tuple[int, int, torch.dtype]] = []  # of the weights
         self._versions: list[Version] = []
 
@@ -42,7 +42,7 @@ class WeightCache:
         delayed: DelayedScaling | None,
         changes: WeightChanges,
     ) -> None:
-        """Cast the weights of the layers as they are now; amaxes are recorded once."""
+        """Cast the current weights of the layers, and record their amaxes if they changed."""
         record = changes.first
         addresses = [(id(weight), weight.data_ptr(), weight.dtype) for _, weight in layers]
         if addresses != self._addresses:
@@ -52,9 +52,9 @@ class WeightCache:
             if is_delayed:
                 assert delayed is not None
                 recorded = delayed.history.all_recorded
-                # The device decides whether amaxes count, if only it knows of a change.
+                # Unless the change is certain, the device decides whether to record amaxes.
                 amaxes = recorded if changes.certain else torch.zeros_like(recorded)
-                group.cast(delayed.first_scales, amaxes if record else None)
+                group.cast(delayed.weight_scales, amaxes if record else None)
                 if record and not changes.certain:
                     record_amax(recorded, amaxes, delayed.first)
             else:
@@ -65,7 +65,7 @@ class WeightCache:
             cached.version = changes.versions.get(layer) or version_of(weight)
             weights.append(cached)
         versions = [cached.version for cached in weights]
-        if versions != self._versions:  # tensors saved of the copies have other values now
+        if versions != self._versions:  # copies that autograd saved were overwritten
             tensors = [copy.data for cached in weights for copy in cached.copies]
             torch.autograd.graph.increment_version(tensors)
             self._versions = versions
@@ -75,7 +75,7 @@ class WeightCache:
         groups: dict[Any, list[tuple[QuantizedLinear, Tensor]]] = defaultdict(list)
         for layer, weight in layers:
             quantizers = layer.quantizers["weight"]
-            quantizers.cached = None  # before other copies take as much memory
+            quantizers.cached = None  # free the memory before new copies are allocated
             groups[quantizers.quantizer, weight.dtype, weight.device].append((layer, weight))
         for (quantizer, *_), members in groups.items():
             slots = [layer.operands.slots for layer, _ in members if quantizer.delayed]

@@ -300,7 +300,7 @@ def _with_work(
     return replace(
         plan,
         layers=tuple(layers),
-        beside_work=beside.work,
+        work_outside_linears=beside.work,
         counted="GEMM weights" if unknown else "GEMM FLOPs",
         reasons=(*plan.reasons, beside.sentence) if beside.sentence else plan.reasons,
     )

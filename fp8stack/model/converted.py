@@ -133,7 +133,7 @@ class PlanFollower:
         idle = [
             name
             for name, linear in self._linears.items()
-            if isinstance(linear, LowPrecisionLinear) and not linear.ran
+            if isinstance(linear, LowPrecisionLinear) and not linear.was_called
         ]
         # If torch compiled anything in this process, compiled code may call the idle layers.
         dynamo = sys.modules.get("torch._dynamo.utils")

@@ -21,8 +21,8 @@ from fp8stack.layers.emulate import EmulateBackend
 from fp8stack.layers.linear import CastLinear, LowPrecisionLinear
 
 CHUNK_BYTES = 128 * 2**20
-"""The bytes of a chunk's float32 logits. More rows give faster GEMMs and fewer additions of weight
-gradients."""
+"""The size of a chunk's float32 logits in bytes. Larger chunks give faster GEMMs and fewer
+accumulations into weight gradients."""
 
 
 def head_loss(
@@ -30,22 +30,23 @@ def head_loss(
 ) -> Tensor:
     """The mean of `cross_entropy(head(x)[..., :vocabulary].float(), targets)`.
 
-    If the logits fit into one chunk, or in compiled code, where inductor fuses the float32 values
-    into neighbouring operations, this is just that expression. Else, in eager mode:
+    If the logits fit into one chunk, and in compiled code, where inductor fuses the float32 logits
+    into neighbouring operations, exactly this expression is computed. Otherwise, in eager mode:
 
-    - A head with logits in half precision runs once, over all rows, and the cross-entropy takes a
-      chunk of the logits at a time. In bf16 the forward pass computes their gradient: no softmax is
-      computed twice and the logits are not saved. In fp16 and for an FP8 head the backward pass
-      computes it from saved logits: fp16 would underflow without the loss scale, and FP8 must cast
-      the same gradient as compiled code, which includes all factors of the loss.
-    - A plain float32 head runs chunk by chunk, forward and backward, within the forward pass: no
-      logits are saved and nothing is computed twice.
+    - A head with logits in half precision runs once, over all rows; the cross-entropy processes
+      chunks of the logits. In bf16, the forward pass also computes the gradient of the logits, so
+      that the softmax is computed once and the logits are not saved. In fp16 and for an FP8 head,
+      the backward pass computes the gradient from saved logits: fp16 would underflow without the
+      loss scale, and FP8 must cast the same gradient as compiled code, with all factors of the
+      loss.
+    - A plain float32 head runs chunk by chunk; the forward pass also computes the gradients, so
+      that no logits are saved or recomputed.
     - An FP8 head with float32 logits, or with rounded operands in float32 (the emulator's), runs
-      chunk by chunk, and again in the backward pass: one more GEMM, for the reason above. Bytes,
-      scales and amaxes are the same as for one GEMM over all rows, since chunks are whole blocks.
-      Only in current scaling, each chunk of `x` and of the gradient has its own scale. As with
-      activation checkpointing, in delayed scaling a second forward pass must not precede the
-      backward pass of the first.
+      chunk by chunk and is recomputed in the backward pass: one more GEMM, for the reason above.
+      Bytes, scales and amaxes equal those of one GEMM over all rows, since chunks are multiples of
+      blocks; only in current scaling, each chunk of `x` and of the gradient has a separate scale.
+      As with activation checkpointing, in delayed scaling a second forward pass must not precede
+      the backward pass of the first.
 
     Args:
         head: [..., D] -> [..., V or more], in any dtype.
@@ -85,22 +86,23 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
-    """Whether `head` allocates float32 tensors of the logits' size, so that chunks save memory."""
+    """Whether the head runs once per chunk: if it allocates float32 tensors of the logits' size."""
     if isinstance(head, LowPrecisionLinear):
         in_float32 = head.keeps_dtype or head.compute_dtype == torch.float32
         return in_float32 or isinstance(getattr(head, "backend", None), EmulateBackend)
-    # Not for replacements of nn.Linear, whose parameters may not be plain tensors.
+    # Not subclasses of nn.Linear, whose parameters may not be plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
     return plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
 
 
 def _loss(head: Callable[[Tensor], Tensor], vocabulary: int, x: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the losses of some rows: float32, 0-dim."""
+    """The sum of the cross-entropies of some rows: float32, 0-dim."""
     logits = head(x)[:, :vocabulary].float()
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
 def _count(targets: Tensor) -> Tensor:
+    """The number of targets that are not ignored: int64, 0-dim."""
     return (targets != -100).sum()
 
 
@@ -118,7 +120,7 @@ class _GradientInForward(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         needs_dx, *needs = ctx.needs_input_grad[4:]
-        # Detached leaves: a hook on a parameter must see its complete gradient, once.
+        # Detached leaves, so that hooks on parameters run once, with the complete gradient.
         leaves = [p.detach().requires_grad_(n) for p, n in zip(parameters, needs, strict=True)]
         names = [name for name, _ in module.named_parameters()]
         head = partial(functional_call, module, dict(zip(names, leaves, strict=True)))

@@ -1,4 +1,4 @@
-"""The amax history behind delayed scaling: one per model.
+"""The amax history of a model, for delayed scaling.
 
 Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has the rules.
 """
@@ -21,22 +21,25 @@ class AmaxHistory:
     """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
     [slots]`, both float32.
 
-    A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
-    records the amax it sees; `update` moves what was recorded into the history and derives the
-    next scale. Row 0 is the one being recorded (in memory a tensor of its own, see `_cells`); the
-    last row is the newest, row 1 the oldest.
+    A slot is named `<module path>.<operand>`. A cast uses the current scale and records the amax of
+    its input; `update` moves the recorded amaxes into the history and computes the next scales. In
+    the history, row 1 is the oldest and the last row the newest; row 0 stands for the recorded
+    amaxes, which are in a separate tensor (see `_cells`).
 
-    Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
-    window is the last rows of its column. `scales` and `all_recorded`, what was recorded for every
-    slot since the last update, are float32 [slots] and changed in place.
+    A vector is a name for slots in adjacent columns that are cast together, as those of experts:
+    `column`, `scale` and `recorded` take it as well, and `state_dict` holds it as one tensor.
+
+    Slots may have windows of different lengths: `history` has the length of the longest, and a
+    shorter window is the last rows of its column. `scales` and `all_recorded`, the amaxes of all
+    slots recorded since the last update, are float32 [slots] and changed in place.
 
     Args:
-        slots: by name the format of each slot, "e4m3" or "e5m2", or its quantizer, whose own
-            length, margin and algorithm count instead of those below.
-        length: how many amaxes the window holds.
-        margin: headroom in bits: a scale aims at `fp8_max * 2^-margin`.
-        algorithm: "max" of the window, or "most_recent".
-        device: where the two tensors live.
+        slots: the format of each slot by name, "e4m3" or "e5m2", or its quantizer, whose length,
+            margin and algorithm take precedence over the arguments below.
+        length: the number of amaxes in the window.
+        margin: headroom in bits: the amax is scaled to `fp8_max * 2^-margin`.
+        algorithm: the amax that the scale follows: "max" of the window, or "most_recent".
+        device: the device of the tensors.
 
     Raises:
         UserError: a length below 1, an unknown algorithm.
@@ -60,32 +63,41 @@ class AmaxHistory:
             amax="delayed", history_length=length, margin=margin, amax_algorithm=algorithm
         )
         self._column: dict[str, int] = {}
+        self._vectors: dict[str, slice] = {}
+        # The slots and vectors that have a tensor each in `_recorded`, with the length of a vector
+        # or 0; and by slot or vector, the place of its tensor, and its place in that.
+        self._sizes: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int | None]] = {}
         self._quantizers: list[Quantizer] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
-        self.all_recorded, self._recorded = _cells(self.history.new_zeros(0))
+        self.all_recorded, self._recorded = _cells(self.history.new_zeros(0), ())
         self.scales = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # pickle gives each tensor separate memory. Modules that hold a slot's tensor must still see
-        # it.
-        self.all_recorded, cells = _cells(self.all_recorded)
+        # pickle gives each tensor separate memory; tensors that modules refer to must share memory.
+        self.all_recorded, cells = _cells(self.all_recorded, self._sizes.values())
         for mine, cell in zip(self._recorded, cells, strict=True):
-            mine.set_(cell.untyped_storage(), cell.storage_offset(), (), ())
+            mine.set_(cell.untyped_storage(), cell.storage_offset(), cell.shape, cell.stride())
 
     @property
     def slots(self) -> list[str]:
         """The names of the slots, in the order of the columns."""
         return list(self._column)
 
-    def extend(self, slots: Mapping[str, str | Quantizer]) -> None:
-        """Add a column for each of `slots`, with an empty window and scale 1.
+    def extend(
+        self,
+        slots: Mapping[str, str | Quantizer],
+        vectors: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Add a column for each of `slots`, with an empty window and scale 1. `vectors` are names
+        for some of `slots` that follow each other and have one quantizer.
 
         Raises:
-            UserError: a slot is there already.
-            ValueError: an unknown format, or a quantizer with another than one scale per tensor.
-                Then none of `slots` is added.
+            UserError: a slot exists already.
+            ValueError: an unknown format, or a quantizer without one scale per tensor. No slot is
+                added.
         """
         added = []
         for slot, quantizer in slots.items():
@@ -102,8 +114,10 @@ class AmaxHistory:
             added.append(quantizer)
         self._column |= {slot: len(self._column) + n for n, slot in enumerate(slots)}
         self._quantizers += added
-        new = self.history.new_zeros(len(self._column) - len(self._recorded))
-        self.all_recorded, self._recorded = _cells(torch.cat([self.all_recorded, new]))
+        new = self.history.new_zeros(len(self._column) - len(self.all_recorded))
+        self._place(slots, vectors or {})
+        recorded = torch.cat([self.all_recorded, new])
+        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
         length = max((q.history_length for q in self._quantizers), default=len(self.history))
         history = self.history.new_zeros(length, len(self._column))
         rows, columns = min(length, len(self.history)), self.history.shape[1]
@@ -113,20 +127,34 @@ class AmaxHistory:
         self._rules = _Rules.of(self._quantizers, history)
         self._chosen: dict[tuple[str, ...], Tensor] = {}  # results of `_flags`
 
+    def _place(self, slots: Iterable[str], vectors: Mapping[str, Sequence[str]]) -> None:
+        by_first = {members[0]: (vector, members) for vector, members in vectors.items()}
+        for slot in slots:
+            if slot in self._places:  # of the vector before
+                continue
+            name, members = by_first.get(slot, (slot, ()))
+            place = len(self._sizes)
+            self._places |= {member: (place, index) for index, member in enumerate(members)}
+            self._places[name] = place, None
+            self._sizes[name] = len(members)
+            if members:
+                self._vectors[name] = slice(self._column[slot], self._column[slot] + len(members))
+
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
         self.history = self.history.to(device)
-        self.all_recorded, self._recorded = _cells(self.all_recorded.to(device))
+        recorded = self.all_recorded.to(device)
+        self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
         self.scales = self.scales.to(device)
         self._rules = _Rules.of(self._quantizers, self.history)
         self._chosen.clear()
         return self
 
     def read(self) -> Tensor:
-        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to a tensor per
-        slot, and must not see another tensor in the same memory."""
+        """The recorded amaxes of all slots: float32 [slots]. Compiled code writes to one tensor per
+        slot, so it does not use `all_recorded`, which aliases them."""
         if torch.compiler.is_compiling():
-            return torch.stack(self._recorded)
+            return torch.cat([cell.view(-1) for cell in self._recorded])
         return self.all_recorded
 
     def write(self, values: Tensor | None) -> None:
@@ -135,40 +163,46 @@ class AmaxHistory:
         if values is None:
             torch._foreach_zero_(self._recorded if compiling else [self.all_recorded])
         elif compiling:
-            torch._foreach_copy_(self._recorded, list(values.unbind()))
+            sizes = [size or 1 for size in self._sizes.values()]
+            by_cell = zip(torch.split(values, sizes), self._recorded, strict=True)
+            torch._foreach_copy_(
+                self._recorded, [amaxes.view(cell.shape) for amaxes, cell in by_cell]
+            )
         else:
             self.all_recorded.copy_(values)
 
-    def column(self, slot: str) -> int:
-        """The index of `slot` in `history` and `scales`."""
+    def column(self, slot: str) -> int | slice:
+        """The index of `slot` in `history` and `scales`; of a vector, a slice."""
         try:
-            return self._column[slot]
+            return self._vectors[slot] if slot in self._vectors else self._column[slot]
         except KeyError:
             raise UserError(f"The amax history has no slot '{slot}'.") from None
 
     def scale(self, slot: str) -> Tensor:
-        """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
+        """The current scale of `slot`: float32, 0-dim or, for a vector, [slots]; a view that
+        `update` changes."""
         return self.scales[self.column(slot)]
 
     def recorded(self, slot: str) -> Tensor:
-        """The amax recorded for `slot` since the last update: float32, 0-dim, written in place."""
-        return self._recorded[self.column(slot)]
+        """The amax recorded for `slot` since the last update: float32, 0-dim or, of a vector,
+        [slots]; written in place."""
+        self.column(slot)  # says so if there is none
+        place, index = self._places[slot]
+        return self._recorded[place] if index is None else self._recorded[place][index]
 
     def record(self, slot: str, amax: Tensor | float) -> None:
-        """Note the amax of a tensor cast for `slot`; several before an update keep the largest.
-
-        A NaN is ignored.
-        """
+        """Record the amax of a tensor that was cast for `slot`. Between two updates, the largest
+        amax is kept; NaN is ignored."""
         recorded = self.recorded(slot)
         largest = torch.as_tensor(amax, dtype=torch.float32, device=recorded.device)
         record_amax(recorded, largest.detach())  # a history has no gradient
 
     def update(self, slots: Iterable[str] | None = None) -> None:
-        """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
-        their scales.
+        """Move the recorded amaxes of `slots` (by default all) into their windows and compute their
+        scales.
 
-        A slot that recorded nothing, or only zeros, keeps its window and its scale. A window that
-        holds an inf keeps its scale until the inf leaves it.
+        A slot without recorded amaxes, or with only zeros, keeps its window and its scale. While a
+        window contains an inf, its scale stays the same.
         """
         if not self._column:
             return
@@ -186,12 +220,12 @@ class AmaxHistory:
         return self._chosen[slots]
 
     def clear_nonfinite(self) -> Tensor:
-        """Clear amaxes that are not finite, which would freeze their slot's scale until they left
-        the window. The scale then follows from the other amaxes in the window, or is 1 without any.
-        A scale that is not finite, or not above 0, is computed again as well.
+        """Clear amaxes that are not finite, which would freeze their slot's scale until they leave
+        the window. The scale is computed from the other amaxes in the window, or is 1 if there are
+        none. A scale that is not finite or not positive is computed again as well.
 
         Returns:
-            bool [slots]: which slots held one, on the history's device.
+            bool [slots], on the history's device: whether each slot was repaired.
         """
         recorded = self.all_recorded
         broken = ~torch.isfinite(self.history)
@@ -210,11 +244,13 @@ class AmaxHistory:
         return self._rules.most_recent
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`<slot>.amax_history` [its length] and `<slot>.scale` [], float32, copies."""
+        """`<slot>.amax_history` [its length] and `<slot>.scale` [], float32, copies; of a vector,
+        [length, slots] and [slots]."""
         state = {}
-        for slot, column in self._column.items():
+        for slot in self._sizes:
+            column = self.column(slot)
             rows = self.history[self._first_row(column) :, column].clone()
-            rows[0] = self._recorded[column]
+            rows[0] = self.all_recorded[column]
             state[f"{slot}.amax_history"] = rows
             state[f"{slot}.scale"] = self.scales[column].clone()
         return state
@@ -223,11 +259,14 @@ class AmaxHistory:
         """Load the tensors of `state_dict`.
 
         Raises:
-            UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
+            UserError: an unknown or missing slot, or a tensor of another shape or dtype; nothing is
+                changed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for slot, quantizer in zip(self._column, self._quantizers, strict=True):
-            shapes |= {f"{slot}.amax_history": (quantizer.history_length,), f"{slot}.scale": ()}
+        for slot, size in self._sizes.items():
+            length = len(self.history) - self._first_row(self.column(slot))
+            width = [size] if size else []
+            shapes |= {f"{slot}.amax_history": (length, *width), f"{slot}.scale": tuple(width)}
         odd = sorted(shapes.keys() ^ state.keys())
         if odd:
             where = "is missing" if odd[0] in shapes else "is not a slot of this model"
@@ -238,18 +277,20 @@ class AmaxHistory:
                     f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
                     f"float32 {shape}. Use the recipe that it was saved with."
                 )
-        for slot, column in self._column.items():
+        for slot in self._sizes:
+            column = self.column(slot)
             rows = state[f"{slot}.amax_history"].to(self.history.device)
             self.history[self._first_row(column) + 1 :, column] = rows[1:]
-            self._recorded[column].copy_(rows[0])
+            self.all_recorded[column] = rows[0]
             self.scales[column] = state[f"{slot}.scale"].to(self.scales.device)
 
-    def _first_row(self, column: int) -> int:
-        return len(self.history) - self._quantizers[column].history_length
+    def _first_row(self, column: int | slice) -> int:
+        first = column.start if isinstance(column, slice) else column
+        return len(self.history) - self._quantizers[first].history_length
 
 
 class _Rules(NamedTuple):
-    """The rules by which each slot is updated, on the history's device.
+    """The parameters of each slot's update, on the history's device.
 
     Attributes:
         target: fp8_max * 2^-margin, float32 [slots].
@@ -275,18 +316,17 @@ class _Rules(NamedTuple):
 
 
 def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
-    """The amax of each slot's window that its scale follows from, 0 if there is none: the largest,
-    or the newest above 0 where `most_recent`, bool [slots]. [length, slots], all finite ->
-    [slots]."""
+    """The amax in each slot's window that determines the scale: the largest, or the newest above 0
+    if `most_recent`, bool [slots]; 0 if there is none. [length, slots], all finite -> [slots]."""
     newest_first = history.flip(0)
     place = (newest_first > 0).int().argmax(dim=0)
     newest = newest_first.gather(0, place[None])[0]
     return torch.where(most_recent, newest, history.amax(dim=0))
 
 
-# An operator, opaque to torch.compile, so that eager and compiled code divide alike (Triton's
-# float32 division is approximate). It does not write to the recorded amaxes: if an operator writes
-# to views of a tensor, inductor of torch 2.11 counts their offsets twice.
+# A custom operator, which torch.compile does not trace into, so that eager and compiled code give
+# the same scales (Triton's float32 division is approximate). It does not write to the recorded
+# amaxes: inductor of torch 2.11 counts the offsets of views twice if an operator writes to them.
 @torch.library.custom_op("fp8stack::update_amax_history", mutates_args=("history", "scale"))
 def _update(
     history: Tensor,
@@ -309,13 +349,17 @@ def _update(
     scale.copy_(torch.where(usable, fresh, scale))
 
 
-def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A copy of `values` [n], and for each a 0-dim tensor in the same memory. To autograd and
-    compilers each of those is a tensor by itself, 16 bytes from the next as their code wants it: so
-    casts write to one, and what serves all slots does it by one operation."""
+def _cells(values: Tensor, sizes: Iterable[int]) -> tuple[Tensor, list[Tensor]]:
+    """A copy of `values` [n], and tensors in the same memory, a vector for each of `sizes`, 0-dim
+    for a size of 0. Casts write to these tensors, which autograd and compilers treat as
+    independent; updates use the copy. The values are 16 bytes apart, because compiled code assumes
+    aligned tensors."""
     memory = values.new_zeros(len(values), 4)
     memory[:, 0] = values
-    cells = [values.new_empty(0) for _ in values]
-    for place, cell in enumerate(cells):
-        cell.set_(memory.untyped_storage(), 4 * place, (), ())
+    cells, first = [], 0
+    for size in sizes:
+        cell = values.new_empty(0)
+        shape, stride = ((size,), (4,)) if size else ((), ())
+        cells.append(cell.set_(memory.untyped_storage(), 4 * first, shape, stride))
+        first += size or 1
     return memory[:, 0], cells

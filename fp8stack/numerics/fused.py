@@ -55,6 +55,11 @@ def number(rule: RoundingRule) -> int:
     return index
 
 
+def rule(number: int) -> RoundingRule:
+    """The rounding rule with this id."""
+    return _RULES[number]
+
+
 def needs_operator(x: Tensor) -> bool:
     """Whether a compiler, mode or profiler records the operators on `x`, and so has to get ours.
     Without one the eager function is called: an operator costs as much as the work on a small
@@ -216,16 +221,19 @@ def round(
     seed: int,
     stream: int,
     first_row: int,
+    into: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Round `x` by the rule with this id: for each of the rule's blocks the values and, if
-    `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`."""
+    `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`. They are written
+    to `into`, if it is given: float32, contiguous, of the right shapes."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
     results = []
-    for shape in shapes:
+    for shape in shapes if into is None else ():
         results.append(torch.empty(shape, dtype=torch.float32))
+    results = into or results
     work.source = source.data_ptr()
     if rule.has_factor:
         work.factor, work.other_factor = results[1].data_ptr(), results[-1].data_ptr()

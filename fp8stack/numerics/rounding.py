@@ -1,10 +1,9 @@
-"""FP8, FP6 and FP4 values in float32, as an emulated GEMM multiplies them.
+"""Round tensors to FP8, FP6 and FP4 values in float32 or bfloat16, for emulated GEMMs.
 
-They equal the bytes of `quantized` and `cast` (only the sign of a zero may differ).
+The values equal the dequantized bytes of `quantized` and `cast`, except for the sign of a zero.
 
-On a CPU `fused` computes them in one sweep. Compiled code, GPUs and machines without numba take the
-torch expressions here, which a compiler fuses with their neighbours, and which never wait for a
-GPU.
+On a CPU, `fused` rounds in one pass over the tensor. Compiled code, GPUs and machines without numba
+use the torch expressions here, which a compiler can fuse and which never synchronize with a GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Rounded(NamedTuple):
     Attributes:
         values: of the shape of the matrix; with a Hadamard transform, the reduced dimension is
             padded to a multiple of the transform's size. NaN where the matrix has NaN. float32, or
-            bfloat16 where that was asked for.
-        factor: float32, what the GEMM's output is multiplied by for this operand: 0-dim, or for
-            block = "row" one for each row of the operand as its GEMM reduces it; None if the values
-            carry their scales.
+            bfloat16 if requested.
+        factor: the factor of this operand to multiply the GEMM's output by, float32: 0-dim, or for
+            block = "row" [rows] of the operand as its GEMM reduces it; None if the values are
+            already scaled.
     """
 
     values: Tensor
@@ -45,7 +44,7 @@ class Rounded(NamedTuple):
 
 
 class Rounding(RoundingRule):
-    """A rounding rule, and the two ways to round by it."""
+    """A rounding rule with its two implementations, `fused` and torch."""
 
     def round(
         self,
@@ -58,13 +57,17 @@ class Rounding(RoundingRule):
         *,
         fuse: bool = True,
     ) -> list[Rounded]:
-        """Round `x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
+        """Round `x` once for each of the rule's block shapes.
 
-        `generator` gives the bits for stochastic rounding, by the place in `x`; `scale`, float32
-        and 0-dim, is the scale of the matrix, if it is known. `recorded`, float32 and 0-dim, is
-        raised to the amax of `x`, unless `counts`, bool and 0-dim, is false. `bf16` returns
-        bfloat16, which holds the values of quantizers that are `exact_in_bf16`. Without `fuse`,
-        torch's operators compute the result on every device.
+        Args:
+            x: a matrix, float32, bfloat16 or float16.
+            generator: the bits for stochastic rounding, by the position in `x`.
+            scale: the scale of the matrix, float32 and 0-dim, if it is given and not computed.
+            recorded: float32 and 0-dim, replaced by the larger of it and the amax of `x`.
+            counts: bool and 0-dim; if false, `recorded` stays as it is.
+            bf16: return bfloat16, which represents the values of quantizers that are
+                `exact_in_bf16`.
+            fuse: use `fused` where possible, else torch's operators on every device.
         """
         run = fused.implementation(x) if fuse else None
         if run is not None:
@@ -93,8 +96,8 @@ class Rounding(RoundingRule):
         generator: RandomBits | None,
         scale: Tensor | None,
     ) -> Rounded:
-        """Round `x`, already transformed, for one of the blocks; the original tensor has
-        `dtype`."""
+        """Round `x`, after any Hadamard transform, for one block shape. `dtype` is the dtype of the
+        original tensor."""
         quantizer, x = self.quantizer, x.to(torch.float32).contiguous()
         sizes = [size or max(1, length) for size, length in zip(block, x.shape, strict=True)]
         blocks, restore = split_into_blocks(x, sizes)
@@ -104,7 +107,9 @@ class Rounding(RoundingRule):
             scales = scales_of(amax(x), quantizer, dtype)
         else:
             scales = scales_of(in_memory(block_amax(blocks)), quantizer, dtype)
-            if not x.numel() and not self.carries:  # no column has no amax, and yet an output
+            if (
+                not x.numel() and not self.carries
+            ):  # a matrix without columns has no amax, but a factor per row
                 scales = scales._replace(factor=x.new_ones(self.factor_shape(block, *x.shape)))
         bits = None
         if quantizer.stochastic and generator is not None:
@@ -125,23 +130,23 @@ def _bits(generator: RandomBits) -> fused.Bits:
 
 
 def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
-    """The rounding rule of `quantizer` for GEMMs that reduce over each of `dims`: 1 the columns, 0
-    the rows."""
+    """The rounding rule of `quantizer` for GEMMs that reduce over each of `dims`: 1 (the columns)
+    or 0 (the rows)."""
     across, along = (0, 0) if quantizer.per_tensor else quantizer.blocks or (1, 0)
     blocks = [(across, along) if dim == 1 else (along, across) for dim in dims]
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
 def rounding_of_both(along: Quantizer, across: Quantizer) -> Rounding | None:
-    """The rule that rounds by two quantizers in one sweep, for GEMMs that reduce over the columns
-    and over the rows; None if they differ in more than their blocks."""
+    """The rule that rounds both copies of an operand in one pass, for GEMMs that reduce over the
+    columns (`along`) and over the rows (`across`); None if the quantizers are not `alike`."""
     if not alike(along, across):
         return None
     return Rounding(along, rounding(along, [1]).blocks + rounding(across, [0]).blocks)
 
 
 def alike(along: Quantizer, across: Quantizer) -> bool:
-    """Whether two quantizers differ in their blocks alone, so that one sweep makes both copies."""
+    """Whether two quantizers differ only in their blocks, so that one pass rounds both copies."""
     return (
         not (along.per_tensor or across.per_tensor or along.stochastic or along.hadamard)
         and (along.block == "row") == (across.block == "row")
@@ -161,28 +166,27 @@ def round_to(
 
     Args:
         x: a matrix, float32, bfloat16 or float16.
-        quantizer: how it is quantized.
-        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
-        generator: the bits for stochastic rounding, by the place in `x`.
-        scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
+        quantizer: the quantizer.
+        dim: the dimension that the GEMM reduces over: 1 for the columns, 0 for the rows.
+        generator: the bits for stochastic rounding, by the position in `x`.
+        scale: float32, 0-dim, for one scale per tensor; required in delayed scaling.
 
     Raises:
-        ValueError: no matrix, or as `quantize`.
+        ValueError: `x` is not a matrix, or see `quantize`.
     """
     check_arguments(quantizer, generator, scale)
     return rounding(quantizer, [matrix_dim(x, dim)]).round(x, generator, scale)[0]
 
 
 def matrix_dim(x: Tensor, dim: int) -> int:
-    """`dim` from 0. Raises a `ValueError` if `x` is no matrix, has no such dimension, or has
-    another dtype."""
+    """`dim` as 0 or 1. Raises a `ValueError` if `x` is not a matrix, or see `checked_dim`."""
     if x.ndim != 2:
         raise ValueError(f"A tensor of shape {list(x.shape)} is no matrix. Use x.flatten(0, -2)")
     return checked_dim(x, dim)
 
 
 def round_scaled(blocks: Tensor, scales: Scales, target: Format, bits: Tensor | None) -> Tensor:
-    """Blocks in float32 rounded to `target`, multiplied by their scales before and after; at random
-    by `bits`, int64 of their shape, if there are any."""
+    """Scale blocks in float32, round them to `target`, and scale them back unless `scales.out` is
+    None. Rounds stochastically with `bits`, int64 of the blocks' shape, if given."""
     rounded = round_to_format(blocks * in_memory(scales.into), target, bits)
     return rounded if scales.out is None else rounded * in_memory(scales.out)

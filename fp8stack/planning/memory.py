@@ -209,7 +209,7 @@ def _loss_workspace(setting: Setting) -> int:
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
     # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
-    in_chunks = c == 4 or (layer.fp8 and plan.runs(layer) == "emulate")
+    in_chunks = c == 4 or (layer.fp8 and plan.backend_of(layer) == "emulate")
     return (0 if in_chunks else c * rows * padded) + 3 * 4 * chunk * vocabulary
 
 
@@ -221,7 +221,7 @@ def _block_workspace(setting: Setting) -> int:
     wide = plan.layer("blocks.0.mlp.up").out_features
     gradients = c * (wide + plan.layer("blocks.0.mlp.down").in_features)
     for layer in plan.layers:
-        if layer.quantizers is not None and plan.runs(layer) == "emulate":
+        if layer.quantizers is not None and plan.backend_of(layer) == "emulate":
             copies = 1 if layer.quantizers.turned("grad_output") else 3
             gradients = max(gradients, 4 * copies * wide)
     return setting.sequences * setting.context * (gradients + 2 * 4 * setting.config.width)
@@ -256,7 +256,7 @@ def _gathered(setting: Setting, shapes: Shapes) -> int:
     as_bytes = 0
     for layer in setting.plan.layers:
         weight = None if layer.quantizers is None else layer.quantizers.weight
-        low = weight is not None and weight.per_tensor and setting.plan.runs(layer) == "torch"
+        low = weight is not None and weight.per_tensor and setting.plan.backend_of(layer) == "torch"
         if low and layer.name.startswith("blocks.0.") and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)

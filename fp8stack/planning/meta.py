@@ -111,7 +111,7 @@ def fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int
     rows are padded: they would not stay zero."""
     has_module = config.norm == "rmsnorm" or config.bias
     has_module &= len(layers) == 1 or config.activation in TRANSFORMER_ENGINES
-    if not has_module or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
+    if not has_module or not all(layer.fp8 and plan.backend_of(layer) == "te" for layer in layers):
         return False
     assert plan.recipe.quantizers is not None
     return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
@@ -125,15 +125,15 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
     layers = tuple(
         replace(la, backend=by_torch(la.backend), quantizers=_held_by_torch(la.quantizers))
-        if plan.runs(la) == "te"
+        if plan.backend_of(la) == "te"
         else la
         for la in plan.layers
     )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
-    for lender in (backend, *backend._lenders.values()):
-        if plan.backend == "te" and isinstance(lender, TorchBackend):
-            lender.matmul = _any_gemm
+    for delegate in (backend, *backend._delegates.values()):
+        if plan.backend == "te" and isinstance(delegate, TorchBackend):
+            delegate.matmul = _any_gemm
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
@@ -143,10 +143,10 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 def gather_weights(backend: Backend) -> None:
     """Quantize weights in each pass, except weights with one scale per tensor: they are gathered as
     FP8 bytes, and are not saved."""
-    for lender in (backend, *backend._lenders.values()):
-        if isinstance(lender, TorchBackend):
-            lender._layers = [
-                x for x in lender._layers if x.quantizers["weight"].quantizer.per_tensor
+    for delegate in (backend, *backend._delegates.values()):
+        if isinstance(delegate, TorchBackend):
+            delegate._layers = [
+                x for x in delegate._layers if x.quantizers["weight"].quantizer.per_tensor
             ]
 
 

@@ -165,7 +165,7 @@ def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
     """Yield the three GEMMs of a linear, and the gradient of its bias."""
     layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
-    exact = layer.fp8 and plan.runs(layer) in ("torch", "emulate")
+    exact = layer.fp8 and plan.backend_of(layer) in ("torch", "emulate")
     gradient = "fp32" if exact else dtype
     for name in ("fprop", "dgrad", "wgrad"):
         yield Operation(
@@ -205,11 +205,11 @@ def name_of(plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: st
 
 def _holder(plan: Plan, layer: LayerPlan) -> str:
     """The dtype that the emulator holds operands in; "" in other backends."""
-    return plan.holds(layer) if plan.runs(layer) == "emulate" else ""
+    return plan.emulated_dtype(layer) if plan.backend_of(layer) == "emulate" else ""
 
 
 def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
-    native = plan.device == "cuda" and plan.runs(layer) in ("torch", "te")
+    native = plan.device == "cuda" and plan.backend_of(layer) in ("torch", "te")
     if layer.quantizers is None or not native or gemm != "fprop":
         return "fp32"
     # torch's use_fast_accum, TE's split accumulator: Hopper and Ada add in fewer bits.
@@ -312,5 +312,5 @@ def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
             target=name_of(plan, layer, quantizer, dtype),
             runs="backward" if operand == "grad_output" else "forward",
             # te and torch keep a quantized weight until an optimizer changes it.
-            per="step" if is_weight and plan.runs(layer) != "emulate" else "micro-batch",
+            per="step" if is_weight and plan.backend_of(layer) != "emulate" else "micro-batch",
         )

@@ -126,7 +126,7 @@ def step_of(
         if isinstance(operands[0], nn.Parameter):
             name = "weight" if operands[0].ndim == 2 else "bias"
         # Outside of autograd a quantized GEMM casts its operands itself, except the bias.
-        if (layer.fp8 and plan.runs(layer) == "te") or not (back or name == "bias"):
+        if (layer.fp8 and plan.backend_of(layer) == "te") or not (back or name == "bias"):
             return None
     if dtypes == (_dtype_name(output),):
         return None

@@ -144,7 +144,7 @@ def _traced(
             if backward:
                 loss.backward()
         gradients = [x.grad for x in model.parameters() if x.grad is not None]
-        lasting = {number for gradient in gradients for number in tracer.read(gradient)}
+        lasting = {number for gradient in gradients for number in tracer.value_numbers(gradient)}
         blocks_of = {f"blocks.{at}": len(indices) for at, indices in enumerate(kinds)}
         cached = tracer.cached_weights().items()
         return Trace(

@@ -1,9 +1,10 @@
-"""`Tracer` records the operators of a GPT's passes, with the bytes that each reads and writes, and
-the bytes that the model saves for the backward pass.
+"""`Tracer` records the operators of a GPT's forward and backward pass, the bytes that each reads
+and writes, and the bytes that the model saves for the backward pass.
 
-A view counts as its base, and a copy or concatenation as its sources. Of an embedding's table, only
-the rows that are looked up count as read, and their gradients as added. A norm that Transformer
-Engine fuses with the linears after it saves its input in the compute dtype.
+Reading a view counts as reading its base, reading a copy or a concatenation as reading its sources.
+An embedding reads only the rows that are looked up, and its backward pass adds only their
+gradients. A norm that Transformer Engine fuses with the next linears saves its input in the compute
+dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ORIGINS = ("tokens", "weights", "")
 
 
 class Slice(NamedTuple):
-    """`bytes` of a value, given by its number, from `offset` on."""
+    """A slice of the value with the number `value`: `bytes` from `offset` on."""
 
     value: int
     offset: int
@@ -51,21 +52,22 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """An operator that computes, unlike views and copies.
+    """A recorded operator; views and copies are not recorded.
 
     Attributes:
-        name: as torch calls it.
+        name: torch's name, such as "aten::mm".
         path: the module that ran it, or the module whose backward pass it belongs to.
         backward: whether it belongs to the backward pass.
         reads: the slices of values that it reads.
         writes: the numbers of its outputs.
-        step: the step of its module's forward pass that it is a piece of; None in the backward
-            pass, for hooks on the model that update weights and scales, and for casts within a GEMM
-            or Transformer Engine.
-        element_bytes: of its first output.
-        rate: the rate of a GEMM or of attention; else None.
-        flops: of a GEMM or of attention, which is causal and needs half of them.
-        reduces: whether it reduces many numbers to a single number.
+        step: the step of its module's forward pass that it belongs to; None in the backward pass,
+            for hooks on the model that update weights and scales, and for casts within a GEMM or
+            Transformer Engine.
+        element_bytes: the bytes of an element of its first output.
+        rate: the hardware's rate that applies to a GEMM or attention; else None.
+        flops: the FLOPs of a GEMM or attention; attention is counted without its causal mask, which
+            halves them.
+        reduces: whether it reduces a tensor to a single number.
         is_saved: whether "selective" checkpointing saves its outputs.
     """
 
@@ -99,20 +101,23 @@ class _Packed:
 
     def __init__(self, tensor: Tensor, section: str) -> None:
         self.section = section
-        self.tensor = tensor.detach()  # else outputs would never be freed
+        self.tensor = (
+            tensor.detach()
+        )  # otherwise the graph, and so the outputs, would never be freed
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a model's passes, and the tensors saved for the backward pass.
 
     Args:
-        model: of the layers of `plan`.
-        plan: with the model's layers.
-        composed: whether attention runs as torch composes it here, not as a single operator.
+        model: the model, whose layers are planned in `plan`.
+        plan: the plan of the model's layers.
+        composed: whether attention runs as several operators, as torch composes it on this machine,
+            and not as one.
 
     Attributes:
-        operators: in order.
-        values: the bytes of the values that they read and write, by number.
+        operators: the recorded operators, in order.
+        values: the bytes of each value that an operator reads or writes; the index is its number.
     """
 
     def __init__(self, model: gpt.GPT, plan: Plan, *, composed: bool) -> None:
@@ -121,18 +126,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[int] = []
         self._model, self._plan, self._composed = model, plan, composed
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        self._stack: list[tuple[nn.Module, int]] = [(model, 0)]  # with autograd's number at entry
-        self._ranges: list[tuple[int, int, str]] = []  # of autograd's numbers, by module
-        self._step_name = ""  # of the step that all operators belong to, if any
-        # Transformer Engine saves other tensors in these steps, and runs these linears without
-        # torch's operators, so that checkpointing sees none of them.
+        self._stack: list[tuple[nn.Module, int]] = [
+            (model, 0)
+        ]  # running modules; autograd's number at entry
+        self._ranges: list[tuple[int, int, str]] = []  # first and last autograd number, module path
+        self._step_name = ""  # the step within `_step`, else ""
+        # In these steps, Transformer Engine saves other tensors. It runs these linears without
+        # torch's operators, so that selective checkpointing saves none of their outputs.
         self._te_steps = {"fused norm"} | ({"attention"} if plan.recipe.fp8_attention else set())
-        self._te_linears = {x.name for x in plan.layers if x.fp8 and plan.runs(x) == "te"}
+        self._te_linears = {x.name for x in plan.layers if x.fp8 and plan.backend_of(x) == "te"}
         self._te_saved = Counter[str]()
-        self._storages: list[Any] = []  # alive, or a new storage could take the address of another
+        self._storages: list[Any] = []  # kept alive, so that their addresses are not reused
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
-        self._row_gradients: set[int] = set()  # of embeddings
-        self._origins = {_storage(x): "weights" for x in model.parameters()}  # else tokens
+        self._row_gradients: set[int] = set()  # the gradients of embedding tables
+        # "weights", "tokens" or "", by storage: what a tensor was computed from.
+        self._origins = {_storage(x): "weights" for x in model.parameters()}
         self._names = TensorNames()
         self._packed: list[weakref.ref[_Packed]] = []
         if plan.backend == "te":
@@ -142,19 +150,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the passes within the context."""
-        self._model._rotation(self._model.embedding.weight.device)  # RoPE's tables are made once
+        """Record all passes within the context."""
+        self._model._rotation(self._model.embedding.weight.device)  # computes RoPE's tables first
         with ExitStack() as stack:
             for module in self._model.modules():
-                stack.enter_context(module.register_forward_pre_hook(self._enter))
-                stack.enter_context(module.register_forward_hook(self._leave))
+                stack.enter_context(module.register_forward_pre_hook(self._before_forward))
+                stack.enter_context(module.register_forward_hook(self._after_forward))
             attention = meta.Replaced({F.scaled_dot_product_attention: self._attention})
             saves = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x.tensor)
             with attention, saves, self:
                 yield
 
     def cached_weights(self) -> Counter[str]:
-        """The bytes of quantized weights that layers keep until the weights change, by section."""
+        """The bytes of cached quantized weights, by section."""
         sizes = Counter[str]()
         for layer, copies in self._caches():
             tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]
@@ -162,8 +170,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sizes
 
     def saved(self) -> tuple[Counter[str], Counter[str]]:
-        """The bytes of activations and of copies of weights that sections of the model save for the
-        backward pass, to be taken while the loss is alive."""
+        """The bytes of activations and of copies of weights that are saved for the backward pass,
+        by section. Call it while the loss, and so the graph, exists."""
         counted = {_storage(x) for x in self._model.parameters()}
         counted |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
         for _, copies in self._caches():
@@ -180,7 +188,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return activations, weight_copies
 
     def _caches(self) -> Iterator[tuple[nn.Module, Any]]:
-        """Yield the layers that keep quantized weights, with the copies."""
+        """Yield the layers with cached quantized weights, and the copies."""
         for layer in self._model.modules():
             if isinstance(layer, QuantizedLinear):
                 cached = getattr(layer.quantizers["weight"], "cached", None)
@@ -193,24 +201,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _path(self) -> str:
         return self._paths[self._stack[-1][0]]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._stack.append((module, _AUTOGRAD._get_sequence_nr()))
         if module is self._model:
             self._origins.update((_storage(x), "tokens") for x in args)
         elif isinstance(module, gpt.Block):
             self._names.enter_block(args[0])
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         path, (_, first) = self._path, self._stack.pop()
         self._names.leave(path, output)
         self._ranges.append((first, _AUTOGRAD._get_sequence_nr(), path))
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Replaces `scaled_dot_product_attention`."""
+        """Called in place of `scaled_dot_product_attention`."""
         run = F.scaled_dot_product_attention if self._composed else meta.fused_attention
         with self._step("attention"):
             y = run(q, k, v, **options)
-        if "attention" in self._te_steps:  # its casts, its output and statistics
+        if "attention" in self._te_steps:  # TE saves its casts, its output and statistics
             kind = FP8_ATTENTION[self._plan.recipe.attention]
             casts = kind.copies * sum(x.numel() for x in (q, k, v))
             if not kind.slots:  # a scale for 32 elements
@@ -221,7 +229,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return y
 
     def _norm(self, x: Tensor, norm: nn.Module, *linears: nn.Module) -> Tensor:
-        """Run a norm before linears that Transformer Engine may fuse it with."""
+        """Run a norm that Transformer Engine may fuse with the next linears."""
         layers = [self._plan.layer(self._paths[linear]) for linear in linears]
         rows = x[..., 0].numel()
         if not meta.fuses_norm(self._model.config, self._plan, layers, rows):
@@ -237,7 +245,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        """Record all operators within the context as one step."""
+        """Record all operators within the context as one step `name`."""
         self._step_name = name
         yield
         self._step_name = ""
@@ -264,11 +272,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func._schema.name)
         if func.is_view or not outputs:
             return out
-        if name.rpartition(":")[2].startswith(_CONSTANTS) or not any(map(self.read, inputs)):
+        if name.rpartition(":")[2].startswith(_CONSTANTS) or not any(
+            map(self.value_numbers, inputs)
+        ):
             self._values_of |= {_storage(x): () for x in outputs}
-        elif self._moves(name, inputs, outputs[0]):
+        elif self._only_moves(name, inputs, outputs[0]):
             sources = inputs[1:] if name == "aten::copy_" else inputs
-            numbers = [number for x in sources for number in self.read(x)]
+            numbers = [number for x in sources for number in self.value_numbers(x)]
             self._values_of[_storage(outputs[0])] = tuple(dict.fromkeys(numbers))
         else:
             facts: dict[str, Any] = {}
@@ -280,11 +290,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operators.append(self._operator(func, name, inputs, outputs, **facts))
         return out
 
-    def _moves(self, name: str, inputs: list[Tensor], output: Tensor) -> bool:
-        """Whether an operator only moves its inputs. Copies of FP8 count as operators: GEMMs need
-        two layouts."""
+    def _only_moves(self, name: str, inputs: list[Tensor], output: Tensor) -> bool:
+        """Whether an operator only copies its inputs. Copies of FP8 tensors are recorded, since
+        GEMMs require two layouts."""
         if name == "aten::add":  # to an embedding's gradient
-            return any(number in self._row_gradients for x in inputs for number in self.read(x))
+            return any(
+                number in self._row_gradients for x in inputs for number in self.value_numbers(x)
+            )
         if name == "aten::copy_":
             return len(inputs) == 2 and output.nbytes == output.untyped_storage().nbytes()
         return name in _MOVES and output.itemsize > 1
@@ -307,8 +319,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "embedding" in name:  # only some rows of the table or its gradient
             size = min(x.nbytes for x in (*inputs, *outputs))
             reads = [] if node is None else reads
-            reads.append(Slice(self._new(size), 0, size))
-        writes = tuple(self._write(x) for x in outputs)
+            reads.append(Slice(self._new_number(size), 0, size))
+        writes = tuple(self._add_value(x) for x in outputs)
         if name == "aten::embedding_dense_backward":
             self.values[writes[0]] = inputs[0].nbytes
             self._row_gradients.update(writes)
@@ -345,41 +357,42 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return min(modules, default=(0, ""))[1]  # the innermost
 
     def _slices(self, x: Tensor) -> list[Slice]:
-        """The slices of values that a tensor consists of."""
-        numbers = self.read(x)
+        """The slices of values that reading a tensor reads."""
+        numbers = self.value_numbers(x)
         if len(numbers) == 1:
             size = min(x.nbytes, self.values[numbers[0]])
             return [Slice(numbers[0], int(x.storage_offset()), size)]
         return [Slice(number, 0, self.values[number]) for number in numbers]
 
-    def read(self, x: Tensor) -> tuple[int, ...]:
-        """The numbers of the values that a tensor consists of."""
-        if _storage(x) not in self._values_of:  # an input of the pass
+    def value_numbers(self, x: Tensor) -> tuple[int, ...]:
+        """The numbers of the values that reading a tensor reads."""
+        if _storage(x) not in self._values_of:  # an input of the model
             self._storages.append(x.untyped_storage())
-            self._write(x)
+            self._add_value(x)
         return self._values_of[_storage(x)]
 
-    def _write(self, x: Tensor) -> int:
-        """The number of a new value, which a tensor's storage holds from now on."""
-        number = self._new(x.untyped_storage().nbytes())
+    def _add_value(self, x: Tensor) -> int:
+        """Add a value that a tensor's storage contains from now on. Returns its number."""
+        number = self._new_number(x.untyped_storage().nbytes())
         self._values_of[_storage(x)] = (number,)
         return number
 
-    def _new(self, size: int) -> int:
+    def _new_number(self, size: int) -> int:
         self.values.append(size)
         return len(self.values) - 1
 
 
 def _without_tokens(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors that are no tokens or masks."""
+    """The tensors except tokens and masks."""
     return [x for x in tensors if x.dtype not in (torch.int64, torch.bool)]
 
 
 def _sizes(tensors: list[Tensor]) -> dict[int, int]:
-    """The bytes of the tensors' storages, each once."""
+    """The bytes of the tensors' storages, by storage."""
     return {_storage(x): x.untyped_storage().nbytes() for x in tensors}
 
 
 def _storage(x: Tensor) -> int:
+    """The address of a tensor's storage."""
     address: int = x.untyped_storage()._cdata
     return address

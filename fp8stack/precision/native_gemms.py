@@ -60,6 +60,32 @@ KERNELS = {
 }
 
 
+UNGROUPED = {
+    "torch": "the torch backend has no grouped GEMMs",
+    "te": "the te backend has no grouped GEMMs",
+}
+"""The backends that hand grouped linears over, and the reason. What they could use, by source:
+
+torch 2.13, `F.scaled_grouped_mm` (aten/native/cuda/GroupedBlas.cpp; fprop and dgrad are its case
+2d-3d, wgrad 2d-2d). Compute capability 9.0 and 10.0. `offs` int32 on the device; sizes divisible by
+16; the output bfloat16 without a bias; no meta function (`_scaled_grouped_mm` has one), no CPU
+kernel.
+- E4M3 times E4M3 with float32 scales by row: rowwise. One scale per tensor is a row of equal ones,
+  so fprop of delayed and current; their dgrad and wgrad have E5M2 operands, which it refuses.
+  In wgrad, each group's rows must be divisible by 16.
+- MXFP8, MXFP4 and NVFP4 with scales in blocks of 128x4, for each group by itself: builds with
+  FBGEMM (USE_FBGEMM_GENAI), for 10.0.
+- no scales in blocks of 128: block.
+
+Transformer Engine 2.20.2, `GroupedLinear` (module/grouped_linear.py): `m_splits`, the sizes, int64,
+which it reads on the host; quantizers for each group; parameters `weight0`, `bias0`, ... It takes
+delayed scaling as well, casts all weights, also of groups without rows, and wants each group's
+rows to be divisible by 16 (MXFP8: 32, NVFP4: 128; `get_align_size_for_quantization`). Its second
+path, with splits on the device, leaves out delayed scaling, custom recipes and
+`backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3 (Hopper: 13.4, current 13.5, block
+13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its Hadamard transform) from 10.0.
+"""
+
 _FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
 
 SCALED_AFTERWARDS = ("delayed", "current", "rowwise")

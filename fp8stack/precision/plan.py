@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.native_gemms import KERNELS, feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import KERNELS, UNGROUPED, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
@@ -18,12 +18,12 @@ BackendName = Literal["te", "torch", "emulate", "reference"]
 
 
 class OfBackend(str):
-    """A reason about the backend that runs FP8, dropped from a plan without FP8 layers."""
+    """A reason for the choice of the FP8 backend, dropped from a plan without FP8 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The decision for one linear layer.
+    """The decision for one linear layer, or a grouped one, which has a matrix for each group.
 
     Attributes:
         name: its module path.
@@ -36,7 +36,10 @@ class LayerPlan:
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
         why: why that backend and not the plan's.
-        active: the share of tokens that the layer multiplies, less than 1 for an expert's.
+        active: the share of tokens that the layer processes, less than 1 in an expert; for a
+            grouped linear, the mean share of a group.
+        groups: the number of groups of a grouped linear, whose features are those of one group; 0
+            for a linear.
     """
 
     name: str
@@ -50,11 +53,12 @@ class LayerPlan:
     backend: BackendName | None = None
     why: str = ""
     active: float = 1.0
+    groups: int = 0
 
     @property
     def work(self) -> float:
-        """Multiplications per token in each of the layer's three GEMMs."""
-        return self.in_features * self.out_features * self.active
+        """Multiplications per token in each of the layer's three GEMMs, those of all groups."""
+        return self.in_features * self.out_features * self.active * (self.groups or 1)
 
     @property
     def fp8_work(self) -> float:
@@ -71,6 +75,7 @@ class LayerPlan:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
+        left_out |= set() if self.groups else {"groups"}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -82,19 +87,19 @@ class Plan:
         asked: the requested recipe's name, "auto" included.
         recipe: the recipe that runs.
         backend: the backend that runs it.
-        native: whether the requested recipe runs in the hardware's units for it.
+        native: whether the hardware's tensor cores support the requested recipe and run it.
         device: "cpu" or "cuda".
         compute_dtype: the precision of everything that is not quantized.
         reasons: a sentence for each decision that differs from the request.
         strict: whether substitutions are errors.
         gpu: the name of the GPU, whose rates decide where FP8 pays.
         delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
-            them and the reason.
+            these layers and the reason.
         layers: the decisions for linear layers, see `for_layers`.
-        beside_work: multiplications per token with weights outside linears, such as experts in one
-            tensor.
-        counted: "GEMM FLOPs" if experts count by the tokens that they get; "GEMM weights" if that
-            is not known and each counts as if it got all tokens.
+        work_outside_linears: multiplications per token with weights outside linears, such as
+            experts in one tensor.
+        counted: "GEMM FLOPs" if experts are weighted by the tokens that they receive; "GEMM
+            weights" if that number is unknown and each counts as if it received all tokens.
     """
 
     asked: str
@@ -108,7 +113,7 @@ class Plan:
     gpu: str = ""
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
-    beside_work: float = 0
+    work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
 
     @property
@@ -182,11 +187,12 @@ class Plan:
         otherwise: str | None = None,
         *,
         routers: Collection[str] = (),
+        grouped: Mapping[str, int] | None = None,
         tokens: int | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer.
 
-        If "auto" chose an FP8 recipe and no layer runs in it, the plan is the one without FP8.
+        If "auto" chose an FP8 recipe and no layer runs in it, returns the plan without FP8.
 
         Args:
             shapes: (in features, out features) of each layer by module path, in the order of the
@@ -196,9 +202,11 @@ class Plan:
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
                 recipe enables it, else in `otherwise`, in recipes without FP8 too.
+            grouped: the number of groups of each grouped linear, whose shape is one group's; they
+                run in backends that have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                the layers in which native FP8 does not seem to pay on this GPU; if "auto" chose the
-                recipe, these layers are not in FP8. This needs the GPU's data sheet in `GPUS`.
+                the layers that native FP8 probably does not speed up on this GPU; if "auto" chose
+                the recipe, these layers are not in FP8. Requires the GPU's data sheet in `GPUS`.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
@@ -218,16 +226,17 @@ class Plan:
                 quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
             elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
                 reason = "a router, which stays in the model's own precision"
+            groups = (grouped or {}).get(name, 0)
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers)
-                if tokens is not None and not reason:
+                reason = self.unserved(name, shape, quantizers, groups > 0)
+                if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers)
+            backend, backend_reason = self._served_by(quantizers, groups > 0)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -240,12 +249,13 @@ class Plan:
                     quantizers=quantizers,
                     backend=backend,
                     why=backend_reason,
+                    groups=groups,
                 )
             )
         plan = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not plan.runs_fp8:
             return plan._without_fp8(left_out or {}).for_layers(
-                shapes, heads, left_out, otherwise, routers=routers
+                shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
         reasons = [
             reason for reason in self.reasons if plan.runs_fp8 or not isinstance(reason, OfBackend)
@@ -254,8 +264,13 @@ class Plan:
         new = [sentence for sentence in sentences if sentence not in reasons]
         return replace(plan, reasons=(*reasons, *new))
 
-    def _served_by(self, quantizers: Quantizers | None) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers and the reason, if it is not the plan's backend."""
+    def _served_by(
+        self, quantizers: Quantizers | None, grouped: bool = False
+    ) -> tuple[BackendName | None, str]:
+        """The backend for these quantizers and the reason for it; None and "" for the plan's
+        backend."""
+        if grouped and quantizers is not None and self.backend in UNGROUPED:
+            return "emulate", f"{UNGROUPED[self.backend]}: emulated"
         for delegated, backend, reason in self.delegated:
             if delegated == quantizers:
                 return backend, reason
@@ -275,18 +290,20 @@ class Plan:
             layers=(),
         )
 
-    def unserved(self, name: str, shape: tuple[int, int], quantizers: Quantizers) -> str:
+    def unserved(
+        self, name: str, shape: tuple[int, int], quantizers: Quantizers, grouped: bool = False
+    ) -> str:
         """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers)
+        delegate, problem = self._served_by(quantizers, grouped)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend
         if backend == "emulate":
-            return ""  # it pads
+            return ""  # the emulator pads
         multiple = feature_multiple(quantizers, backend)
         for side, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
@@ -297,19 +314,19 @@ class Plan:
         return ""
 
     def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
-        """The reason that native FP8 does not seem to pay for a GEMM of this shape, or ""."""
+        """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
         kernel = kernel_of(quantizers)
         backend = self._served_by(quantizers)[0] or self.backend
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulation is for the numerics, not for speed
         return doubt(shape, quantizers, find_gpu(self.gpu))
 
-    def runs(self, layer: LayerPlan) -> BackendName:
-        """The backend that runs a layer."""
+    def backend_of(self, layer: LayerPlan) -> BackendName:
+        """The backend that runs `layer`."""
         return layer.backend or self.backend
 
-    def holds(self, layer: LayerPlan) -> ComputeDtype:
-        """The dtype of a quantized layer's operands in the emulator: on a GPU the compute dtype if
+    def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
+        """The dtype of a quantized layer's operands in the emulator: on a GPU, the compute dtype if
         it represents their values exactly; else float32."""
         assert layer.quantizers is not None
         exact = layer.quantizers.exact_in_bf16
@@ -317,7 +334,8 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Layers that run in FP8 although it may not pay; same layers of many blocks as one."""
+        """A note on the layers that run in FP8 although it may not be faster; layers that differ
+        only in their block are listed once."""
         count = sum(bool(layer.doubt) for layer in self.layers)
         by_doubt: dict[str, list[str]] = {}
         for name, group in _groups(self.layers, "doubt"):
@@ -326,8 +344,15 @@ class Plan:
         return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:
-        """The decision for the layer `name`."""
-        return next(layer for layer in self.layers if layer.name == name)
+        """The decision for the layer `name`, or for the grouped linear of the group
+        `<path>.<number>`."""
+        path, _, number = name.rpartition(".")
+        group_of = path if number.isdigit() else None
+        return next(
+            layer
+            for layer in self.layers
+            if layer.name == name or (layer.groups and layer.name == group_of)
+        )
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""
@@ -342,8 +367,10 @@ class Plan:
             method = "with no layer in FP8"
         request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
-        layer_reasons = {layer.sentence for layer in self.layers if layer.reason}
-        lines += [f"  because {reason}" for reason in self.reasons if reason not in layer_reasons]
+        of_layers = {layer.sentence for layer in self.layers if layer.reason or layer.why}
+        delegated = _grouped(self.layers, "why")
+        reasons = [reason for reason in self.reasons if reason not in of_layers]
+        lines += [f"  because {reason}" for reason in (*reasons, *delegated)]
         sentences = _grouped(self.layers)
         if self.is_fp8 and self.layers:
             lines.append("; ".join([self._headline(), *sentences]))
@@ -354,9 +381,9 @@ class Plan:
 
     @property
     def fp8_share(self) -> float:
-        """The share of multiplications in FP8, of all GEMMs with weights: forward, and for the
-        gradients of inputs and weights. Attention has no weights and does not count."""
-        total = sum(layer.work for layer in self.layers) + self.beside_work
+        """The share of FP8 in the multiplications of all GEMMs with weights, in the forward and
+        backward pass. Attention has no weights and does not count."""
+        total = sum(layer.work for layer in self.layers) + self.work_outside_linears
         return sum(layer.fp8_work for layer in self.layers) / total if total else 0.0
 
     def _headline(self) -> str:
@@ -365,12 +392,17 @@ class Plan:
             percent = ">99"
         if percent == "0" and self.fp8_share > 0:
             percent = "<1"
-        count = sum(layer.fp8 for layer in self.layers)
-        linears = f"{count} of {len(self.layers)} linear{'s' * (len(self.layers) != 1)}"
-        return f"FP8: {percent} % of {self.counted} ({linears})"
+        linears = [layer.fp8 for layer in self.layers if not layer.groups]
+        groups = [layer.fp8 for layer in self.layers if layer.groups]
+        kinds = [
+            f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
+            for noun, in_fp8 in (("linear", linears), ("expert group", groups))
+            if in_fp8
+        ]
+        return f"FP8: {percent} % of {self.counted} ({', '.join(kinds)})"
 
     def _beside_layers(self) -> Iterator[str]:
-        """Sentences about attention and the residual stream, if their precision is not usual."""
+        """Sentences about attention and the residual stream, if the recipe sets their precision."""
         if self.attention_precision != self.compute_dtype:
             yield f"attention: {self.attention_precision}, the recipe says so"
         if self.recipe.residual != "fp32":
@@ -394,7 +426,7 @@ class Plan:
 
 
 def _groups(
-    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt"]
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt", "why"]
 ) -> Iterator[tuple[str, list[LayerPlan]]]:
     """Group the layers whose `attribute` is set; layers that differ only in their block's number
     are in one group. Yields the group's name for messages and its layers."""
@@ -407,13 +439,16 @@ def _groups(
         yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
 
 
-def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons of layers that are not in FP8, one sentence per group of same layers."""
-    return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
+def _grouped(
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "why"] = "reason"
+) -> list[str]:
+    """The reasons for layers without FP8, or for layers of another backend than the plan's; a
+    sentence for each group of equal layers."""
+    return [replace(group[0], name=name).sentence for name, group in _groups(layers, attribute)]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:
-    """The `Block` of each layer that is in a list of blocks, by the layer's name.
+    """The `BlockIndex` of each layer that is in a list of blocks, by the layer's name.
 
     A list is the path before the number of two or more blocks: `blocks` in `blocks.3.mlp.up`,
     `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`. An encoder and a decoder have two.

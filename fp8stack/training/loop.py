@@ -1,4 +1,4 @@
-"""The training loop: steps, logging, evaluation, checkpoints, and what the guard decides."""
+"""The training loop: steps, logging, evaluation, checkpoints, and the guard's decisions."""
 
 import math
 import time
@@ -39,15 +39,15 @@ DONE, PREEMPTED = 0, 75
 
 
 def train(run: Run, requested: StopRequests | None = None) -> int:
-    """Train `run` from its last step to its end, and return the exit code: done or preempted.
+    """Train `run` from its last step to its end. Returns the exit code, `DONE` or `PREEMPTED`.
 
     Args:
         requested: returns whether a signal requested a stop; if None, `train` installs the signal
             handlers itself.
 
     Raises:
-        NumericFailure: steps went wrong and the guard has nothing left to try. Checkpoints are
-            kept.
+        NumericFailure: steps went wrong and the guard has nothing left to try. Checkpoints are not
+            removed.
         StorageError: the disk is full.
         Preempted: a signal stopped the run before there was anything to save.
     """
@@ -67,11 +67,11 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
     go_on = run.folder.go_on(config)
-    alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
+    alone = run.ranks.count == 1  # several ranks must stop together
     compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
-            loop.catch_up()
+            loop.evaluate_if_interrupted()
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
                     # Compiling takes minutes, and there is nothing to save yet.
@@ -107,7 +107,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
 
 
 class _Loop:
-    """Trains a run step by step; nothing else changes its state between steps."""
+    """The state and the actions of the training loop."""
 
     def __init__(
         self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
@@ -129,14 +129,16 @@ class _Loop:
             keep_every=config.keep_every,
             in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
-            good=[checkpoints.path_of(run.folder.checkpoints, run.step)],  # it was just read
+            good=[
+                checkpoints.path_of(run.folder.checkpoints, run.step)
+            ],  # verified when it was read
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
         self.guard = Guard(run, self.monitor, self.wait)
         self.phases = Phases(run, self.metrics.announce)
         if run.step:
-            self.use(self.phases.variant(run.step))
+            self.use_variant(self.phases.variant(run.step))
         self.train_step = Step(run, self.monitor, self.phases)
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
@@ -159,7 +161,7 @@ class _Loop:
                 self.stop()
                 with ranks.together():
                     if isinstance(error, DataWorkerLost):
-                        raise DataWorkerLost(f"{error} {self.lost_note()}") from error
+                        raise DataWorkerLost(f"{error} {self.lost_worker_note()}") from error
                     if error is not None:
                         raise error
             if batch is None:
@@ -167,14 +169,14 @@ class _Loop:
             yield batch
 
     def advance(self, step: int, tokens_BT: Tensor) -> bool:
-        """Train one step, then log, evaluate and save if due; a step that does none of these does
-        not wait for the device. Returns whether the run rolled back to an earlier step."""
+        """Train one step, then log, evaluate and save if due. A step without any of these does not
+        synchronize with the device. Returns whether the run rolled back to an earlier step."""
         run, config = self.run, self.config
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
         logs = evaluates or step % config.log_every == 0
         self.save_due |= last or step % config.save_every == 0
-        self.use(self.phases.variant(step))
+        self.use_variant(self.phases.variant(step))
         self.phases.enter(step)
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
@@ -191,7 +193,7 @@ class _Loop:
             if len(row) > 1:
                 self.metrics.log(row)
             self.metrics.restart_clock()
-            if "val_loss" in row and self.judge(step, row["val_loss"]):
+            if "val_loss" in row and self.check_validation_loss(step, row["val_loss"]):
                 return True
         if self.save_if_due(step):
             return True
@@ -199,7 +201,7 @@ class _Loop:
         return False
 
     def train(self, step: int, tokens_BT: Tensor, logs: bool) -> dict[str, Any]:
-        """Train on the batch of `step`. Returns its row of the metrics, empty unless `logs`."""
+        """Train on the batch of `step`. Returns the step's row of metrics; empty unless `logs`."""
         run, config = self.run, self.config
         tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
         profiles = run.ranks.is_main and self.profiler.wants(step)
@@ -213,27 +215,27 @@ class _Loop:
             self.metrics.report(step, self.guard.plan_now())
         if not logs:
             return {}
-        # Reading the loss waits for the step.
+        # Reading the loss synchronizes with the device.
         precision = self.guard.plan_now().precision
         row = self.metrics.row(step, float(loss), float(norm), precision)
         if len(run.schedule.phases) > 1:
             row["phase"] = self.phases.phase(step)
         return row
 
-    def use(self, index: int) -> None:
-        """Train with the variant `index` from now on."""
+    def use_variant(self, index: int) -> None:
+        """Activate the variant `index`."""
         if index != self.run.state.active:
             self.run.use(index)
             self.metrics.update_peak()
 
     def check(self, step: int) -> bool:
-        """Check the steps up to `step` with the guard. Returns and raises what `carry_out` does."""
+        """Have the guard check the steps up to `step`. Returns and raises as `carry_out` does."""
         outcome = self.guard.check(step)
         self.streak = outcome.streak
         return self.carry_out(outcome)
 
     def carry_out(self, outcome: Outcome) -> bool:
-        """Do what the guard decided, and log its events. Returns whether the run rolled back.
+        """Carry out the guard's decisions and log its events. Returns whether the run rolled back.
         Raises a NumericFailure if the guard gave up."""
         run = self.run
         if outcome.to_bf16:
@@ -252,14 +254,14 @@ class _Loop:
         if outcome.failure:
             raise NumericFailure(outcome.failure)
         if outcome.skipped and outcome.back_to is None:
-            self.train_step.give_back()
+            self.train_step.restore_rng()
         return outcome.back_to is not None
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
-        """Restore the run from an earlier checkpoint, and drop the later ones."""
+        """Restore the run from an earlier checkpoint, and remove the later ones."""
         run = self.run
         run.restore(checkpoint)
-        run.ranks.wait()  # for those that still read
+        run.ranks.wait()  # until all ranks have read it
         if run.ranks.is_main:
             writer.forget_after(run.folder.checkpoints, run.step)
         self.saved_at, self.streak, self.save_due = run.step, 0, False
@@ -267,18 +269,18 @@ class _Loop:
         self.metrics.restart_clock()
         self.metrics.forget_pace()
 
-    def judge(self, step: int, val_loss: float | None) -> bool:
-        """Act on a validation loss that is not finite, or that is worse because of the recipe.
-        Returns whether the run rolled back."""
+    def check_validation_loss(self, step: int, val_loss: float | None) -> bool:
+        """Act on a validation loss that is not finite, or pass it to the phases, which may change
+        the recipe. Returns whether the run rolled back."""
         if val_loss is None or not math.isfinite(val_loss):
-            return self.mend(step, "the validation loss is not finite")
+            return self.recover(step, "the validation loss is not finite")
         self.phases.judge(step, self.loss_in)
         self.metrics.restart_clock()
         return False
 
-    def mend(self, step: int, reason: str) -> bool:
-        """Act on weights that are not finite although no step was judged bad. Returns whether the
-        run rolled back. Raises a NumericFailure if nothing helps."""
+    def recover(self, step: int, reason: str) -> bool:
+        """Recover from weights that are not finite although no step was judged bad. Returns whether
+        the run rolled back. Raises a NumericFailure if it cannot."""
         if self.config.guard.enabled:
             return self.carry_out(self.guard.weights_failed(step, reason))
         saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
@@ -304,8 +306,8 @@ class _Loop:
             return nullcontext({})
         return self.run.folder.session(lambda: self.run.step, versions())
 
-    def catch_up(self) -> None:
-        """Evaluate the last step if its evaluation was due and a stop interrupted it."""
+    def evaluate_if_interrupted(self) -> None:
+        """Evaluate the run's last step if an evaluation was due and was interrupted."""
         run, config = self.run, self.config
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
@@ -319,7 +321,7 @@ class _Loop:
         self.phases.judge(run.step, self.loss_in)
 
     def evaluate(self) -> float | None:
-        """The validation loss; None if a stop was requested. Its FP8 GEMMs are not counted."""
+        """The validation loss; None if a stop was requested. FP8 GEMMs are not counted."""
         return self.loss_in(self.run.evaluation)
 
     def loss_in(self, variant: Variant | None) -> float | None:
@@ -339,21 +341,20 @@ class _Loop:
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
 
-    def lost_note(self) -> str:
-        """The sentence that says how to resume a run that lost a data worker."""
+    def lost_worker_note(self) -> str:
+        """A sentence on how to resume a run that lost a data worker."""
         step, command = self.run.step, self.run.folder.go_on(self.config)
         saved = f"The run is saved after step {step}" if step else "No step was done yet"
         return f"{saved}: go on with {command}, and with --set workers=0 if it happens again."
 
     def wait(self) -> None:
-        """Wait until all checkpoints are on the disk. Raises what `Saver.wait` raises, on every
-        rank."""
+        """Wait until all checkpoints are on disk. Raises what `Saver.wait` raises, on all ranks."""
         with self.run.ranks.together():
             self.saver.wait()
 
     def save_if_due(self, step: int) -> bool:
-        """Save if due, but not amid bad steps, except at the end. Returns whether the run rolled
-        back."""
+        """Save a checkpoint if due; after bad steps, only at the end of the run. Returns whether
+        the run rolled back."""
         if not self.save_due or (self.streak and step != self.config.steps):
             return False
         rolled_back = self.save()
@@ -361,15 +362,15 @@ class _Loop:
         return rolled_back
 
     def save(self) -> bool:
-        """Write a checkpoint of the last step, unless it exists. If the weights are not finite,
-        roll back to an earlier checkpoint instead. Returns whether the run rolled back. Raises a
-        NumericFailure if nothing helps, and a StorageError if the disk is full."""
+        """Write a checkpoint of the last step, unless it exists. If weights are not finite,
+        `recover` instead. Returns whether the run rolled back. Raises what `recover` raises, and a
+        StorageError if the disk is full."""
         run = self.run
         self.save_due = False
-        if self.saved_at == run.step:  # also at step 0, which needs none
+        if self.saved_at == run.step:  # true at step 0, too, which is not saved
             return False
         if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
-            return self.mend(run.step, "a weight or a moment is not finite")
+            return self.recover(run.step, "a weight or a moment is not finite")
         tokenizer = run.data.tokenizer
         info = {
             "identity": run.identity,

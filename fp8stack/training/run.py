@@ -184,7 +184,7 @@ class Run:
         rank, main = self.ranks.index, self.main.model
         restore(self.model, self.optimizer, checkpoint.tensors, rank, fp8_model=main)
         for variant in self.variants:
-            variant.backend.weights.mark()
+            variant.backend.weights.mark_changed()
         if self.loss_scaler is not None and checkpoint.info["scaler"] is not None:
             self.loss_scaler.load_state_dict(checkpoint.info["scaler"])
         self.state.step = checkpoint.step

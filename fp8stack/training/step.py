@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward passes, clipping, the guard's verdict, the update."""
+"""An optimizer step: forward and backward passes, clipping, the monitor's verdict, the update."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,26 +18,26 @@ from fp8stack.training.run import Run
 
 
 class Step:
-    """Trains `run` step by step; `monitor` judges each step before the optimizer takes it.
+    """Runs optimizer steps; `monitor` judges the gradients before the optimizer applies them.
 
     Attributes:
-        draws: whether a step draws random numbers, whose state `give_back` can restore.
+        draws: whether a step uses torch's random number generators, see `restore_rng`.
     """
 
     def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
         self.run = run
         self.config = run.config
         self.monitor, self.phases = monitor, phases
-        self.draws = run.model.config.dropout > 0  # nothing else uses torch's RNG
+        self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self.events = DebugLog(run)
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Train on all micro-batches of a step. Returns the mean loss and the gradient norm before
+        """Train on the batch of a step. Returns the mean loss and the gradient norm before
         clipping, both 0-dim and over all ranks. A bad step changes nothing, except that the loss
-        scale of fp16 falls.
+        scale of fp16 decreases.
 
-        Only the `step` of some optimizers (not AdamW) waits for the device.
+        Does not synchronize with the device, except in the `step` of some optimizers (not AdamW).
         """
         run, config, events = self.run, self.config, self.events
         optimizer, scaler = run.optimizer, run.scaler
@@ -54,7 +54,7 @@ class Step:
         ]
         if scaler is not None:
             for member in optimizers_in(optimizer):
-                scaler.unscale_(member)  # which also shares an overflow among the ranks
+                scaler.unscale_(member)  # also tells the other ranks of an overflow
         events.add("unscale", scale=None if scaler is None else scaler.now(losses[0]))
         if run.telemetry.due(step, 1, config.steps):
             run.telemetry.gradients(run.model)
@@ -68,11 +68,11 @@ class Step:
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
-        # Once the loss scale cannot fall any further, an overflow is a bad step.
+        # An overflow is a bad step only if the loss scale cannot decrease any further.
         excused = None if scaler is None else scaler.can_fall(norm)
         loss, norm = self.monitor.judge(step, mean, norm, excused, norms)
         events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
-        optimizer.step()  # not `scaler.step`, which would overrule the monitor
+        optimizer.step()  # not `scaler.step`, which decides for itself whether to skip
         events.add("optimizer", lr=rate)
         if scaler is not None:
             scaler.update()
@@ -81,8 +81,9 @@ class Step:
         return loss, norm
 
     def micro_step(self, step: int, part_BT: Tensor, number: int) -> Tensor:
-        """Forward and backward pass of a step's micro-batch `number`, from 0. Returns its loss. The
-        gradients belong to the mean loss over all micro-batches, times the loss scale."""
+        """Run the forward and backward pass of a step's micro-batch `number`, counted from 0.
+        Returns its loss. Gradients are of the mean loss over all micro-batches, times the loss
+        scale."""
         run, scaler, events = self.run, self.run.scaler, self.events
         with (
             run.accelerator.accumulate(run.wrapped),
@@ -96,16 +97,16 @@ class Step:
             scaled = loss if scaler is None else scaler.scale(loss)
             events.add("scale_loss", loss=scaled.detach())
             run.accelerator.backward(scaled)
-            # Called here, so that ranks call it in the same order even if one runs uncompiled for
-            # telemetry.
+            # Not left to the next forward pass, so that ranks call the collective in the same order
+            # even if one runs eager code for telemetry.
             if run.backend.delayed is not None:
-                run.backend.delayed.settle()
+                run.backend.delayed.apply_pending_update()
             events.add("backward")
         return mean_loss
 
     @contextmanager
     def _observed(self, step: int) -> Iterator[None]:
-        """A context in which telemetry and calibration observe the micro-batch if due in `step`."""
+        """A context in which telemetry and calibration observe the model, if due in `step`."""
         run, telemetry = self.run, self.run.telemetry
         samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
@@ -118,7 +119,8 @@ class Step:
         ):
             yield
 
-    def give_back(self) -> None:
-        """Restore the RNG state of before the last step, which was skipped."""
+    def restore_rng(self) -> None:
+        """Restore the state of the random number generators from before the last step, which was
+        skipped."""
         if self.draws:
             restore_random_state(self._random)

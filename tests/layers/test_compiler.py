@@ -359,13 +359,13 @@ WEIGHTS = [(384, 128), (128, 128), (512, 128), (128, 512)]  # of a block
 def casts(monkeypatch):
     """The weights that are quantized to be kept, while a test runs."""
     shapes = []
-    keep = TorchBackend.keep_weight
+    keep = TorchBackend.cache_weight
 
     def counting(backend, layer, record):
         shapes.append(tuple(layer.weight.shape))
         return keep(backend, layer, record)
 
-    monkeypatch.setattr(TorchBackend, "keep_weight", counting)
+    monkeypatch.setattr(TorchBackend, "cache_weight", counting)
     return shapes
 
 

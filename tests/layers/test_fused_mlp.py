@@ -121,7 +121,7 @@ def test_an_mlp_that_is_observed_or_left_fp8_or_has_rows_to_add_runs_by_its_part
     assert fusing.count == 0
     gpt(tokens, tokens)
     assert fusing.count == 1
-    assert gpt.blocks[0].mlp.up.ran
+    assert gpt.blocks[0].mlp.up.was_called
 
 
 def test_blocks_of_a_product_are_those_of_its_values(fusing):

@@ -531,7 +531,7 @@ def test_which_slots_are_of_weights_is_not_found_out_in_each_pass(te):
     for step in range(2):
         loss_of(model, step).backward()
     with torch.profiler.profile() as profiled:
-        model.backend.delayed.collect()
+        model.backend.delayed.copy_amaxes_in()
     operators = Counter(event.name for event in profiled.events())
     assert operators["aten::stack"] == 1  # of the amaxes
     assert operators["aten::ones_like"] == 0

@@ -307,7 +307,7 @@ def test_ranks_share_the_largest_amaxes(te, monkeypatch, kind):
         return torch.maximum(recorded, doubled[0])
 
     monkeypatch.setattr(delayed, "_reduce_amaxes", largest)
-    monkeypatch.setattr(delayed.DelayedScaling, "_announce", lambda self: None)
+    monkeypatch.setattr(delayed.DelayedScaling, "_begin_shared_pass", lambda self: None)
     loss_of(shared, 1, length=128).backward()
     scales = [
         {name: float(x) for name, x in fp8_state(model).items() if name.endswith(".scale")}

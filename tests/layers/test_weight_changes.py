@@ -190,7 +190,7 @@ def test_micro_batches_share_a_cast_where_values_are_known_or_nobody_else_change
     for step in range(3):  # no backward pass, so no change
         loss_of(model, step)
     assert casts(model) == 2 + 6 + 1
-    model.backend.weights.only_told = True
+    model.backend.weights.only_tracked_changes = True
     train(model, range(2), accumulate=3)
     assert casts(model) <= 2 + 6 + 1 + 2
 
@@ -208,7 +208,7 @@ def changed_and_fresh(recipe: str, backend: str) -> tuple[GPT, GPT]:
 def test_a_pass_for_evaluation_sees_values_that_nothing_told_of(recipe, backend):
     model, fresh = changed_and_fresh(recipe, backend)
     load_fp8_state(fresh, fp8_state(model))
-    model.backend.weights.mark()  # in delayed scaling, an evaluation takes no new scale by itself
+    model.backend.weights.mark_changed()  # an evaluation alone updates no scale
     with torch.no_grad():
         assert loss_of(model, 1).item() == loss_of(fresh, 1).item()
 
@@ -259,7 +259,7 @@ def test_a_model_that_is_compiled_as_a_whole_notices_values_as_well(compiler):
                 layer(normal(6, 32, seed=2 * step + micro_batch)).square().mean().backward()
             change(layer)
             layer.zero_grad()
-        layer.delayed.settle()
+        layer.delayed.apply_pending_update()
         states.append((filled(layer, "layer"), scales(layer)))
     assert states[0][0] == [6, 3, 6]
     assert states[0] == states[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -42,6 +43,67 @@ def same_state(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     return state.keys() == expected.keys() and all(
         torch.equal(state[k], expected[k]) for k in state
     )
+
+
+# vectors
+
+
+def vectors() -> tuple[AmaxHistory, AmaxHistory]:
+    """A history with a vector between two slots, and one with the same slots and no vector."""
+    slots = ["a", "x.0", "x.1", "x.2", "b"]
+    quantizer = Quantizer(amax="delayed", history_length=3)
+    with_vector, plain = AmaxHistory(length=1), AmaxHistory(length=1)
+    with_vector.extend(dict.fromkeys(slots, quantizer), {"x": slots[1:4]})
+    plain.extend(dict.fromkeys(slots, quantizer))
+    return with_vector, plain
+
+
+def test_slots_of_a_vector_are_updated_as_slots_by_themselves() -> None:
+    for fresh in (vectors, lambda: tuple(copy.deepcopy(history) for history in vectors())):
+        with_vector, plain = fresh()
+        for step in range(5):
+            with_vector.recorded("x").copy_(torch.tensor([1.0, 0.0, step]))
+            with_vector.record("x.1", 0.5 * step)
+            with_vector.record("b", 3.0)
+            for slot, value in (("x.0", 1.0), ("x.1", 0.5 * step), ("x.2", step), ("b", 3.0)):
+                plain.record(slot, value)
+            assert torch.equal(with_vector.read(), plain.read())
+            with_vector.update()
+            plain.update()
+            assert torch.equal(with_vector.scales, plain.scales)
+            assert torch.equal(with_vector.scale("x"), plain.scales[1:4])
+
+
+def test_a_vector_is_stored_as_one_tensor_and_loaded_again() -> None:
+    history, plain = vectors()
+    history.recorded("x").copy_(torch.tensor([1.0, 2.0, 4.0]))
+    history.update()
+    history.record("x.2", 7.0)
+    state = history.state_dict()
+    assert list(state) == [f"{s}.{suffix}" for s in "axb" for suffix in ("amax_history", "scale")]
+    assert state["x.scale"].tolist() == [448.0, 224.0, 112.0]
+    assert state["x.amax_history"].tolist() == [[0, 0, 7], [0, 0, 0], [1, 2, 4]]
+    loaded, _ = vectors()
+    loaded.load_state_dict(state)
+    assert same_state(loaded.state_dict(), state)
+    assert loaded.recorded("x.2") == 7
+    with pytest.raises(UserError, match=r"'x\.0\.amax_history' is missing|is not a slot"):
+        plain.load_state_dict(state)
+
+
+def test_compiled_code_reads_and_writes_the_vector_as_one_tensor() -> None:
+    history, _ = vectors()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def double() -> torch.Tensor:
+        before = history.read()
+        history.write(2 * before)
+        return before
+
+    history.recorded("x").copy_(torch.tensor([1.0, 2.0, 4.0]))
+    history.record("b", 3.0)
+    assert double().tolist() == [0, 1, 2, 4, 3]
+    assert history.all_recorded.tolist() == [0, 2, 4, 8, 6]
 
 
 # amax

@@ -300,7 +300,7 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     delayed: Any = model.delayed_scaling
     assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
-    tensors += [*delayed.history.all_recorded, delayed.first_scales, delayed.first]
+    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.first]
     tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     draws: Any = model.stochastic_rounding
     tensors += draws.state_dict().values()

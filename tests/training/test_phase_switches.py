@@ -253,7 +253,7 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     small.loop.save()
     resumed = small.resumed()
     assert resumed.loop.phases.judged_at == 2
-    resumed.loop.catch_up()
+    resumed.loop.evaluate_if_interrupted()
     assert resumed.loop.phases.judged_at == 4
 
 

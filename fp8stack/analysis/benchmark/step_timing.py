@@ -151,7 +151,7 @@ def build(arm: StepArm, work: StepWork, hardware: Hardware) -> Built:
     raises."""
     plan = plan_of(arm, work, hardware)
     backend = build_backend(plan)
-    backend.weights.only_told = True  # as in a run
+    backend.weights.only_tracked_changes = True  # as in a run
     model = GPT(work.config, backend).to(hardware.device)
     if arm.compiled:
         model.compile_blocks()

@@ -1,4 +1,4 @@
-"""Small work on tensors that stay where they are, which a GPU does as one launch: a CUDA graph."""
+"""CUDA graphs of functions that launch many small kernels on tensors at fixed addresses."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 
-EAGER = 2  # calls before the recorded one, which create tensors that are created once
+EAGER = 2  # warm-up calls, which allocate tensors, before the call that is recorded
 
 
 def records(device: torch.device) -> bool:
-    """Whether work on `device` is recorded."""
+    """Whether functions on `device` are recorded."""
     return device.type == "cuda"
 
 
 class Replayed:
-    """Calls `function`, which launches many small kernels and waits for nothing; on a GPU it is
-    recorded once, and what Python does in it does not happen again.
+    """Calls `function`; on a GPU, records its kernels once as a CUDA graph and replays them.
 
-    It takes no arguments: it reads and writes tensors that are there before and after. What it
-    returns, the next call overwrites.
+    A replay runs no Python code of `function`, which must not synchronize. It takes no arguments:
+    it reads and writes tensors in fixed memory. The next call overwrites the tensors it returns.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.common.errors import UserError
 from fp8stack.layers import Backend
 from fp8stack.layers.fsdp import ShardedWeight
-from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
@@ -74,7 +74,7 @@ def spread(
     parameters into DTensors that are sharded by rows: build the optimizer after this call."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
-        _share_out(model, backend, accelerator, compiled=compiled)
+        _fully_shard(model, backend, accelerator, compiled=compiled)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
@@ -82,7 +82,7 @@ def spread(
     return wrapped
 
 
-def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
+def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
     """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
     path.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -93,17 +93,17 @@ def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled:
         if module in root_layers:  # sharded with the root
             continue
         # Compiled code and the root's layers take full weights in float32.
-        backend.share_out(None if compiled or module is model else module)
+        backend.prepare_sharding(None if compiled or module is model else module)
         # For the root as well: else its parameters stay gathered after an evaluation.
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
-    before = _BeforeGathering(model, backend)
+    before = _BeforeAllGather(model, backend)
     model.register_forward_pre_hook(before, prepend=True)
 
 
-class _BeforeGathering:
+class _BeforeAllGather:
     """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
     The gathered weight of a layer that left FP8, or came back to it, needs other memory: the hook
     makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
@@ -122,10 +122,10 @@ class _BeforeGathering:
             if layer.in_fp8 != was:
                 self.gathered[layer] = layer.in_fp8
                 _forget_gathered(model, layer)
-        self.backend.before_gathering()
+        self.backend.before_all_gather()
 
 
-def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
+def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:

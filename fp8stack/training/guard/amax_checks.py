@@ -74,9 +74,9 @@ class Amaxes:
             now.index_select(0, column[None])[0].double(),
         )
 
-    def put_back(self, where: Tensor) -> None:
+    def restore(self, where: Tensor) -> None:
         """Restore the snapshot of `begin` if `where`, bool and 0-dim, is true."""
-        self.delayed.put_back(self._before, where)
+        self.delayed.restore(self._before, where)
 
     def address(self) -> int:
         """The address of the history, which changes if it is moved: a key for CUDA graphs."""

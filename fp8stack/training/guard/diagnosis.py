@@ -130,9 +130,9 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
         run.state.step = now
         run.optimizer.zero_grad(set_to_none=True)
         if delayed is not None and snapshot is not None:
-            delayed.put_back(snapshot, torch.ones((), dtype=torch.bool, device=device))
+            delayed.restore(snapshot, torch.ones((), dtype=torch.bool, device=device))
         run.backend.draws.load_state_dict(drawn)
-        run.backend.weights.mark()  # so that the next step quantizes the weights again
+        run.backend.weights.mark_changed()  # so that the next step quantizes the weights again
         run.backend.fp8_gemms()
         run.backend.count_gemms(gemms)
 

@@ -232,11 +232,11 @@ class Monitor:
         if self.norms is not None:
             self.norms.add(now[1], ~skip)
         if self._recording is not None:
-            self._recording.put_back(skip)
+            self._recording.restore(skip)
         if self._drawn is not None:
             counters = self._counters()
-            put_back = torch.where(skip, self._drawn, torch.stack(counters))
-            torch._foreach_copy_(counters, list(put_back.unbind()))
+            restored = torch.where(skip, self._drawn, torch.stack(counters))
+            torch._foreach_copy_(counters, list(restored.unbind()))
         return now
 
     def _counters(self) -> list[Tensor]:

@@ -61,17 +61,17 @@ class Outcome:
 
 
 class Guard:
-    """Decides what to do about the verdicts of `monitor`. `settle` waits until all checkpoints are
-    on the disk; it is called before checkpoints are read.
+    """Decides how to act on the verdicts of `monitor`. `wait_for_saves` waits until all checkpoints
+    are on disk; it is called before checkpoints are read.
 
     Attributes:
         left_out: steps whose batches are left out.
         demoted: the layers taken out of FP8, with the last step without FP8; None: permanently.
     """
 
-    def __init__(self, run: Run, monitor: Monitor, settle: Callable[[], None]) -> None:
+    def __init__(self, run: Run, monitor: Monitor, wait_for_saves: Callable[[], None]) -> None:
         self.run, self.config = run, run.config.guard
-        self.monitor, self.settle = monitor, settle
+        self.monitor, self.wait_for_saves = monitor, wait_for_saves
         state: Row = (run.resumed or {}).get("guard") or {}
         self.left_out: set[int] = set(state.get("left_out", ()))
         self.demoted: dict[str, int | None] = dict(state.get("demoted", {}))
@@ -268,7 +268,7 @@ class Guard:
         """The newest checkpoint before `step`, and after `after` if given, that every rank can
         use."""
         ranks, folder = self.run.ranks, self.run.folder.checkpoints
-        self.settle()
+        self.wait_for_saves()
         saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])
         for number in saved:  # the newest first
             if (after or -1) < number < step:

@@ -1,1 +1,1 @@
-"""Set up a run: data, model, optimizer and checkpoint, up to the first step."""
+"""Set up a run: build data, model and optimizer, and restore a checkpoint."""

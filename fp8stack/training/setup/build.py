@@ -59,7 +59,7 @@ from fp8stack.training.telemetry.operand_errors import Telemetry
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The configuration and the folder of a run, and the state that it begins with."""
+    """The configuration and the folder of a run, and its initial state."""
 
     config: RunConfig
     folder: RunFolder
@@ -77,7 +77,7 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plans:
-    """The plans of a run that is possible on this machine."""
+    """The plans of a run, checked against this machine."""
 
     model: GPTConfig
     context: int
@@ -107,11 +107,12 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
         if is_deterministic(config, hardware, any(planned.compiled)):
             _be_deterministic()
         variants = _build_variants(planned, config)
-        # After the model, whose initialization draws depend on the recipe. Dropout differs by rank.
+        # After building the models, which uses the RNG differently by recipe. Each rank draws
+        # different dropout masks.
         torch.manual_seed(config.seed + ranks.index)
         accelerator = _build_accelerator(beginning, plan, ranks)
         for variant in variants:
-            if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared
+            if ranks.count == 1 or config.parallel == "ddp":  # FSDP2 moves block by block
                 variant.model.to(accelerator.device)
             if variant.compiled:
                 variant.model.compile_blocks(mode=config.compile_mode)
@@ -126,7 +127,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
             first = variants[0]
             wrapped = spread(wrapped, first.backend, accelerator, config, compiled=first.compiled)
     with ranks.together():
-        # After `spread`, because FSDP2 may replace the parameters.
+        # After `spread`, because FSDP2 replaces the parameters.
         optimizer = build_optimizer(variants[0].model, config)
     run = Run(
         config=config,
@@ -175,20 +176,20 @@ def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
 
 
 def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> bool:
-    """Whether to use torch's deterministic algorithms, which a GPU and compiled code need for
-    repeatable results. On a GPU they are slower, so only with `deterministic = true`."""
+    """Whether to use torch's deterministic algorithms, which GPUs and compiled code need for
+    reproducible results. They are slower on a GPU, so there only if `deterministic` is true."""
     if config.deterministic is None:
         return compiled and hardware.device == "cpu"
     return config.deterministic and (compiled or hardware.device == "cuda")
 
 
 def _be_deterministic() -> None:
-    """Make CUDA and compiled code deterministic; the latter else sums an embedding's gradient in
-    any order. Eager code on a CPU is, for the same number of threads."""
+    """Make CUDA and compiled code deterministic. (Compiled code would sum an embedding's gradient
+    in any order. Eager code on a CPU is deterministic for a fixed number of threads.)"""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # `warn_only` would neither make attention deterministic nor leave out cuDNN's attention.
+    # `warn_only` would neither make attention deterministic nor disable cuDNN's attention.
     torch.use_deterministic_algorithms(True)
-    # Otherwise every empty tensor would be filled first.
+    # Skip filling each uninitialized tensor with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -200,7 +201,7 @@ def _build_variants(planned: _Plans, config: RunConfig) -> tuple[Variant, ...]:
     draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiled in zip(planned.plans, planned.compiled, strict=True):
         backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
-        backend.weights.only_told = True  # the run's optimizers change them, and nobody else
+        backend.weights.only_tracked_changes = True  # only the run's optimizers change them
         backend.vocabulary_multiple = multiple
         try:
             model = GPT(planned.model, backend, seed=config.seed)
@@ -227,7 +228,7 @@ def _share_parameters(source: nn.Module, model: nn.Module) -> None:
 
 def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:
     """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
-    since the layers cast by themselves."""
+    since the layers cast their inputs."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
         raise UserError(
             "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
@@ -244,7 +245,7 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
         project_config=ProjectConfiguration(project_dir=str(folder)),
         kwargs_handlers=[DDP_OPTIONS],
     )
-    # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+    # In the constructor, ACCELERATE_GRADIENT_ACCUMULATION_STEPS takes precedence.
     accelerator.gradient_accumulation_steps = config.accumulate
     return accelerator
 
@@ -259,7 +260,7 @@ def _require_same_machines(planned: _Plans, hardware: Hardware, ranks: Ranks) ->
 def _notes(
     beginning: Beginning, planned: _Plans, tokenizer: Tokenizer | None, ranks: int
 ) -> Iterator[str]:
-    """Notes to print at the start. `tokenizer` is the one of the data."""
+    """Notes to print at the start. `tokenizer` is the data's."""
     config, source = beginning.config, beginning.source
     yield from without_effect(config, planned.in_fp16, ranks, compiled=any(planned.compiled))
     if warning := never_asked_for(config, planned.schedule.phases):
@@ -302,8 +303,7 @@ def without_effect(
 
 
 def _identity(planned: _Plans, variants: Sequence[Variant], run_data: RunData) -> dict[str, Any]:
-    """The model, recipes and data, which must be the same in a resumed run and its checkpoint,
-    besides the configuration."""
+    """The model, recipes and data of a run, which must equal the checkpoint's on resume."""
     recipes = [variant.plan.recipe.to_json(words=False) for variant in variants]
     identity = {
         "model": planned.model.model_dump(mode="json"),

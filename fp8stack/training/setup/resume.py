@@ -37,8 +37,8 @@ from fp8stack.training.run_plans import ANY, Decided
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A run to resume: its folder, its saved configuration, and a checkpoint if any; `unasked` if
-    the same command was repeated without `--resume`."""
+    """A run to resume: its folder, its saved configuration and its checkpoint, if any. `unasked`:
+    without `--resume`, because `--out` contains an unfinished run."""
 
     folder: RunFolder
     saved: RunConfig
@@ -50,8 +50,8 @@ class Resumption:
 def find_resumption_together(
     config: RunConfig, resume: str | None, ranks: Ranks
 ) -> Resumption | None:
-    """`find_resumption` on the main rank; then all ranks read the same checkpoint, on a shared file
-    system."""
+    """Call `find_resumption` on the main rank; the other ranks read the same checkpoint from a
+    shared file system."""
     if ranks.count == 1:
         return find_resumption(config, resume)
     resumption: Resumption | None = None
@@ -73,10 +73,10 @@ def find_resumption_together(
 
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
-    """Find the run to resume; None for a new run. Without `resume`, it is an unfinished run in
-    `--out`. Raises a UserError if there is no run at the path, if a process trains it, or if
-    `--out` names another folder, and a NoUsableCheckpoint if all its checkpoints, or the one named,
-    are damaged."""
+    """Find the run to resume; None for a new run. Without `resume`, an unfinished run in `--out` is
+    resumed. Raises a UserError if there is no run at the path, if another process trains it, or if
+    `--out` names another folder. Raises a NoUsableCheckpoint if all its checkpoints, or the given
+    one, are damaged."""
     if resume is None:
         if config.out is not None:
             RunFolder(Path(config.out)).require_idle()
@@ -123,7 +123,8 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
 def _from_checkpoint(
     folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
 ) -> Resumption:
-    """The resumption from a checkpoint, with its configuration: run.toml may have been edited."""
+    """The resumption from a checkpoint. The configuration is the checkpoint's, since run.toml may
+    have been edited."""
     table = at_home(checkpoint.info["config"], folder.path)
     saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     reasons = "".join(f"; passed over: {reason}" for reason in passed_over)
@@ -136,8 +137,8 @@ def _from_checkpoint(
 
 
 def left_out_trackers(resumption: Resumption, requested: RunConfig) -> str | None:
-    """A note on the trackers that the saved configuration names and the flags given now do not:
-    the run may be a stranger's. None if there are none."""
+    """A note on the trackers that are in the saved configuration but not in the flags. They are not
+    started, since the run may be another user's. None if there are none."""
     saved = resumption.saved
     names = [key for key in TRACKERS if getattr(saved, key) and key not in requested.given]
     if not names:
@@ -147,9 +148,9 @@ def left_out_trackers(resumption: Resumption, requested: RunConfig) -> str | Non
 
 
 def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
-    """The saved configuration with the flags given now; it starts no tracker of its own. Raises a
-    UserError if a flag changes something that the run's losses depend on, or if only the saved
-    configuration asks for weights of the Hub."""
+    """The saved configuration, without its trackers, with the current flags. Raises a UserError if
+    a flag changes something that the run's losses depend on, or if the saved configuration, but no
+    flag, names weights on the Hub."""
     saved, source = resumption.saved, resumption.saved.init_from
     in_hub = source is not None and repository_in(source) is not None
     if resumption.checkpoint is None and source and in_hub and requested.init_from is None:
@@ -170,7 +171,7 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
 
 
 def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
-    """`requested`, with files replaced by the run's copies if their contents are the same."""
+    """`requested` with the paths of the run's copies for files of the same contents."""
 
     def read(path: str) -> bytes:
         with suppress(OSError):
@@ -183,8 +184,8 @@ def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
 
 
 def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | None:
-    """The run's `tokenizer.json`, if it has one. Raises a UserError if it is not the tokenizer that
-    the checkpoint records, and `config`, as resumed, names no other file."""
+    """The run's `tokenizer.json`, if it has one. Raises a UserError if it differs from the
+    tokenizer that the checkpoint records, unless `config` names another file."""
     file, checkpoint = resumption.folder.tokenizer, resumption.checkpoint
     names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
     recorded = None if checkpoint is None else recorded_tokenizer(checkpoint.info)
@@ -194,7 +195,7 @@ def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | Non
 
 
 def decided_in(info: Mapping[str, Any]) -> Decided:
-    """The decisions that a run resumed from this checkpoint.json keeps."""
+    """The decisions in checkpoint.json that a resumed run does not make again."""
     phases, plans = info["phases"], info["plans"]
     recipes = {
         plan["recipe"]["name"]: recipe_from_json(plan["recipe"], "plan in checkpoint.json")
@@ -260,7 +261,7 @@ def _require_same_identity(run: Run, resumption: Resumption, info: Mapping[str, 
 
 
 def _with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's identity, with its recipes in the format of this version."""
+    """A checkpoint's identity, with recipes converted to the format of this version."""
 
     def as_saved_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
         return recipe_from_json(recipe, "identity in checkpoint.json").to_json(words=False)
@@ -275,8 +276,8 @@ def _with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
 def _require_same_tokenizer(
     resumption: Resumption, checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> str | None:
-    """Raise a UserError if `tokenizer`, of the data, is not the one that the checkpoint records.
-    Returns a note if the file of the run is missing."""
+    """Raise a UserError if the data's `tokenizer` differs from the one that the checkpoint records.
+    Returns a note if the run's tokenizer.json is missing."""
     recorded = recorded_tokenizer(checkpoint.info)
     if recorded is None:
         return None
@@ -292,8 +293,8 @@ def _require_same_tokenizer(
 def refuse_differences(
     resumption: Resumption, differing: list[str], weights_go_on: bool = False
 ) -> None:
-    """Raise a UserError that names the first of the `differing` things, if there is one;
-    `weights_go_on` says that a new run may begin with the weights."""
+    """Raise a UserError about the first of the differences, if any. With `weights_go_on`, it
+    suggests a new run that begins with the weights."""
     if not differing:
         return
     path, difference = resumption.folder.path, differing[0]

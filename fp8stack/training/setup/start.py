@@ -51,12 +51,12 @@ def set_up(
     """Set up the run that the flags, the run file and `--set` describe.
 
     Args:
-        resume: auto or a path, to resume a run; a process that torchrun restarted resumes by
-            itself.
+        resume: "auto" or a path, to resume a run. A process that torchrun restarted resumes in any
+            case.
         overwrite: remove the run in `--out` once the new one is built.
 
     Raises:
-        UserError: bad input, or a run to resume that differs in what its losses depend on.
+        UserError: bad input, or a setting that the losses depend on differs from the resumed run.
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
     config = with_absolute_paths(parse_config(file, flags, sets))
@@ -64,7 +64,7 @@ def set_up(
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
     late_notes: tuple[str, ...] = ()
-    # Whether torchrun started this process after another one had failed.
+    # torchrun restarted this process after a failure.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         if resume is None:
             resume, overwrite = "auto", False
@@ -97,7 +97,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def _find_beginning(
     config: RunConfig, resume: str | None, overwrite: bool, ranks: Ranks
 ) -> Beginning:
-    """Find the run to resume, or else a folder for a new one, and complete its configuration."""
+    """Find the run to resume, or a folder for a new run, and complete the configuration."""
     resumption, source, notes = None, None, None
     if overwrite:
         _refuse_overwriting(config.out, resume, config.init_from)
@@ -196,7 +196,7 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool, late_notes: tuple[st
 
 
 def _notes_of_new_run(config: RunConfig) -> Iterator[str]:
-    """The notes on the training preset, and, without `--out`, on an unfinished run."""
+    """Notes on the training preset and, without `--out`, on an unfinished run."""
     if note := preset_note(config):
         yield note
     cut = None if config.out else next(cut_runs(), None)
@@ -209,7 +209,7 @@ def _notes_of_new_run(config: RunConfig) -> Iterator[str]:
 
 
 def _with_tokenizer(run: Run) -> RunConfig:
-    """The run's configuration, naming the tokenizer of its text if the user named none."""
+    """The run's configuration, with the tokenizer of its text data if the user named none."""
     config, tokenizer = run.config, run.data.tokenizer
     if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
         return config

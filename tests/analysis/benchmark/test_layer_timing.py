@@ -84,13 +84,13 @@ def test_layers_that_the_recipe_leaves_out_are_measured_as_well() -> None:
 
 def test_weights_are_quantized_again_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     marks = []
-    real = WeightChanges.mark
+    real = WeightChanges.mark_changed
 
     def mark(changes: WeightChanges) -> None:
         marks.append(changes)
         real(changes)
 
-    monkeypatch.setattr(WeightChanges, "mark", mark)
+    monkeypatch.setattr(WeightChanges, "mark_changed", mark)
     passes: list[bool] = []
 
     def measure(arms, *, rounds, device):

@@ -360,7 +360,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "the torch backend drops the gradients' amax": (
         "histories: fp8_state of torch*",
         instead(
-            delayed.Slot, "to_cast",
+            delayed.Slot, "cast_arguments",
             lambda exact, self, record: exact(self, record and "grad" not in self.name),
         ),
     ),
@@ -382,7 +382,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
         ),
     ),
     "the scales of two operands are swapped": (
-        "gemms: delayed*", instead(delayed.Slot, "to_cast", of_another)
+        "gemms: delayed*", instead(delayed.Slot, "cast_arguments", of_another)
     ),
     "a micro-batch is not recorded": ("histories: fp8_state of emulate*", not_every_fifth),
     "slow accumulation is fast: 13 bits are kept": (

@@ -61,7 +61,7 @@ def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
 def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monkeypatch):
     """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
     monkeypatch.setattr(
-        "fp8stack.training.guard.amax_checks.Amaxes.put_back", lambda self, where: None
+        "fp8stack.training.guard.amax_checks.Amaxes.restore", lambda self, where: None
     )
     monkeypatch.setattr(Guard, "_mend", lambda self, step, reason: None)
     chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]

@@ -161,8 +161,8 @@ def test_an_update_of_the_history_that_is_recorded_is_the_update(graphs) -> None
         for history in (delayed.history, plain):
             history.record("a.weight", amax)
             history.record("a.grad_output", 2 * amax)
-        delayed._pending, delayed._settled = True, False  # as a pass leaves them
-        delayed.settle()
+        delayed._pending, delayed._pending_applied = True, False  # as a pass leaves them
+        delayed.apply_pending_update()
         plain.update()
         assert torch.equal(delayed.history.history, plain.history)
         assert torch.equal(delayed.history.scales, plain.scales)

@@ -1,0 +1,260 @@
+"""A linear for each group of rows, such as the experts of a mixture.
+
+A `GroupedLinear` computes what a loop of linears over the groups computes, to the bit, each of them
+quantized by itself. Its three GEMMs are those of a `QuantizedLinear`, and so is its code: a backend
+of GEMMs (`GemmBackend`) casts and multiplies `Groups` in place of matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.formats import Operand
+from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.kernels.grouped_gemm import grouped_gemm, sum_groups
+from fp8stack.layers.linear import (
+    NO_FX,
+    Call,
+    LowPrecisionLayer,
+    dtype_of_linear,
+    multiply_backward,
+    multiply_forward,
+    no_autocast,
+    require_supported_input,
+)
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.precision.plan import LayerPlan
+
+
+class GroupedSize(NamedTuple):
+    """The arguments of a `GroupedLinear`."""
+
+    groups: int
+    in_features: int
+    out_features: int
+    bias: bool
+
+
+class Groups(NamedTuple):
+    """Rows that belong to groups: [rows, columns], and where each group ends, int32 [groups]."""
+
+    rows: Tensor
+    ends: Tensor
+
+    def sum(self, dim: int, dtype: torch.dtype) -> Tensor:
+        """The sums over the rows of each group, [groups, columns]; `dim` is 0."""
+        return sum_groups(self.rows, self.ends, dtype)
+
+
+class GroupedLinear(LowPrecisionLayer):
+    """One linear for each group of rows; by itself in the compute dtype.
+
+    Parameters are `weight` [groups, out, in] and, if the size says so, `bias` [groups, out], each
+    matrix initialized as `nn.Linear` does.
+    """
+
+    in_fp8 = False
+
+    def __init__(
+        self,
+        size: GroupedSize,
+        compute_dtype: torch.dtype,
+        delayed: DelayedScaling | None = None,
+    ) -> None:
+        super().__init__()
+        groups, self.in_features, self.out_features, has_bias = size
+        self.groups = groups
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+        self.weight = nn.Parameter(torch.empty(groups, self.out_features, self.in_features))
+        self.bias = nn.Parameter(torch.empty(groups, self.out_features)) if has_bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize each group's parameters as `nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def extra_repr(self) -> str:
+        """The size, as `nn.Linear` shows it."""
+        return (
+            f"groups={self.groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
+        """Multiply each group of rows by its weight.
+
+        Args:
+            input: [rows, in] in any floating dtype, the rows of the first group first.
+            offsets: int32 [groups], where each group ends, as `F.grouped_mm` takes it.
+
+        Returns:
+            [rows, out], see `keeps_dtype`.
+
+        Raises:
+            UserError: arguments of other shapes or dtypes; in FP8, see `require_supported_input`.
+        """
+        if isinstance(input, torch.fx.Proxy):
+            raise UserError(NO_FX)
+        self._require_groups(input, offsets)
+        if not torch.compiler.is_compiling() and not self.was_called:
+            self.was_called = True
+            if self.reminder is not None:
+                self.reminder.remind()
+        if self.in_fp8:
+            require_supported_input(input, self._parameters.get("weight"))
+        dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+        with no_autocast(input.device.type):
+            rows = input.to(self.compute_dtype)
+            multiply = self.multiply if self.in_fp8 else self.multiply_plain
+            return multiply(rows, offsets).to(dtype)
+
+    def _require_groups(self, x: Tensor, ends: Tensor) -> None:
+        if not x.is_floating_point() or x.ndim != 2 or x.shape[1] != self.in_features:
+            raise UserError(
+                f"A grouped linear takes [rows, {self.in_features}] of floating point, not "
+                f"{_shown(x)}."
+            )
+        if ends.dtype != torch.int32 or ends.shape != (self.groups,):
+            raise UserError(
+                f"A grouped linear takes offsets int32 [{self.groups}], the ends of the groups, "
+                f"not {_shown(ends)}."
+            )
+
+    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
+        return self.multiply_plain(x, ends)
+
+    def multiply_plain(self, x: Tensor, ends: Tensor) -> Tensor:
+        """`multiply` without FP8."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        weight = self.weight.to(self.compute_dtype)
+        y: Tensor = _MultiplyPlain.apply(x, weight, bias, ends)  # type: ignore[no-untyped-call]
+        return y
+
+
+def _shown(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+class _MultiplyPlain(torch.autograd.Function):
+    """y = x w^T + b of each group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.has_bias = bias is not None
+        return grouped_gemm(x, weight, ends, "b", bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        with no_autocast(dy.device.type):
+            dx = grouped_gemm(dy, weight, ends, "neither") if ctx.needs_input_grad[0] else None
+            dw = grouped_gemm(dy, x, ends, "a") if ctx.needs_input_grad[1] else None
+            db = sum_groups(dy, ends, dy.dtype) if ctx.has_bias else None
+        return dx, dw, db, None
+
+
+class _MultiplyGroups(torch.autograd.Function):
+    """y = x w^T + b of each group with quantized operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Tensor,
+        layer: QuantizedGroupedLinear,
+        needs: tuple[bool, bool],
+        record: bool,
+    ) -> Tensor:
+        call = Call(record, len(x), bias is not None)
+        y, saved, ctx.forward_pass = multiply_forward(
+            layer, Groups(x, ends), weight, bias, needs, call
+        )
+        ctx.save_for_backward(ends, *saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ends, *saved = ctx.saved_tensors
+        with no_autocast(dy.device.type):
+            gradients = multiply_backward(ctx.forward_pass, Groups(dy, ends), tuple(saved))
+        return *gradients, None, None, None, None
+
+
+class QuantizedGroupedLinear(GroupedLinear):
+    """A grouped linear on quantized operands.
+
+    Scales of one per tensor are one for each group. A group without rows gives zero gradients of
+    its weight and bias. In delayed scaling it follows Transformer Engine's `GroupedLinear`, which
+    has a quantizer for each split and casts every weight: the amaxes of its input and its gradient
+    are 0, so that they keep their scales until another amax comes, and the amax of its weight is
+    recorded as if it had rows.
+
+    Stochastic rounding draws for row i of group g the bits of a linear at `<path>.<g>`, in its row
+    rank x rows + i, where `rows` counts the rows of all groups on this rank. So no two ranks with
+    equally many rows draw the same bits, but two ranks do not draw what one with all rows would:
+    the place of a row in its group depends on the rows of other ranks, and so do the blocks over
+    rows and the amaxes of a group.
+
+    Attributes:
+        backend: casts and multiplies groups, a `GemmBackend` whose matrices are `Groups` and, for
+            weights, [groups, out, in].
+        operands, quantizers: see `QuantizedLinear`.
+    """
+
+    in_fp8 = True
+
+    def __init__(
+        self,
+        size: GroupedSize,
+        backend: Any,
+        operands: LayerOperands,
+        quantizers: Mapping[Operand, Any],
+    ) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
+        self.backend = backend
+        self.operands = operands
+        self.quantizers = dict(quantizers)
+
+    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+        """See `GroupedLinear.multiply`."""
+        grad = torch.is_grad_enabled()
+        needs = grad and x.requires_grad, grad and self.weight.requires_grad
+        record = self.delayed is not None and self.delayed.records(self.training and grad)
+        y: Tensor = _MultiplyGroups.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, ends, self, needs, record
+        )
+        return y
+
+    def backward_ran(self, record: bool) -> None:
+        """See `GemmLayer.backward_ran`."""
+        self.operands.backward_ran()
+        if record and self.delayed is not None:
+            self.delayed.backward_ran()
+
+
+class GroupedBackend(Protocol):
+    """Builds the grouped linears of a backend."""
+
+    gemm_count: int
+
+    def linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> QuantizedGroupedLinear:
+        """A grouped linear that the plan has quantized, with what quantizes its operands."""

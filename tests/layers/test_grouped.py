@@ -1,0 +1,298 @@
+"""A grouped linear computes what a loop of linears over its groups computes, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from fp8stack.common.errors import UserError
+from fp8stack.layers import build_backend, fp8_state, load_fp8_state
+from fp8stack.layers.activation_checkpoint import contexts
+from fp8stack.layers.compiler import compiled
+from fp8stack.layers.grouped import GroupedLinear, QuantizedGroupedLinear
+from tests.faults.processes import in_ranks
+from tests.support import grouped_ranks
+from tests.support.backend_models import (
+    H100,
+    change_weights,
+    grad,
+    normal,
+    planned,
+    raw,
+    saved_tensors,
+)
+from tests.support.cases import case
+from tests.support.grouped_models import (
+    IN,
+    OUT,
+    PLAIN,
+    RECIPES,
+    Grouped,
+    Loop,
+    ends_of,
+    passed,
+)
+
+SAVED = ["delayed", "mxfp8", "nvfp4"]
+GROUPS = {
+    "uneven": [5, 33, 16, 1],
+    "empty": [0, 40, 0, 0],
+    "one": [0, 0, 1, 0],
+    "none": [0, 0, 0, 0],
+    "blocks": [32, 128, 32, 64],
+}
+
+
+def assert_same(grouped: Grouped, loop: Loop, results: list[Tensor], expected: list[Tensor]):
+    for computed, target in zip(results, expected, strict=True):
+        torch.testing.assert_close(computed, target, rtol=0, atol=0, equal_nan=True)
+    names = ["weight"] if grouped.up.bias is None else ["weight", "bias"]
+    for name in names:
+        gradient = grad(grouped.up.get_parameter(name))
+        torch.testing.assert_close(gradient, loop.stacked(name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("recipe", [*RECIPES, *PLAIN])
+def test_output_and_gradients_are_those_of_a_loop_of_linears(recipe, sizes, dtype, bias) -> None:
+    grouped = Grouped(recipe, bias)
+    loop = Loop(recipe, grouped)
+    for seed in (0, 2):  # delayed scaling: the second pass has scales
+        grouped.zero_grad()
+        loop.zero_grad()
+        results, expected = (passed(model, sizes, dtype, seed) for model in (grouped, loop))
+        assert_same(grouped, loop, results, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [*RECIPES, *PLAIN])
+def test_compiled_it_is_the_same_for_groups_of_any_sizes(recipe, backend) -> None:
+    torch.compiler.reset()
+    grouped = Grouped(recipe)
+    loop = Loop(recipe, grouped)
+    run = compiled(grouped, backend)
+    counter = torch._dynamo.utils.counters["stats"]
+    for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1], [20, 20, 10, 5], [1, 2, 3, 49])):
+        grouped.zero_grad()
+        loop.zero_grad()
+        results = passed(run, sizes, torch.float32, seed)
+        assert_same(grouped, loop, results, passed(loop, sizes, torch.float32, seed))
+        if seed == 1:
+            graphs = counter["unique_graphs"]
+    assert counter["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("passes", [None, "aot_eager"])
+def test_delayed_scales_over_steps_are_those_of_a_loop_whose_linears_miss_some(passes) -> None:
+    torch.compiler.reset()
+    grouped = Grouped("delayed", history_length=4)
+    loop = Loop("delayed", grouped, history_length=4)
+    run = grouped if passes is None else compiled(grouped, passes)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (grouped, loop)]
+    for step, sizes in enumerate(
+        ([8, 0, 4, 4], [0, 8, 8, 0], [0, 0, 16, 0], [4, 4, 4, 4], [16, 0, 0, 0], [2, 6, 0, 8])
+    ):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for batch in (sizes, sizes[::-1]):  # micro-batches, which share the cast of the weight
+            results = passed(run, batch, torch.float32, step)
+            assert_same(grouped, loop, results, passed(loop, batch, torch.float32, step))
+        for optimizer in optimizers:
+            optimizer.step()
+    state, expected = fp8_state(grouped), fp8_state(loop)
+    for operand in ("input", "weight", "grad_output"):
+        for suffix, dim in (("scale", 0), ("amax_history", 1)):
+            slots = [expected[f"up.{group}.{operand}.{suffix}"] for group in range(4)]
+            stored = state[f"up.{operand}.{suffix}"]
+            torch.testing.assert_close(stored, torch.stack(slots, dim), rtol=0, atol=0)
+    assert len(state) == 6
+
+
+def test_a_group_without_rows_has_no_gradient_records_no_amax_and_keeps_its_scales() -> None:
+    grouped = Grouped("delayed")
+    passed(grouped, [4, 4, 4, 4], torch.float32)
+    before = fp8_state(grouped)
+    grouped.zero_grad()
+    passed(grouped, [8, 0, 4, 4], torch.float32, 5)
+    after = fp8_state(grouped)
+    assert (grad(grouped.up.weight)[1] == 0).all()
+    assert (grad(grouped.up.bias)[1] == 0).all()
+    for operand in ("input", "grad_output"):
+        scale = f"up.{operand}.scale"
+        history = f"up.{operand}.amax_history"
+        assert after[scale][1] == before[scale][1]
+        assert torch.equal(after[history][:, 1], before[history][:, 1])
+        assert after[history][-1, 0] != before[history][-1, 0]
+
+
+def test_no_rows_at_all_give_zero_gradients() -> None:
+    for recipe in ("delayed", "nvfp4", "fp32"):
+        grouped = Grouped(recipe)
+        y, dx = passed(grouped, [0, 0, 0, 0], torch.float32)
+        assert y.shape == (0, OUT)
+        assert dx.shape == (0, IN)
+        assert (grad(grouped.up.weight) == 0).all()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_fp8_state_makes_a_run_go_on_to_the_bit(recipe) -> None:
+    first = Grouped(recipe)
+    for step in range(3):
+        first.zero_grad()
+        passed(first, [3, 0, 9, 4], torch.float32, step)
+    second = Grouped(recipe)
+    second.load_state_dict(first.state_dict())
+    load_fp8_state(second, fp8_state(first))
+    change_weights(first)  # as an optimizer's step before a checkpoint does
+    results = [passed(model, [2, 5, 5, 4], torch.float32, 9) for model in (first, second)]
+    for uninterrupted, resumed in zip(*results, strict=True):
+        assert torch.equal(uninterrupted, resumed)
+    states = [fp8_state(model) for model in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("passes", [None, "aot_eager"])
+@pytest.mark.parametrize("recipe", [case(name, quick=name in SAVED) for name in RECIPES])
+def test_columns_saved_as_bytes_give_the_same_gradients_in_a_quarter_of_the_memory(
+    recipe, passes
+) -> None:
+    torch.compiler.reset()
+    saved_bytes, results = [], []
+    for save_fp8 in (False, True):
+        grouped = Grouped(recipe, save_fp8=save_fp8)
+        run = grouped if passes is None else compiled(grouped, passes)
+        for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1])):
+            grouped.zero_grad()
+            with saved_tensors() as saved:
+                outputs = passed(run, sizes, torch.float32, seed)
+        results.append([*outputs, grad(grouped.up.weight), *fp8_state(grouped).values()])
+        saved_bytes.append(sum(t.numel() * t.element_size() for t in saved))
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+    if recipe in SAVED and passes is None:
+        assert saved_bytes[0] / 8 < saved_bytes[1] < saved_bytes[0] / 2.5
+
+
+def test_ranks_that_shard_the_weights_compute_what_ranks_with_all_of_them_do() -> None:
+    for equal in in_ranks(grouped_ranks.all_of, 2):
+        assert [len(tensors) for tensors in equal.values()] == [10, 4, 4]
+        assert all(map(all, equal.values()))
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "fp32"])
+def test_selective_checkpointing_multiplies_no_group_again(recipe) -> None:
+    """And gives the same gradients."""
+    results, counts = [], []
+    for selective in (True, False):
+        grouped = Grouped(recipe)
+        x = normal(16, IN).requires_grad_()
+        context = contexts if selective else noop_context_fn
+        y = checkpoint(grouped, x, ends_of([4, 0, 8, 4]), use_reentrant=False, context_fn=context)
+        with Operators() as operators:
+            y.square().sum().backward()
+        results.append([y.detach(), grad(x), grad(grouped.up.weight)])
+        counts.append(sum(name.endswith("grouped_gemm") for name in operators.names))
+    assert counts == [2, 3]
+    for tensor, expected in zip(*results, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_state_of_another_number_of_groups_is_refused_by_name() -> None:
+    state = fp8_state(Grouped("delayed", groups=3))
+    with pytest.raises(UserError, match=r"up\.input\.amax_history.*\(1024, 3\).*\(1024, 4\)"):
+        load_fp8_state(Grouped("delayed"), state)
+
+
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_records_nothing(quiet) -> None:
+    grouped = Grouped("delayed")
+    passed(grouped, [4, 4, 4, 4], torch.float32)
+    before = raw(grouped)
+    with quiet():
+        grouped.eval()(100 * normal(16, IN), ends_of([4, 4, 4, 4]))
+    assert all(torch.equal(raw(grouped)[name], before[name]) for name in before)
+
+
+def test_a_frozen_weight_or_an_input_without_gradient_costs_no_gemm() -> None:
+    counts = []
+    for train_weight, train_input in ((True, True), (False, True), (True, False)):
+        grouped = Grouped("current")
+        grouped.up.weight.requires_grad_(train_weight)
+        x = normal(16, IN).requires_grad_(train_input)
+        grouped(x, ends_of([4, 4, 4, 4])).sum().backward()
+        assert (x.grad is not None) == train_input
+        assert (grouped.up.weight.grad is not None) == train_weight
+        counts.append(grouped.up.backend.gemm_count)
+    assert counts == [3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("x", "ends", "message"),
+    [
+        (torch.ones(8, IN), torch.tensor([2, 4, 6, 7], dtype=torch.int32), "for 8 rows"),
+        (torch.ones(8, IN), torch.tensor([4, 2, 6, 8], dtype=torch.int32), r"\[4, 2, 6, 8\]"),
+        (torch.ones(8, IN), torch.tensor([2, 4, 6, 8]), "not int64"),
+        (torch.ones(8, IN), torch.tensor([4, 8], dtype=torch.int32), r"int32 \[4\]"),
+        (torch.ones(8, OUT), torch.tensor([2, 4, 6, 8], dtype=torch.int32), r"\[rows, 72\]"),
+        (torch.ones(2, 4, IN), torch.tensor([2, 4, 6, 8], dtype=torch.int32), r"\[2, 4, 72\]"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "fp32"])
+def test_arguments_that_are_no_groups_are_refused(recipe, x, ends, message) -> None:
+    with pytest.raises(UserError, match=message):
+        Grouped(recipe).eval()(x, ends)
+
+
+def test_in_fp8_may_be_switched_off_and_on() -> None:
+    grouped = Grouped("current")
+    quantized = passed(grouped, [4, 4, 4, 4], torch.float32)[0]
+    grouped.up.in_fp8 = False
+    plain = passed(grouped, [4, 4, 4, 4], torch.float32)[0]
+    weight, bias = grouped.up.weight.detach(), grouped.up.bias.detach()
+    x = normal(16, IN)
+    expected = [F.linear(x[4 * i : 4 * i + 4], weight[i], bias[i]) for i in range(4)]
+    assert torch.equal(plain, torch.cat(expected))
+    grouped.up.in_fp8 = True
+    assert torch.equal(passed(grouped, [4, 4, 4, 4], torch.float32)[0], quantized)
+    assert not torch.equal(plain, quantized)
+
+
+@pytest.mark.parametrize("backend", ["torch", "te"])
+def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
+    plan = planned("delayed", backend, H100)
+    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped={"up": 4})
+    assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons
+    assert plan.layer("linear").backend is None
+    built = build_backend(plan)
+    layer = built.grouped_linear("up", 4, IN, OUT, False)
+    built.attach(layer)
+    passed(layer, [4, 4, 0, 4], torch.float32)
+    assert (grad(layer.weight)[2] == 0).all()
+    assert built.fp8_gemms() == 3
+    assert fp8_state(layer)["up.weight.scale"].shape == (4,)
+
+
+def test_a_plan_without_fp8_builds_a_plain_grouped_linear() -> None:
+    assert type(Grouped("bf16").up) is GroupedLinear
+    assert type(Grouped("delayed").up) is QuantizedGroupedLinear
