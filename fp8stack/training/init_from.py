@@ -12,8 +12,8 @@ from fp8stack.planning.run_config import RunConfig, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
 
-# Keys that may differ from the source's: initialization and dropout.
-FREE = {"dropout", "init_std"}
+FREE = {"dropout": True, "init_std": True, "experts": {"balance", "bias", "router_z"}}
+"""Keys that may differ from the source's: initialization, dropout and losses of routers."""
 
 
 def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
@@ -31,14 +31,20 @@ def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
     changes = {}
     for name in presets.names("models"):
         preset = _explicit(load_config(name))
-        changes[name] = {key: value for key, value in keys.items() if preset[key] != value}
+        if (preset["experts"] is None) == (keys["experts"] is None):
+            changes[name] = {key: value for key, value in keys.items() if preset[key] != value}
     return min(changes.items(), key=lambda item: len(item[1]))
 
 
 def _explicit(shape: GPTConfig) -> dict[str, Any]:
     """The keys of a shape, with defaults that depend on other keys filled in."""
-    keys = shape.model_dump(mode="json")
-    return keys | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
+    keys = dict.fromkeys(GPTConfig.model_fields) | shape.model_dump(mode="json")
+    keys |= {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
+    if shape.experts is not None:
+        keys["experts"] = shape.experts.model_dump(mode="json", exclude_none=True)
+        if shape.experts.bias is None:
+            keys["experts"]["balance"] = shape.experts.balance_coefficient
+    return keys | {"head_width": shape.head_dim}
 
 
 def with_source(config: RunConfig, source: Trained) -> RunConfig:
@@ -69,6 +75,7 @@ def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
     """The keys of `shape` that weights depend on; defaults that depend on other keys are filled in
     where `compared` sets them."""
     keys, explicit = shape.model_dump(mode="json", exclude=FREE), _explicit(shape)
+    keys |= {key: None for key in GPTConfig.model_fields if key not in keys and key not in FREE}
     return {
         key: value if getattr(compared, key) is None else explicit[key]
         for key, value in keys.items()

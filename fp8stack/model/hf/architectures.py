@@ -141,7 +141,7 @@ def _gpt2(config: GPTConfig) -> dict[str, Any]:
 def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
     """The keys that only Llama, Qwen3 and Arcee have."""
     table: dict[str, Any] = {
-        "head_dim": config.head_width,
+        "head_dim": config.head_dim,
         "hidden_act": layout.activations[config.activation],
         # transformers 4 reads the first, 5 the second.
         "rope_theta": config.rope_theta,

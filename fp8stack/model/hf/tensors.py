@@ -54,8 +54,8 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
             "mlp.up": [("mlp.c_fc", 0, outputs)],
             "mlp.down": [("mlp.c_proj", 0, outputs)],
         }
-    queries = config.heads * config.head_width
-    keys = config.query_groups * config.head_width
+    queries = config.heads * config.head_dim
+    keys = config.query_groups * config.head_dim
     hidden = config.hidden
     # If the gate equals the value, relu(gate) x value is relu(x)^2.
     value = hidden if config.gated else 0

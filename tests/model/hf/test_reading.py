@@ -17,6 +17,7 @@ import transformers
 import fp8stack
 from fp8stack import GPT, GPTConfig, data
 from fp8stack.common.errors import UserError
+from fp8stack.model.config import load_config
 from fp8stack.model.hf import from_hf, model_from_config, open_folder
 from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.precision import hardware
@@ -326,6 +327,13 @@ def test_in_fp8_and_out_again_it_is_still_theirs(llama, command):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained("x")
     assert isinstance(hf_model, transformers.LlamaForCausalLM)
     require_same_logits(fp8stack.load("a"), hf_model)
+
+
+def test_the_nearest_preset_of_a_mixture_is_a_mixture():
+    mixed = load_config("olmoe-7b", {"experts": {"count": 8, "bias": 0.1}, "head_width": 64})
+    name, overrides = nearest_preset(mixed)
+    assert name == "olmoe-7b"
+    assert load_config(name, overrides) == mixed
 
 
 def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is_known_again(

@@ -100,7 +100,7 @@ def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     restore_weights(plain, dequantized(model, source, recipe))
     state = hf_model.state_dict()
     k_proj = state["model.layers.1.self_attn.k_proj.weight"]
-    rows = config.width, config.width + config.query_groups * config.head_width
+    rows = config.width, config.width + config.query_groups * config.head_dim
     assert torch.equal(k_proj, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
     up = plain.get_parameter("blocks.0.mlp.up.weight")
     assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
