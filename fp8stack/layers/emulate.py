@@ -68,10 +68,11 @@ def _scaled(
     rows: Tensor | None,
     columns: Tensor | None,
     bias: Tensor | None,
+    in_place: bool = False,
 ) -> Tensor:
-    """`y` times the factors, plus the bias. `y` itself is not changed: selective activation
-    checkpointing keeps the output of a GEMM."""
-    product = y
+    """`y` times the factors, plus the bias. `y` itself is not changed unless `in_place`: selective
+    activation checkpointing keeps the output of a GEMM."""
+    product = None if in_place else y
     scales = [scales[0] * scales[1]] if len(scales) == 2 else scales
     for factor in (*scales, rows, columns):
         if factor is not None:
@@ -88,26 +89,34 @@ _FLOAT32 = torch.finfo(torch.float32)
 # code could neither read them nor choose how it multiplies. It transposes operands itself: inductor
 # 2.13 would copy them.
 def _gemm(
-    a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None, in_bf16: bool
+    a: Tensor,
+    b: Tensor,
+    turn: str,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    in_bf16: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
     if not in_bf16:
         with exact_matmul():
-            return _product(a, b, scales, bias)
+            return _product(a, b, scales, bias, out)
     # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
     # bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX. Values
     # below 2^-126 may become 0.
     precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, precision.fp32_precision = precision.fp32_precision, "bf16"
     try:
-        return _product(a, b, scales, bias)
+        return _product(a, b, scales, bias, out)
     finally:
         precision.fp32_precision = before
 
 
-def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+def _product(
+    a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     if not scales:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     # A product in float64, which is exact, rounded once by the GEMM.
     factors = list(map(Tensor.item, scales))
     alpha = math.prod(factors)
@@ -117,13 +126,13 @@ def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) ->
         # and makes NaN of infinity, which stands for products that float32 cannot hold.
         if not alpha <= _FLOAT32.max:
             factors = [math.nan if math.isnan(alpha) else math.inf]
-        y = torch.mm(a, b)
+        y = torch.mm(a, b, out=out)
         for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
             y.mul_(factor)
         return y if bias is None else y.add_(bias)
     if bias is not None:
-        return torch.addmm(bias, a, b, alpha=alpha)
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+        return torch.addmm(bias, a, b, alpha=alpha, out=out)
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32) if out is None else out
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
@@ -148,6 +157,7 @@ class EmulatedOperand(OperandQuantizers):
         bf16: whether values are held in bfloat16 on a GPU.
         rows, columns: the form of each copy.
         packs: whether the column copy is bytes, which are unpacked in the backward pass.
+        bytes_of_rows: the dtype of these bytes, where they are the row copy's values; else None.
         always_records: whether the column copy's amax is recorded where the copy is not needed, as
             in a frozen layer: it has another slot than the row copy.
     """
@@ -166,6 +176,9 @@ class EmulatedOperand(OperandQuantizers):
             self.at_once = None if along is None else rounding_of_both(along, across)
         self.bf16 = bf16
         self.packs = save_fp8 and name != "grad_output"
+        self.bytes_of_rows: torch.dtype | None = None
+        if isinstance(across, Quantizer) and across == along and across.per_tensor:
+            self.bytes_of_rows = FORMATS[across.format].dtype if across.turns else None
         separate = self.slot_across is not None and self.slot_across is not self.slot
         self.always_records = separate and name != "grad_output" and not self.packs
         in_bf16 = along is not None and along.exact_in_bf16
@@ -184,10 +197,8 @@ class EmulatedOperand(OperandQuantizers):
             return Emulated(*_with_row_scales(rows)[:2], form)
         if across is None:
             return Emulated(x, None, form)
-        if across == self.along and across.per_tensor and across.turns:
-            dtype = FORMATS[across.format].dtype
-            assert dtype is not None
-            return Emulated(rows.values.to(dtype), rows.factor, form)
+        if self.bytes_of_rows is not None:
+            return Emulated(rows.values.to(self.bytes_of_rows), rows.factor, form)
         scale = self.scale(x, across=True, record=False)
         bits = self.bits(True, len(x))
         packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
@@ -274,8 +285,8 @@ class EmulateBackend(Backend):
             return rows, columns._replace(form=quantizers.columns)
         return rows, copies[1]
 
-    @staticmethod
     def matmul(
+        self,
         a: Emulated,
         b: Emulated,
         out_dtype: torch.dtype,
@@ -284,29 +295,43 @@ class EmulateBackend(Backend):
         fast_accumulation: bool = False,
     ) -> Tensor:
         """See `GemmBackend.matmul`; scaled in float32."""
-        if b.form.packed is not None:
-            b = b.form.packed.unpack(b)
-        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
-        scales = []  # factors of the whole output; `rows` and `columns` have one for each
-        for factor in (a.factor, b.factor):
-            if factor is not None and not factor.ndim:
-                scales.append(factor)
-        rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
-        columns = b.factor if b.factor is not None and b.factor.ndim else None
-        if not a.values.is_cpu:
-            a_matrix = a.values.t() if turn == "a" else a.values
-            b_matrix = b.values.t() if turn == "b" else b.values
-            with exact_matmul():  # TF32 would round the operands
-                if a_matrix.dtype == torch.bfloat16:
-                    y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
-                else:
-                    y = a_matrix @ b_matrix
-            return _scaled(y, scales, rows, columns, bias).to(out_dtype)
-        bias = None if bias is None else bias.float()
-        in_bf16 = a.form.in_bf16 and b.form.in_bf16
-        multiply = _cpu_gemm if needs_operator(a.values) else _gemm
-        if rows is None and columns is None:
-            y = multiply(a.values, b.values, turn, scales, bias, in_bf16)
-            return y.to(out_dtype)
-        y = multiply(a.values, b.values, turn, scales, None, in_bf16)
-        return _scaled(y, [], rows, columns, bias).to(out_dtype)
+        return multiply(a, b, out_dtype, bias)
+
+
+def multiply(
+    a: Emulated,
+    b: Emulated,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`EmulateBackend.matmul`; on a CPU, a product in float32 may be written to `out`."""
+    if b.form.packed is not None:
+        b = b.form.packed.unpack(b)
+    turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
+    scales = []  # factors of the whole output; `rows` and `columns` have one for each
+    for factor in (a.factor, b.factor):
+        if factor is not None and not factor.ndim:
+            scales.append(factor)
+    rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
+    columns = b.factor if b.factor is not None and b.factor.ndim else None
+    if not a.values.is_cpu:
+        a_matrix = a.values.t() if turn == "a" else a.values
+        b_matrix = b.values.t() if turn == "b" else b.values
+        with exact_matmul():  # TF32 would round the operands
+            if a_matrix.dtype == torch.bfloat16:
+                y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
+            else:
+                y = a_matrix @ b_matrix
+        return _scaled(y, scales, rows, columns, bias).to(out_dtype)
+    bias = None if bias is None else bias.float()
+    in_bf16 = a.form.in_bf16 and b.form.in_bf16
+    by_row = rows is not None or columns is not None
+    matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
+    if out is not None:
+        y = _gemm(*matrices, out)
+    else:
+        y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
+    if by_row:
+        y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
+    return y.to(out_dtype)

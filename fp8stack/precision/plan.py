@@ -23,7 +23,7 @@ class OfBackend(str):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The decision for one linear layer.
+    """The decision for one linear layer, or a grouped one, which has a matrix for each group.
 
     Attributes:
         name: its module path.
@@ -36,7 +36,10 @@ class LayerPlan:
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
         why: why that backend and not the plan's.
-        active: the share of tokens that the layer multiplies, less than 1 for an expert's.
+        active: the share of tokens that the layer multiplies, less than 1 for an expert's; of a
+            grouped linear, the mean share that a group multiplies.
+        groups: the number of groups of a grouped linear, whose features are those of one group; 0
+            for a linear.
     """
 
     name: str
@@ -50,11 +53,12 @@ class LayerPlan:
     backend: BackendName | None = None
     why: str = ""
     active: float = 1.0
+    groups: int = 0
 
     @property
     def work(self) -> float:
-        """Multiplications per token in each of the layer's three GEMMs."""
-        return self.in_features * self.out_features * self.active
+        """Multiplications per token in each of the layer's three GEMMs, those of all groups."""
+        return self.in_features * self.out_features * self.active * (self.groups or 1)
 
     @property
     def fp8_work(self) -> float:
@@ -71,6 +75,7 @@ class LayerPlan:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
+        left_out |= set() if self.groups else {"groups"}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -182,7 +187,7 @@ class Plan:
         otherwise: str | None = None,
         *,
         routers: Collection[str] = (),
-        grouped: Collection[str] = (),
+        grouped: Mapping[str, int] | None = None,
         tokens: int | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer.
@@ -197,8 +202,8 @@ class Plan:
             otherwise: the precision of layers that are not in FP8, by default the compute dtype.
             routers: the layers that choose the experts of a mixture; they run in FP8 only if the
                 recipe enables it, else in `otherwise`, in recipes without FP8 too.
-            grouped: the grouped linears, with the shape of one group; they run in backends that
-                have GEMMs for them, else they are emulated.
+            grouped: the number of groups of each grouped linear, whose shape is one group's; they
+                run in backends that have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers in which native FP8 does not seem to pay on this GPU; if "auto" chose the
                 recipe, these layers are not in FP8. This needs the GPU's data sheet in `GPUS`.
@@ -221,9 +226,9 @@ class Plan:
                 quantizers, recipe_name, reason = recipe.for_layer(name, *place, router_rules)
             elif name in routers and not reason and self.compute_dtype in ("bf16", "fp16"):
                 reason = "a router, which stays in the model's own precision"
-            groups = name in grouped
+            groups = (grouped or {}).get(name, 0)
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers, groups)
+                reason = self.unserved(name, shape, quantizers, groups > 0)
                 if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
@@ -231,7 +236,7 @@ class Plan:
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers, groups)
+            backend, backend_reason = self._served_by(quantizers, groups > 0)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -244,6 +249,7 @@ class Plan:
                     quantizers=quantizers,
                     backend=backend,
                     why=backend_reason,
+                    groups=groups,
                 )
             )
         plan = replace(self, layers=tuple(layers))
@@ -352,8 +358,10 @@ class Plan:
             method = "with no layer in FP8"
         request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
-        layer_reasons = {layer.sentence for layer in self.layers if layer.reason}
-        lines += [f"  because {reason}" for reason in self.reasons if reason not in layer_reasons]
+        of_layers = {layer.sentence for layer in self.layers if layer.reason or layer.why}
+        delegated = _grouped(self.layers, "why")
+        reasons = [reason for reason in self.reasons if reason not in of_layers]
+        lines += [f"  because {reason}" for reason in (*reasons, *delegated)]
         sentences = _grouped(self.layers)
         if self.is_fp8 and self.layers:
             lines.append("; ".join([self._headline(), *sentences]))
@@ -375,9 +383,14 @@ class Plan:
             percent = ">99"
         if percent == "0" and self.fp8_share > 0:
             percent = "<1"
-        count = sum(layer.fp8 for layer in self.layers)
-        linears = f"{count} of {len(self.layers)} linear{'s' * (len(self.layers) != 1)}"
-        return f"FP8: {percent} % of {self.counted} ({linears})"
+        linears = [layer.fp8 for layer in self.layers if not layer.groups]
+        groups = [layer.fp8 for layer in self.layers if layer.groups]
+        kinds = [
+            f"{sum(in_fp8)} of {len(in_fp8)} {noun}{'s' * (len(in_fp8) != 1)}"
+            for noun, in_fp8 in (("linear", linears), ("expert group", groups))
+            if in_fp8
+        ]
+        return f"FP8: {percent} % of {self.counted} ({', '.join(kinds)})"
 
     def _beside_layers(self) -> Iterator[str]:
         """Sentences about attention and the residual stream, if their precision is not usual."""
@@ -404,7 +417,7 @@ class Plan:
 
 
 def _groups(
-    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt"]
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "doubt", "why"]
 ) -> Iterator[tuple[str, list[LayerPlan]]]:
     """Group the layers whose `attribute` is set; layers that differ only in their block's number
     are in one group. Yields the group's name for messages and its layers."""
@@ -417,9 +430,12 @@ def _groups(
         yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
 
 
-def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """The reasons of layers that are not in FP8, one sentence per group of same layers."""
-    return [replace(group[0], name=name).sentence for name, group in _groups(layers, "reason")]
+def _grouped(
+    layers: Iterable[LayerPlan], attribute: Literal["reason", "why"] = "reason"
+) -> list[str]:
+    """The reasons of layers that are not in FP8, or not run by the plan's backend, one sentence per
+    group of same layers."""
+    return [replace(group[0], name=name).sentence for name, group in _groups(layers, attribute)]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, BlockIndex]:

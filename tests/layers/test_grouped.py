@@ -14,10 +14,21 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, fp8_state, load_fp8_state
 from fp8stack.layers.compiler import compiled
 from fp8stack.layers.grouped import GroupedLinear, QuantizedGroupedLinear
-from tests.support.backend_models import H100, SHIPPED, change_weights, grad, normal, planned, raw
+from tests.support.backend_models import (
+    H100,
+    SHIPPED,
+    change_weights,
+    grad,
+    normal,
+    planned,
+    raw,
+    saved_tensors,
+)
+from tests.support.cases import case
 
 RECIPES = [name for name, recipe in SHIPPED.items() if recipe.is_fp8]
 PLAIN = [name for name, recipe in SHIPPED.items() if not recipe.is_fp8 and name != "tf32"]
+SAVED = ["delayed", "mxfp8", "nvfp4"]
 IN, OUT = 72, 40  # no multiples of 32
 GROUPS = {
     "uneven": [5, 33, 16, 1],
@@ -31,11 +42,19 @@ GROUPS = {
 class Grouped(nn.Module):
     """A model of one grouped linear."""
 
-    def __init__(self, recipe: str, bias: bool = True, groups: int = 4, **options: Any) -> None:
+    def __init__(
+        self,
+        recipe: str,
+        bias: bool = True,
+        groups: int = 4,
+        *,
+        save_fp8: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
         name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
         plan = planned(recipe, name, **options).for_layers({"up": (IN, OUT)})
-        backend = build_backend(plan)
+        backend = build_backend(plan, save_fp8=save_fp8)
         torch.manual_seed(0)
         self.up: Any = backend.grouped_linear("up", groups, IN, OUT, bias)
         backend.attach(self)
@@ -203,6 +222,28 @@ def test_fp8_state_makes_a_run_go_on_to_the_bit(recipe) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize("passes", [None, "aot_eager"])
+@pytest.mark.parametrize("recipe", [case(name, quick=name in SAVED) for name in RECIPES])
+def test_columns_saved_as_bytes_give_the_same_gradients_in_a_quarter_of_the_memory(
+    recipe, passes
+) -> None:
+    torch.compiler.reset()
+    saved_bytes, results = [], []
+    for save_fp8 in (False, True):
+        grouped = Grouped(recipe, save_fp8=save_fp8)
+        run = grouped if passes is None else compiled(grouped, passes)
+        for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1])):
+            grouped.zero_grad()
+            with saved_tensors() as saved:
+                outputs = passed(run, sizes, torch.float32, seed)
+        results.append([*outputs, grad(grouped.up.weight), *fp8_state(grouped).values()])
+        saved_bytes.append(sum(t.numel() * t.element_size() for t in saved))
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+    if recipe in SAVED and passes is None:
+        assert saved_bytes[0] / 8 < saved_bytes[1] < saved_bytes[0] / 2.5
+
+
 def test_state_of_another_number_of_groups_is_refused_by_name() -> None:
     state = fp8_state(Grouped("delayed", groups=3))
     with pytest.raises(UserError, match=r"up\.input\.amax_history.*\(1024, 3\).*\(1024, 4\)"):
@@ -266,7 +307,7 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
     plan = planned("delayed", backend, H100)
-    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped=["up"])
+    plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped={"up": 4})
     assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons
     assert plan.layer("linear").backend is None
     built = build_backend(plan)

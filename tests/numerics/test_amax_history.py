@@ -80,13 +80,13 @@ def test_a_vector_is_stored_as_one_tensor_and_loaded_again() -> None:
     history.update()
     history.record("x.2", 7.0)
     state = history.state_dict()
-    assert list(state) == [f"{s}.{part}" for s in "axb" for part in ("amax_history", "scale")]
+    assert list(state) == [f"{s}.{suffix}" for s in "axb" for suffix in ("amax_history", "scale")]
     assert state["x.scale"].tolist() == [448.0, 224.0, 112.0]
     assert state["x.amax_history"].tolist() == [[0, 0, 7], [0, 0, 0], [1, 2, 4]]
-    other, _ = vectors()
-    other.load_state_dict(state)
-    assert same_state(other.state_dict(), state)
-    assert other.recorded("x.2") == 7
+    loaded, _ = vectors()
+    loaded.load_state_dict(state)
+    assert same_state(loaded.state_dict(), state)
+    assert loaded.recorded("x.2") == 7
     with pytest.raises(UserError, match=r"'x\.0\.amax_history' is missing|is not a slot"):
         plain.load_state_dict(state)
 

@@ -1321,4 +1321,51 @@ def test_recipes_are_in_the_order_of_what_runs_them():
 def test_strict_refuses_to_emulate_a_grouped_linear() -> None:
     plan = resolve("current", H100, "torch", strict=True)
     with pytest.raises(UserError, match="experts does not run as asked: the torch backend has no"):
-        plan.for_layers({"experts": (64, 64)}, grouped=["experts"])
+        plan.for_layers({"experts": (64, 64)}, grouped={"experts": 4})
+
+
+MIXTURE = {
+    f"blocks.{block}.{name}": size
+    for block in (0, 1)
+    for name, size in {"qkv": (64, 192), "up": (64, 128), "down": (128, 64)}.items()
+}
+EXPERTS = {name: 8 for name in MIXTURE if "qkv" not in name}
+
+
+def test_the_headline_counts_linears_and_groups_of_experts_apart() -> None:
+    def headline(backend: str) -> str:
+        plan = resolve("delayed", H100, backend).for_layers(MIXTURE, grouped=EXPERTS)
+        layers = [dataclasses.replace(la, active=0.25 if la.groups else 1.0) for la in plan.layers]
+        return dataclasses.replace(plan, layers=tuple(layers)).summary()[-1]
+
+    expected = "FP8: 100 % of GEMM FLOPs (2 of 2 linears, 4 of 4 expert groups)"
+    assert headline("emulate") == headline("torch") == expected
+    alone = resolve("delayed", H100).for_layers({"up": (64, 64)}, grouped={"up": 8})
+    assert alone.summary()[-1] == "FP8: 100 % of GEMM FLOPs (1 of 1 expert group)"
+    odd = resolve("delayed", H100, "emulate").for_layers(
+        MIXTURE, grouped=EXPERTS, left_out=dict.fromkeys(EXPERTS, "of another layout")
+    )
+    assert "(2 of 2 linears, 0 of 4 expert groups)" in odd.summary()[-1]
+
+
+def test_a_grouped_linear_works_for_the_tokens_of_all_its_groups() -> None:
+    plan = resolve("delayed", CPU).for_layers(MIXTURE, grouped=EXPERTS)
+    qkv, up = plan.layer("blocks.0.qkv"), plan.layer("blocks.0.up")
+    assert (qkv.groups, up.groups) == (0, 8)
+    assert qkv.work == 64 * 192
+    for groups, chosen in ((8, 2), (16, 2), (16, 16)):  # experts, and those of a token
+        assert (
+            dataclasses.replace(up, groups=groups, active=chosen / groups).work == 64 * 128 * chosen
+        )
+    assert "groups" not in qkv.to_json()
+    assert up.to_json()["groups"] == 8
+
+
+def test_the_summary_says_once_that_groups_of_many_blocks_are_emulated() -> None:
+    plan = resolve("current", H100, "torch").for_layers(MIXTURE, grouped=EXPERTS)
+    assert plan.summary()[1:-1] == [
+        f"  because 2 layers blocks.*.{name}: current, the torch backend has no grouped GEMMs: "
+        "emulated"
+        for name in ("up", "down")
+    ]
+    assert len(plan.reasons) == 4

@@ -16,21 +16,29 @@ from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.groups import spans, split_groups
 from fp8stack.numerics.operators import operator_on_any_device
 
-Gemm = Callable[[int, Tensor, Tensor, slice], Tensor]
-"""Multiplies a group: its number, both its matrices, and the rows of the first."""
+Gemm = Callable[[int, Tensor, Tensor, slice, Tensor | None], Tensor]
+"""Multiplies a group: its number, both its matrices, and the rows of the first. The product may be
+written to the last argument, if there is one."""
 
 
-def each_group(a: Tensor, b: Tensor, ends: Tensor, multiple: int, multiply: Gemm) -> Tensor:
-    """The products of groups: `a` [rows, K] by the matrices in `b` of all groups give [rows, N],
-    `a` [rows, M] by `b` [rows, N] give [groups, M, N]. Groups start at multiples of `multiple`, and
-    are padded to it."""
+def each_group(
+    a: Tensor, b: Tensor, ends: Tensor, multiple: int, multiply: Gemm, out: Tensor
+) -> Tensor:
+    """The products of groups in `out`: `a` [rows, K] by the matrices in `b` of all groups give
+    [rows, N], `a` [rows, M] by `b` [rows, N] give [groups, M, N]. Groups of `a`, and of such `b`,
+    start at multiples of `multiple`, and are padded to it."""
     rows = len(a) - len(ends) * (multiple - 1)
-    products = []
     for group, (start, stop) in enumerate(spans(ends, rows, multiple)):
         place = slice(start, start + -(-(stop - start) // multiple) * multiple)
         matrix = b[group] if b.ndim == 3 else b[place]
-        products.append(multiply(group, aligned(a[place]), aligned(matrix), place))
-    return torch.cat(products) if b.ndim == 3 else torch.stack(products)
+        target = out[place] if b.ndim == 3 else out[group]
+        # No copy where the memory is aligned as that of a new tensor would be.
+        direct = target.is_cpu and not target.data_ptr() % 64
+        matrices = aligned(a[place]), aligned(matrix)
+        product = multiply(group, *matrices, place, target if direct else None)
+        if product is not target:
+            target.copy_(product)
+    return out
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -69,12 +77,13 @@ def _grouped_gemm(a: Tensor, b: Tensor, ends: Tensor, turn: str, bias: Tensor | 
     if bias is None and takes_grouped_mm(a, b):
         return by_grouped_mm(a, b, ends, turn)
 
-    def multiply(group: int, a: Tensor, b: Tensor, place: slice) -> Tensor:
-        if turn == "b":
-            return F.linear(a, b, None if bias is None else bias[group])
-        return a.t() @ b if turn == "a" else a @ b
+    def multiply(group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None) -> Tensor:
+        a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
+        if bias is None:
+            return torch.mm(a, b, out=out)
+        return torch.addmm(bias[group], a, b, out=out)
 
-    return each_group(a, b, ends, 1, multiply)
+    return each_group(a, b, ends, 1, multiply, a.new_empty(output_shape(a, b, ends, turn)))
 
 
 def _fake_grouped_gemm(
