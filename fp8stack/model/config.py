@@ -181,10 +181,11 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
         return [f"blocks.{i}.mlp.router" for i in range(self.layers) if self.has_experts(i)]
 
     @property
-    def grouped(self) -> list[str]:
-        """The module paths of the grouped linears, which have a matrix for each expert."""
+    def grouped(self) -> dict[str, int]:
+        """The number of experts of each grouped linear, by module path."""
+        count = 0 if self.experts is None else self.experts.count
         blocks = filter(self.has_experts, range(self.layers))
-        return [f"blocks.{i}.mlp.experts.{name}" for i in blocks for name in ("up", "down")]
+        return {f"blocks.{i}.mlp.experts.{name}": count for i in blocks for name in ("up", "down")}
 
     def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
         """`{module path: (in, out)}` of every linear layer, in the order of the forward pass. For
@@ -226,9 +227,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
             if self.norm == "layernorm" and self.bias:
                 shapes[f"{norm}.bias"] = (self.width,)
         without_bias = {"lm_head", *self.routers}
-        groups: dict[str, tuple[int, ...]] = {}
-        if self.experts is not None:
-            groups = dict.fromkeys(self.grouped, (self.experts.count,))
+        groups = {name: (count,) for name, count in self.grouped.items()}
         for name, (inputs, outputs) in self.linear_shapes(rows).items():
             group = groups.get(name, ())
             if name != "lm_head" or not self.tied:
@@ -264,7 +263,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
     def flops_per_token(self, context: int | None = None) -> int:
         """Floating-point operations of forward and backward per token, causal attention counted
         as half: `6 x active matmul parameters + 6 x layers x heads x head width x context`."""
-        shapes, grouped = self.linear_shapes(), set(self.grouped)
+        shapes, grouped = self.linear_shapes(), self.grouped
         chosen = 1 if self.experts is None else self.experts.per_token
         matmul = sum(
             inputs * outputs * (chosen if name in grouped else 1)
@@ -329,14 +328,13 @@ def plan_for(
         _require_fp8_attention(config, plan.recipe.attention, hardware)
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
-    kinds = {"grouped": config.grouped, "routers": config.routers}
     reasons = {**dict.fromkeys(config.routers, ROUTER), **(left_out or {})}
-    plan = plan.for_layers(shapes, left_out=reasons, tokens=tokens, **kinds)
+    plan = plan.for_layers(shapes, left_out=reasons, tokens=tokens, grouped=config.grouped)
     needed = max(plan.vocabulary_multiple, vocabulary_multiple)
     if needed != multiple:
         # "auto" gave up FP8, so the vocabulary needs less padding.
         shapes = config.linear_shapes(padded_vocabulary(config, needed))
-        plan = plan.for_layers(shapes, **kinds)
+        plan = plan.for_layers(shapes, left_out=reasons, grouped=config.grouped)
     return plan if config.experts is None else _with_experts(plan, config, config.experts)
 
 
@@ -347,7 +345,7 @@ ROUTER = "a router, which computes in float32"
 def _with_experts(plan: Plan, config: GPTConfig, experts: Experts) -> Plan:
     """The plan with the share of tokens that each expert gets, and routers in float32."""
     chosen = experts.per_token / experts.count
-    routers, grouped = set(config.routers), set(config.grouped)
+    routers, grouped = set(config.routers), config.grouped
     differs = plan.is_fp8 or plan.compute_dtype in ("bf16", "fp16")
     layers, sentences = [], {reason: reason for reason in plan.reasons}
     for layer in plan.layers:

@@ -323,6 +323,17 @@ class GPT(nn.Module):
             x_BTD = _stream(output, routings)
         return x_BTD, routings
 
+    def update_biases(self, counts: Tensor, skips: Tensor) -> None:
+        """Call `MixtureMLP.update_bias` of each block with experts, with its row of `counts`."""
+        mixtures = [block.mlp for block in self.blocks if isinstance(block.mlp, MixtureMLP)]
+        for mixture, of_layer in zip(mixtures, counts, strict=True):
+            mixture.update_bias(of_layer, skips)
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as checkpoints hold them; tied parameters once."""
+        buffers = self.config.buffer_shapes()
+        return dict(self.named_parameters()) | {name: self.get_buffer(name) for name in buffers}
+
     def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
         """An empty KV cache on the model's device for `batch` sequences of `tokens` tokens, the
         context if None: 2 x layers x batch x G x tokens x E elements in attention's dtype."""

@@ -44,46 +44,48 @@ class Choice(NamedTuple):
 
 
 class Router(nn.Linear):
-    """Chooses the experts of each token: a float32 linear of parameter `weight` [X, D]."""
+    """The linear that scores experts: parameter `weight` [X, D], float32 under every recipe."""
 
-    def __init__(self, width: int, experts: Experts) -> None:
-        super().__init__(width, experts.count, bias=False)
-        self.config = experts
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__(width, count, bias=False)
 
-    def forward(self, x_BTD: Tensor, bias: Tensor | None = None) -> tuple[Choice, Routing]:
-        """Route tokens to experts.
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] in any floating dtype -> logits [..., X], float32."""
+        with no_autocast(input.device.type):
+            return F.linear(input.float(), self.weight.float())
 
-        The K experts with the largest scores are chosen, of equal ones those of lower index. The
-        scores are the softmax over the logits. Every token counts for the losses, whatever its
-        target and its document. The load balancing loss of a sequence is sum_i f_i P_i, with f_i
-        the share of choices that expert i gets, times X, and P_i its mean score (arXiv 2006.16668
-        and 2401.06066, equation 12); it is averaged over the sequences.
 
-        Args:
-            x_BTD: tokens in any floating dtype.
-            bias: float32 [X], added to the scores when experts are chosen, and only then.
-        """
-        config = self.config
-        with no_autocast(x_BTD.device.type):
-            logits_BTX = F.linear(x_BTD.float(), self.weight.float())
-        scores_BTX = logits_BTX.softmax(-1)
-        ranked_BTX = scores_BTX.detach()
-        if bias is not None:
-            ranked_BTX = ranked_BTX + bias
-        order_BTX = torch.sort(ranked_BTX, dim=-1, descending=True, stable=True).indices
-        experts_BTK = order_BTX[..., : config.per_token]
-        weights_BTK = scores_BTX.gather(-1, experts_BTK)
-        if config.normalize:
-            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
-        every_expert = torch.arange(config.count, device=x_BTD.device)
-        counts_BX = (experts_BTK[..., None] == every_expert).sum((1, 2))
-        shares_BX = counts_BX * (config.count / (config.per_token * x_BTD.shape[1]))
-        balance = (shares_BX * scores_BTX.mean(1)).sum(-1).mean()
-        loss = config.balance_coefficient * balance
-        if config.router_z:
-            loss = loss + config.router_z * logits_BTX.logsumexp(-1).square().mean()
-        routing = Routing(loss, balance.detach(), counts_BX.sum(0))
-        return Choice(experts_BTK, weights_BTK), routing
+def choose(logits_BTX: Tensor, config: Experts, bias: Tensor | None) -> tuple[Choice, Routing]:
+    """Choose the experts of tokens.
+
+    The K experts with the largest scores are chosen, of equal ones those of lower index. The scores
+    are the softmax over the logits. Every token counts for the losses, whatever its target and its
+    document. The load balancing loss of a sequence is sum_i f_i P_i, with f_i the share of choices
+    that expert i gets, times X, and P_i its mean score (arXiv 2401.06066, equation 12); it is
+    averaged over the sequences.
+
+    Args:
+        logits_BTX: the router's output, float32.
+        config: the table `[experts]`.
+        bias: float32 [X], added to the scores when experts are chosen, and only then.
+    """
+    scores_BTX = logits_BTX.softmax(-1)
+    ranked_BTX = scores_BTX.detach()
+    if bias is not None:
+        ranked_BTX = ranked_BTX + bias
+    order_BTX = torch.sort(ranked_BTX, dim=-1, descending=True, stable=True).indices
+    experts_BTK = order_BTX[..., : config.per_token]
+    weights_BTK = scores_BTX.gather(-1, experts_BTK)
+    if config.normalize:
+        weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+    every_expert = torch.arange(config.count, device=logits_BTX.device)
+    counts_BX = (experts_BTK[..., None] == every_expert).sum((1, 2))
+    shares_BX = counts_BX * (config.count / (config.per_token * logits_BTX.shape[1]))
+    balance = (shares_BX * scores_BTX.mean(1)).sum(-1).mean()
+    loss = config.balance_coefficient * balance
+    if config.router_z:
+        loss = loss + config.router_z * logits_BTX.logsumexp(-1).square().mean()
+    return Choice(experts_BTK, weights_BTK), Routing(loss, balance.detach(), counts_BX.sum(0))
 
 
 class _Gather(torch.autograd.Function):
@@ -135,7 +137,7 @@ class MixtureMLP(nn.Module):
         experts = config.experts
         assert experts is not None
         self.config = experts
-        self.router = Router(config.width, experts)
+        self.router = Router(config.width, experts.count)
         self.experts = ExpertsMLP(config, experts, backend, f"{path}.experts")
         self.shared = shared
         bias = None if experts.bias is None else torch.zeros(experts.count)
@@ -144,7 +146,7 @@ class MixtureMLP(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         """[B, T, D] float32 -> [B, T, D] float32: the sum of the chosen experts' outputs times
         their routing weights, and of the shared experts' output."""
-        choice, routing = self.router(x_BTD, self.balance_bias)
+        choice, routing = choose(self.router(x_BTD), self.config, self.balance_bias)
         y_BTD = self._mixed(x_BTD, choice, routing.counts)
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(x_BTD).float()

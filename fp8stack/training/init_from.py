@@ -1,13 +1,17 @@
 """The initial weights of a new run (`--init-from`): only the weights are taken over, not the
 optimizer, step, scales and schedule."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fp8stack.common import hub, presets
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
@@ -25,6 +29,14 @@ def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
     return source.tokenizer
 
 
+def weights_for(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `weights` of another run for a new one: biases of routers begin anew where only one of
+    the two has them."""
+    new = {name: model.get_buffer(name).detach().cpu() for name in model.config.buffer_shapes()}
+    biases = {name for name in weights if name.endswith(".balance_bias")}
+    return new | {name: weights[name] for name in weights if name in new or name not in biases}
+
+
 def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
     """The preset closest to `shape`, and the overrides that make it `shape`."""
     keys = _explicit(shape)
@@ -39,12 +51,20 @@ def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
 def _explicit(shape: GPTConfig) -> dict[str, Any]:
     """The keys of a shape, with defaults that depend on other keys filled in."""
     keys = dict.fromkeys(GPTConfig.model_fields) | shape.model_dump(mode="json")
-    keys |= {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
     if shape.experts is not None:
         keys["experts"] = shape.experts.model_dump(mode="json", exclude_none=True)
         if shape.experts.bias is None:
             keys["experts"]["balance"] = shape.experts.balance_coefficient
-    return keys | {"head_width": shape.head_dim}
+    return keys | _sizes(shape)
+
+
+def _sizes(shape: GPTConfig) -> dict[str, int]:
+    """The keys whose defaults depend on other keys."""
+    return {
+        "kv_heads": shape.query_groups,
+        "mlp_width": shape.hidden,
+        "head_width": shape.head_dim,
+    }
 
 
 def with_source(config: RunConfig, source: Trained) -> RunConfig:
@@ -74,12 +94,9 @@ def with_source(config: RunConfig, source: Trained) -> RunConfig:
 def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
     """The keys of `shape` that weights depend on; defaults that depend on other keys are filled in
     where `compared` sets them."""
-    keys, explicit = shape.model_dump(mode="json", exclude=FREE), _explicit(shape)
-    keys |= {key: None for key in GPTConfig.model_fields if key not in keys and key not in FREE}
-    return {
-        key: value if getattr(compared, key) is None else explicit[key]
-        for key, value in keys.items()
-    }
+    keys = shape.model_dump(mode="json", exclude=FREE)
+    sizes = _sizes(shape)
+    return keys | {key: size for key, size in sizes.items() if getattr(compared, key) is not None}
 
 
 def _same_repository(requested: hub.Repository, saved: hub.Repository) -> bool:

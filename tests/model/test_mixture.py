@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from fp8stack.layers import build_backend
 from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.model.mixture import MixtureMLP, Router
+from fp8stack.model.mixture import MixtureMLP, choose
 from tests.support.backend_models import CPU, adam, grad, gradients
 from tests.support.cases import case
 
@@ -92,34 +92,26 @@ def test_the_outputs_and_gradients_are_those_of_transformers(normalize):
         torch.testing.assert_close(grad(our), grad(their), rtol=1e-4, atol=1e-6)
 
 
-def routed(router: Router, logits: list[Any], bias: list[float] | None = None) -> Any:
-    """Routes tokens with these logits, [B, T, X]."""
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(router.config.count))
-    return router(torch.tensor(logits), None if bias is None else torch.tensor(bias))
-
-
 def test_of_equal_scores_the_experts_of_lower_index_are_chosen():
-    router = Router(4, Experts(**MIXTURE))
-    choice, routing = routed(router, [[[0.0, 0, 0, 0], [1, 2, 1, 1], [0, 1, 0, 1]]])
+    logits = torch.tensor([[[0.0, 0, 0, 0], [1, 2, 1, 1], [0, 1, 0, 1]]])
+    choice, routing = choose(logits, Experts(**MIXTURE), None)
     assert choice.experts.tolist() == [[[0, 1], [1, 0], [1, 3]]]
     assert routing.counts.tolist() == [2, 3, 0, 1]
     torch.testing.assert_close(choice.weights.sum(-1), torch.ones(1, 3))
 
 
 def test_a_bias_chooses_experts_and_changes_no_routing_weight():
-    router = Router(4, Experts(**MIXTURE | {"bias": 0.5, "normalize": False}))
-    logits = [[[3.0, 2, 1, 0]]]
-    choice, _ = routed(router, logits, [0, 0, 0, 2])
+    config = Experts(**MIXTURE | {"bias": 0.5, "normalize": False})
+    logits = torch.tensor([[[3.0, 2, 1, 0]]])
+    choice, _ = choose(logits, config, torch.tensor([0.0, 0, 0, 2]))
     assert choice.experts.tolist() == [[[3, 0]]]
-    scores = torch.tensor(logits).softmax(-1)[0, 0]
-    assert torch.equal(choice.weights[0, 0], scores[[3, 0]])
+    assert torch.equal(choice.weights[0, 0], logits.softmax(-1)[0, 0, [3, 0]])
 
 
 def test_the_losses_of_a_router_are_their_formulas_sequence_by_sequence():
     logits = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
-    router = Router(4, Experts(**MIXTURE | {"balance": 0.25, "router_z": 0.125}))
-    _, routing = routed(router, logits.tolist())
+    config = Experts(**MIXTURE | {"balance": 0.25, "router_z": 0.125})
+    _, routing = choose(torch.from_numpy(logits), config, None)
     balances, squares = [], []
     for sequence in logits.astype(np.float64):
         scores = np.exp(sequence) / np.exp(sequence).sum(1, keepdims=True)
@@ -128,7 +120,16 @@ def test_the_losses_of_a_router_are_their_formulas_sequence_by_sequence():
         squares.append(np.log(np.exp(sequence).sum(1)) ** 2)
     assert float(routing.balance) == pytest.approx(np.mean(balances), rel=1e-6)
     loss = 0.25 * np.mean(balances) + 0.125 * np.mean(squares)
-    assert float(routing.loss.detach()) == pytest.approx(loss, rel=1e-6)
+    assert float(routing.loss) == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_routers_compute_in_float32_under_autocast_as_well(recipe):
+    router = mixture(built(shape(), recipe)).router
+    x = torch.randn(2, 4, 32)
+    expected = x @ router.weight.t()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(router(x), expected)
 
 
 def test_the_losses_of_routers_are_in_the_gradients_and_not_in_the_loss():

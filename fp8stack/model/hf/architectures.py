@@ -55,7 +55,16 @@ LAYOUTS: dict[str, Layout] = {
 def layout_of(config: GPTConfig) -> Layout:
     """The layout that computes the same as `config`. Raises a UserError that names the unsupported
     key if there is none."""
+    if config.experts is not None:
+        raise UserError(
+            "Models with [experts] are not exported for transformers. --format safetensors saves "
+            "any model."
+        )
+    by_head = config.qk_norm != "width"
+    _require(config, "qk_norm", by_head, "dense models normalize each head")
     if config.positions == "learned":
+        own_width = config.head_width not in (None, config.width // config.heads)
+        _require(config, "head_width", not own_width, "GPT-2's heads share the width")
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", not config.gated, "GPT-2's MLP has no gate")
         grouped = config.query_groups != config.heads
