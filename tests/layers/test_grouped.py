@@ -278,8 +278,8 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
     assert not torch.equal(plain, quantized)
 
 
-@pytest.mark.parametrize("backend", ["torch", "te"])
-def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
+def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason() -> None:
+    backend = "torch"
     plan = planned("delayed", backend, H100)
     plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped={"up": 4})
     assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons

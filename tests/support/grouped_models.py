@@ -26,15 +26,16 @@ class Grouped(nn.Module):
         groups: int = 4,
         *,
         save_fp8: bool = False,
+        size: tuple[int, int] = (IN, OUT),
         **options: Any,
     ) -> None:
         super().__init__()
         name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
-        sizes = {"up": (IN, OUT)}
-        self.plan = planned(recipe, name, **options).for_layers(sizes, grouped={"up": groups})
+        plan = planned(recipe, name, **options)
+        self.plan = plan.for_layers({"up": size}, grouped={"up": groups})
         backend = build_backend(self.plan, save_fp8=save_fp8)
         torch.manual_seed(0)
-        self.up: Any = backend.grouped_linear("up", groups, IN, OUT, bias)
+        self.up: Any = backend.grouped_linear("up", groups, *size, bias)
         backend.attach(self)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:

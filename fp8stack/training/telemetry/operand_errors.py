@@ -200,8 +200,8 @@ class Telemetry:
                     self._add(measured, x.numel(), layer_plan.groups)
             elif table is not None:
                 figures = _with_scale(cast_error(x, DTYPES[table]), None)
-                kind = table, False
-                measured = _Measured(layer_plan.name, operand, recipe, what_if, *kind, figures)
+                label = layer_plan.name, operand, recipe, what_if
+                measured = _Measured(*label, table, False, figures)
                 self._add(measured, x.numel(), layer_plan.groups)
 
     def _add(self, measured: _Measured, elements: int, groups: int) -> None:
