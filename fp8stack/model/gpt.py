@@ -17,6 +17,7 @@ from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
 from fp8stack.layers.kernels.kv_cache import KVCache
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
+from fp8stack.model.mixture import MixtureMLP, Routing, RoutingRecord
 from fp8stack.precision import Hardware
 
 Recompute = Literal["none", "selective", "block"]
@@ -35,8 +36,9 @@ class Attention(nn.Module):
         backend.add_attention(path)
         self.output = backend.linear(output, *shapes[output], config.bias)
         if config.qk_norm:
-            self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
-            self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
+            query_width, key_width = config.norm_widths
+            self.query_norm = backend.norm("rmsnorm", query_width, config.norm_eps, False)
+            self.key_norm = backend.norm("rmsnorm", key_width, config.norm_eps, False)
 
     def forward(
         self,
@@ -54,11 +56,14 @@ class Attention(nn.Module):
         """
         config = self.config
         groups = config.query_groups
-        heads_BTHE = rearrange(qkv_BTF, "b t (h e) -> b t h e", e=config.head_width)
+        heads_BTHE = rearrange(qkv_BTF, "b t (h e) -> b t h e", e=config.head_dim)
         # Split before the transpose: the gradients then have the layout of `qkv_BTF`, uncopied.
         heads = torch.split(heads_BTHE, [config.heads, groups, groups], dim=2)
+        if config.qk_norm == "width":
+            q_BTHE, k_BTGE = self._normed_over_heads(*heads[:2])
+            heads = (q_BTHE, k_BTGE, heads[2])
         q_BHTE, k_BGTE, v_BGTE = (x_BTHE.transpose(1, 2) for x_BTHE in heads)
-        if config.qk_norm:
+        if config.qk_norm is True:
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
             q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
@@ -73,9 +78,16 @@ class Attention(nn.Module):
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
         return y
 
+    def _normed_over_heads(self, q_BTHE: Tensor, k_BTGE: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, each normalized over all its heads together: float32."""
+        q_BTF = self.query_norm(q_BTHE.flatten(2).float())
+        k_BTF = self.key_norm(k_BTGE.flatten(2).float())
+        return q_BTF.view(q_BTHE.shape), k_BTF.view(k_BTGE.shape)
+
 
 class MLP(nn.Module):
-    """Two linears around an activation; SwiGLU's gate and value are one GEMM, gate first."""
+    """Two linears around an activation; SwiGLU's gate and value are one GEMM, gate first. It is a
+    block's MLP, or the shared experts of one."""
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
@@ -113,7 +125,7 @@ class Block(Compilable):
         self.attention_norm = backend.norm(*norm)
         self.attention = Attention(config, backend, f"{path}.attention")
         self.mlp_norm = backend.norm(*norm)
-        self.mlp = MLP(config, backend, f"{path}.mlp")
+        self.mlp = _mlp(config, backend, f"{path}.mlp")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -122,14 +134,30 @@ class Block(Compilable):
         rotation: tuple[Tensor, Tensor] | None,
         mask: Mask | None = None,
         cached: tuple[KVCache, int] | None = None,
-    ) -> Tensor:
-        """[B, T, D] -> [B, T, D] in the same dtype; for other arguments see `Attention.forward`."""
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """[B, T, D] -> [B, T, D] in the same dtype, and with experts the `Routing`; for other
+        arguments see `Attention.forward`."""
         qkv_BTF = self.backend.norm_linear(x_BTD.float(), self.attention_norm, self.attention.qkv)
         mixed = self.attention(qkv_BTF, rotation, mask, cached)
         x_BTD = x_BTD + self.dropout(mixed).to(x_BTD.dtype)
-        expanded = self.backend.norm_mlp(x_BTD.float(), self.mlp_norm, self.mlp)
+        routing = None
+        if isinstance(self.mlp, MixtureMLP):
+            expanded, routing = self.mlp(self.mlp_norm(x_BTD.float()))
+        else:
+            expanded = self.backend.norm_mlp(x_BTD.float(), self.mlp_norm, self.mlp)
         x_BTD = x_BTD + self.dropout(expanded).to(x_BTD.dtype)
-        return x_BTD
+        return x_BTD if routing is None else (x_BTD, routing)
+
+
+def _mlp(config: GPTConfig, backend: Backend, path: str) -> MLP | MixtureMLP:
+    """The MLP of a block, or its experts."""
+    if f"{path}.router" not in config.routers:
+        return MLP(config, backend, path)
+    shapes = config.linear_shapes()
+    shared = f"{path}.shared"
+    return MixtureMLP(
+        config, backend, path, MLP(config, backend, shared) if f"{shared}.up" in shapes else None
+    )
 
 
 class Loss(Compilable):
@@ -158,6 +186,7 @@ class GPT(nn.Module):
             same for every recipe and device. None leaves them uninitialized.
 
     Attributes:
+        routing: what the routers of experts reported since `routing.begin()` was called last.
         recompute: activation checkpointing. Blocks save for the backward pass: everything ("none"),
             their inputs and the outputs of GEMMs and attention ("selective"), or their inputs only
             ("block"). The gradients are the same to the bit.
@@ -171,6 +200,7 @@ class GPT(nn.Module):
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
         self.config, self.backend = config, backend
         self.recompute: Recompute = "none"
+        self.routing = RoutingRecord()
         padded = padded_vocabulary(config, backend.vocabulary_multiple)
         self.embedding = nn.Embedding(padded, config.width)
         if config.positions == "learned":
@@ -208,7 +238,9 @@ class GPT(nn.Module):
                 Not in training, and not together with documents.
 
         Returns:
-            float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
+            float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim. While a model
+            with experts trains, the gradients are those of this loss and of the losses of its
+            routers, which are not in the value.
 
         Raises:
             ValueError: the tokens, including the cache's, exceed the context or the cache's size;
@@ -229,9 +261,13 @@ class GPT(nn.Module):
             cosine, sine = self._rotation(x_BTD.device)
             rotation = (cosine[start : start + T, None], sine[start : start + T, None])
         x_BTD = self.dropout(x_BTD).to(self.backend.residual_dtype)
-        x_BTD = self._through_blocks(x_BTD, rotation, mask, cache)
+        x_BTD, routings = self._through_blocks(x_BTD, rotation, mask, cache)
         if targets_BT is not None:
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
+            if routings and self.training and torch.is_grad_enabled():
+                self.routing.add(routings)
+                of_routers = torch.stack([routing.loss for routing in routings]).sum()
+                loss = loss + (of_routers - of_routers.detach())
             return loss
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD.float())).float()
         return logits_BTV[..., : self.config.vocabulary]  # without the padding
@@ -247,7 +283,7 @@ class GPT(nn.Module):
             return document_mask(
                 documents_BT,
                 self.backend.attention_dtype,
-                head_width=self.config.head_width,
+                head_width=self.config.head_dim,
                 all=drops or self.recompute == "selective",
             )
         if documents_BT is not None or torch.is_grad_enabled():
@@ -264,31 +300,45 @@ class GPT(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         mask: Mask | None,
         cache: KVCache | None,
-    ) -> Tensor:
-        """Run all blocks on the residual stream: [B, T, D] -> [B, T, D] in the same dtype."""
+    ) -> tuple[Tensor, list[Routing]]:
+        """Run all blocks on the residual stream: [B, T, D] -> [B, T, D] in the same dtype, and the
+        routing of each block with experts."""
+        routings: list[Routing] = []
         if cache is not None:
             for layer, block in enumerate(self.blocks):
-                x_BTD = block(x_BTD, rotation, mask, (cache, layer))
+                x_BTD = _stream(block(x_BTD, rotation, mask, (cache, layer)), routings)
             cache.length += x_BTD.shape[1]
-            return x_BTD
+            return x_BTD, routings
         # Wrappers of a block's forward pass need to handle a mask only with documents.
         arguments = (rotation,) if mask is None else (rotation, mask)
         for block in self.blocks:
             if self.recompute == "none" or not torch.is_grad_enabled():
-                x_BTD = block(x_BTD, *arguments)
+                output = block(x_BTD, *arguments)
             elif self.recompute == "block":
-                x_BTD = checkpoint(block, x_BTD, *arguments, use_reentrant=False)
+                output = checkpoint(block, x_BTD, *arguments, use_reentrant=False)
             else:
-                x_BTD = checkpoint(
+                output = checkpoint(
                     block, x_BTD, *arguments, use_reentrant=False, context_fn=contexts
                 )
-        return x_BTD
+            x_BTD = _stream(output, routings)
+        return x_BTD, routings
+
+    def update_biases(self, counts: Tensor, skips: Tensor) -> None:
+        """Call `MixtureMLP.update_bias` of each block with experts, with its row of `counts`."""
+        mixtures = [block.mlp for block in self.blocks if isinstance(block.mlp, MixtureMLP)]
+        for mixture, of_layer in zip(mixtures, counts, strict=True):
+            mixture.update_bias(of_layer, skips)
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as checkpoints hold them; tied parameters once."""
+        buffers = self.config.buffer_shapes()
+        return dict(self.named_parameters()) | {name: self.get_buffer(name) for name in buffers}
 
     def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
         """An empty KV cache on the model's device for `batch` sequences of `tokens` tokens, the
         context if None: 2 x layers x batch x G x tokens x E elements in attention's dtype."""
         config, device = self.config, self.embedding.weight.device
-        shape = (batch, config.query_groups, tokens or config.context, config.head_width)
+        shape = (batch, config.query_groups, tokens or config.context, config.head_dim)
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
     def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
@@ -312,6 +362,14 @@ class GPT(nn.Module):
         return self._rotations[device]
 
 
+def _stream(output: Tensor | tuple[Tensor, Routing], routings: list[Routing]) -> Tensor:
+    """The residual stream after a block; its routing, if it has experts, joins `routings`."""
+    if isinstance(output, Tensor):
+        return output
+    routings.append(output[1])
+    return output[0]
+
+
 def allow_many_compilations() -> None:
     """Raise torch.compile's limit of 8 compilations per function: several kinds of blocks, training
     and evaluation, or several models in one process need more."""
@@ -321,7 +379,7 @@ def allow_many_compilations() -> None:
 def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E] each. Both halves of E
     hold the same angles; the sines in the first half are negated."""
-    half = config.head_width // 2
+    half = config.head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     places = torch.arange(config.context, dtype=torch.float64)
     angles = torch.outer(places, config.rope_theta**-exponents)
@@ -349,7 +407,7 @@ def initialize(model: GPT, seed: int) -> None:
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            residual = name.endswith(RESIDUAL)
             std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
             rows = config.vocabulary if name in PADDED else len(parameter)
             weights = torch.empty(rows, *parameter.shape[1:])
@@ -358,5 +416,12 @@ def initialize(model: GPT, seed: int) -> None:
             parameter[:rows] = weights
 
 
+RESIDUAL = (
+    "attention.output.weight",
+    "mlp.down.weight",
+    "mlp.experts.down.weight",
+    "mlp.shared.down.weight",
+)
+"""The endings of the names of weights whose products join the residual stream."""
 PADDED = ("embedding.weight", "lm_head.weight")
 """The parameters whose rows are padded to `Backend.vocabulary_multiple`."""

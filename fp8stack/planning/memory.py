@@ -243,7 +243,7 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     if lengths:
         total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
     if config.positions == "rope":
-        total += 2 * 4 * config.context * config.head_width
+        total += 2 * 4 * config.context * config.head_dim
     return total
 
 

@@ -41,9 +41,9 @@ def size_notes(config: GPTConfig, plan: Plan) -> list[str]:
         elif size % BEST:
             notes.append(_best(name, size, _up(size, BEST)))
     multiple = _ATTENTION[plan.attention]
-    if config.head_width % multiple:
+    if config.head_dim % multiple:
         wish = f"attention in {plan.attention} wants"
-        notes.append(_too_odd("head width", config.head_width, multiple, wish))
+        notes.append(_too_odd("head width", config.head_dim, multiple, wish))
     return notes
 
 

@@ -1,19 +1,23 @@
 """The initial weights of a new run (`--init-from`): only the weights are taken over, not the
 optimizer, step, scales and schedule."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fp8stack.common import hub, presets
 from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
 
-# Keys that may differ from the source's: initialization and dropout.
-FREE = {"dropout", "init_std"}
+FREE = {"dropout": True, "init_std": True, "experts": {"balance", "bias", "router_z"}}
+"""Keys that may differ from the source's: initialization, dropout and losses of routers."""
 
 
 def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
@@ -25,20 +29,42 @@ def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
     return source.tokenizer
 
 
+def weights_for(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `weights` of another run for a new one: biases of routers begin anew where only one of
+    the two has them."""
+    new = {name: model.get_buffer(name).detach().cpu() for name in model.config.buffer_shapes()}
+    biases = {name for name in weights if name.endswith(".balance_bias")}
+    return new | {name: weights[name] for name in weights if name in new or name not in biases}
+
+
 def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
     """The preset closest to `shape`, and the overrides that make it `shape`."""
     keys = _explicit(shape)
     changes = {}
     for name in presets.names("models"):
         preset = _explicit(load_config(name))
-        changes[name] = {key: value for key, value in keys.items() if preset[key] != value}
+        if (preset["experts"] is None) == (keys["experts"] is None):
+            changes[name] = {key: value for key, value in keys.items() if preset[key] != value}
     return min(changes.items(), key=lambda item: len(item[1]))
 
 
 def _explicit(shape: GPTConfig) -> dict[str, Any]:
     """The keys of a shape, with defaults that depend on other keys filled in."""
-    keys = shape.model_dump(mode="json")
-    return keys | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
+    keys = dict.fromkeys(GPTConfig.model_fields) | shape.model_dump(mode="json")
+    if shape.experts is not None:
+        keys["experts"] = shape.experts.model_dump(mode="json", exclude_none=True)
+        if shape.experts.bias is None:
+            keys["experts"]["balance"] = shape.experts.balance_coefficient
+    return keys | _sizes(shape)
+
+
+def _sizes(shape: GPTConfig) -> dict[str, int]:
+    """The keys whose defaults depend on other keys."""
+    return {
+        "kv_heads": shape.query_groups,
+        "mlp_width": shape.hidden,
+        "head_width": shape.head_dim,
+    }
 
 
 def with_source(config: RunConfig, source: Trained) -> RunConfig:
@@ -68,11 +94,9 @@ def with_source(config: RunConfig, source: Trained) -> RunConfig:
 def _beside(shape: GPTConfig, compared: GPTConfig) -> dict[str, Any]:
     """The keys of `shape` that weights depend on; defaults that depend on other keys are filled in
     where `compared` sets them."""
-    keys, explicit = shape.model_dump(mode="json", exclude=FREE), _explicit(shape)
-    return {
-        key: value if getattr(compared, key) is None else explicit[key]
-        for key, value in keys.items()
-    }
+    keys = shape.model_dump(mode="json", exclude=FREE)
+    sizes = _sizes(shape)
+    return keys | {key: size for key, size in sizes.items() if getattr(compared, key) is not None}
 
 
 def _same_repository(requested: hub.Repository, saved: hub.Repository) -> bool:

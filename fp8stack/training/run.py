@@ -15,7 +15,8 @@ from fp8stack import data
 from fp8stack.common.version import __version__
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers import Backend, build_backend
-from fp8stack.layers.linear import CastLinear, LowPrecisionLinear
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.linear import CastLinear, LowPrecisionLayer
 from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
@@ -168,7 +169,7 @@ class Run:
             if isinstance(module, Attention):
                 module.in_fp8 = in_fp8 and variant.plan.recipe.fp8_attention
             elif variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
-                assert isinstance(module, LowPrecisionLinear), layer
+                assert isinstance(module, LowPrecisionLayer), layer
                 module.in_fp8 = in_fp8
 
     def leave_fp16(self) -> None:
@@ -241,6 +242,6 @@ def _in_bf16(variant: Variant) -> Variant:
     for module in variant.model.modules():
         if isinstance(module, GPT | Block | Attention):
             module.backend = backend
-        elif isinstance(module, CastLinear):
+        elif isinstance(module, CastLinear | GroupedLinear):
             module.compute_dtype = backend.compute_dtype
     return replace(variant, plan=plan, backend=backend)

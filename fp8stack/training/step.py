@@ -10,6 +10,7 @@ from fp8stack.training.checkpoint.state import random_state, restore_random_stat
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.guard.monitor import Monitor
 from fp8stack.training.metrics.debug_log import DebugLog
+from fp8stack.training.metrics.expert_load import ExpertLoad, load_in
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
 from fp8stack.training.optim.optimizer import learning_rate, set_learning_rate
@@ -22,6 +23,7 @@ class Step:
 
     Attributes:
         draws: whether a step uses torch's random number generators, see `restore_rng`.
+        load: the load of the experts in the last step, if there are any.
     """
 
     def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
@@ -31,6 +33,7 @@ class Step:
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self.events = DebugLog(run)
+        self.load: ExpertLoad | None = None
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train on the batch of a step. Returns the mean loss and the gradient norm before
@@ -48,6 +51,7 @@ class Step:
         set_learning_rate(optimizer, rate)
         events.begin(step)
         micro_batches = tokens_BT.chunk(config.accumulate)
+        run.model.routing.begin()
         events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(micro_batches))
         losses = [
             self.micro_step(step, part_BT, number) for number, part_BT in enumerate(micro_batches)
@@ -74,6 +78,9 @@ class Step:
         events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
         optimizer.step()  # not `scaler.step`, which decides for itself whether to skip
         events.add("optimizer", lr=rate)
+        self.load = load_in(run.model.routing, run.ranks.count)
+        if self.load is not None:
+            run.model.update_biases(self.load.counts, self.monitor.skips.bool().all())
         if scaler is not None:
             scaler.update()
         events.add("update_scale", scale=None if scaler is None else scaler.now(norm))

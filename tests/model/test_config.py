@@ -1,4 +1,4 @@
-"""Sizes that tensor cores take: padding changes nothing, and `plan` names what does not suit."""
+"""Shapes and their plans: sizes that tensor cores take, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from fp8stack.layers import build_backend
-from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import toml_lines
 from fp8stack.planning.tensor_core_sizes import needed_multiple, size_notes
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
+from tests.conftest import refusal
 from tests.support.backend_models import grad
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,3 +103,116 @@ def test_the_vocabulary_is_noted_with_its_padding(vocabulary, recipe, capability
     plan = plan_for(config, recipe, assumed(capability))
     assert size_notes(config, plan) == notes
     assert padded_vocabulary(config, 64) == 50304
+
+
+# Mixtures of experts
+
+MIXTURE = {"count": 4, "per_token": 2, "width": 32}
+MIXED = partial(ODD, layers=3, norm="rmsnorm", activation="swiglu", positions="rope", bias=False)
+
+
+# Muennighoff et al. 2024 (OLMoE), Qwen Team 2025 (Qwen3), Dai et al. 2024 (DeepSeekMoE).
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("olmoe-7b", 6.9, 1.3), ("qwen3-30b-a3b", 30.5, 3.3), ("deepseek-16b", 16.4, 2.8)],
+)
+def test_a_mixture_has_its_published_total_and_active_parameters(name, total, active):
+    config = load_config(name)
+    assert round(config.parameters() / 1e9, 1) == total
+    # Qwen counts 3.3 billion of 3.35.
+    assert int(config.active_parameters() / 1e8) / 10 in (active, active - 0.1)
+    assert config.active_parameters() / 1e9 == pytest.approx(active, abs=0.06)
+
+
+def test_the_linears_of_a_mixture_are_a_router_the_experts_and_the_shared_experts():
+    config = MIXED(experts=MIXTURE | {"shared": 3, "first_dense": 1})
+    shapes = config.linear_shapes()
+    assert {name[13:]: shapes[name] for name in shapes if name.startswith("blocks.0.mlp.")} == {
+        "up": (64, 512), "down": (256, 64),
+    }  # fmt: skip
+    assert {name[13:]: shapes[name] for name in shapes if name.startswith("blocks.2.mlp.")} == {
+        "router": (64, 4), "experts.up": (64, 64), "experts.down": (32, 64),
+        "shared.up": (64, 192), "shared.down": (96, 64),
+    }  # fmt: skip
+    parameters = config.parameter_shapes()
+    assert parameters["blocks.1.mlp.experts.up.weight"] == (4, 64, 64)
+    assert parameters["blocks.1.mlp.experts.down.weight"] == (4, 64, 32)
+    assert config.routers == ["blocks.1.mlp.router", "blocks.2.mlp.router"]
+
+
+def test_the_work_of_a_mixture_counts_the_experts_that_a_token_meets():
+    dense, mixed = MIXED(mlp_width=64), MIXED(experts=MIXTURE)
+    routers = 3 * 64 * 4
+    assert mixed.flops_per_token() == dense.flops_per_token() + 6 * routers
+    assert mixed.active_parameters() == dense.parameters() + routers
+    assert mixed.parameters() == dense.parameters() + routers + 3 * 2 * (3 * 64 * 32)
+
+
+def test_heads_of_their_own_width_change_the_shapes_and_the_work_of_attention():
+    config = MIXED(heads=4, kv_heads=2, head_width=32)
+    shapes = config.linear_shapes()
+    assert shapes["blocks.0.attention.qkv"] == (64, (4 + 2 * 2) * 32)
+    assert shapes["blocks.0.attention.output"] == (4 * 32, 64)
+    assert (
+        GPTConfig(**MIXED().model_dump() | {"width": 60, "heads": 8, "head_width": 8}).head_dim == 8
+    )
+    longer = config.flops_per_token(20) - config.flops_per_token(10)
+    assert longer == 10 * 6 * 3 * 4 * 32
+
+
+def test_queries_and_keys_are_normalized_by_head_or_over_the_full_width():
+    norms = {
+        of: MIXED(kv_heads=2, qk_norm=of)
+        .parameter_shapes()
+        .get("blocks.0.attention.key_norm.weight")
+        for of in (False, True, "head", "width")
+    }
+    assert norms == {False: None, True: (16,), "head": (16,), "width": (32,)}
+    assert MIXED(qk_norm="head").model_dump() == MIXED(qk_norm=True).model_dump()
+
+
+def test_a_plan_leaves_routers_in_float32_and_counts_experts_by_their_tokens():
+    config = MIXED(experts=MIXTURE, vocabulary=64)
+    for recipe in ("delayed", "bf16", "fp32"):
+        plan = plan_for(config, recipe, CPU)
+        router, experts = (plan.layer(f"blocks.0.mlp.{name}") for name in ("router", "experts.up"))
+        assert (router.fp8, router.precision) == (False, "fp32")
+        assert bool(router.reason) == (recipe != "fp32")
+        assert (experts.fp8, experts.active) == (plan.is_fp8, 0.5)
+    plan = plan_for(config, "delayed", CPU)
+    assert plan.layer("blocks.0.mlp.router").sentence in plan.reasons
+    shapes = config.linear_shapes()
+    work = {name: i * o * (2 if "experts" in name else 1) for name, (i, o) in shapes.items()}
+    plain = sum(w for name, w in work.items() if name == "lm_head" or "router" in name)
+    assert plan.fp8_share == pytest.approx(1 - plain / sum(work.values()))
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        ({"per_token": 5}, "per_token 5 is more than the 4 experts. Set per_token to 4 or less"),
+        ({"width": 0}, "experts.width = 0: Input should be greater than or equal to 1"),
+        ({"balance": 0.1, "bias": 0.1}, "two ways to balance the load. Leave one of them out"),
+        ({"first_dense": 3}, "leaves none of the 3 layers with experts"),
+        ({"count": 65536, "width": 2**30}, "parameters are the most"),
+        ({"per_tokn": 2}, "Did you mean 'per_token'?"),
+    ],
+)
+def test_an_impossible_mixture_is_one_line(experts, words, tmp_path):
+    table = {key: value for key, value in MIXED().model_dump().items() if value is not None}
+    lines = toml_lines(table | {"experts": MIXTURE | experts})
+    (tmp_path / "mine.toml").write_text("\n".join(lines))
+    assert words in refusal(load_config, str(tmp_path / "mine.toml"))
+
+
+def test_overrides_change_keys_of_experts_and_one_balance_replaces_the_other():
+    changed = load_config("olmoe-7b", {"experts": {"count": 16, "bias": 0.001}}).experts
+    assert changed is not None
+    assert (changed.count, changed.per_token) == (16, 8)
+    assert (changed.bias, changed.balance_coefficient) == (0.001, 0)
+    assert load_config("gpt-nano", {"experts": MIXTURE}).experts is not None
+
+
+def test_a_model_without_experts_is_stored_as_before_there_were_any():
+    assert not {"experts", "head_width"} & ODD().model_dump().keys()
+    assert {"experts", "head_width"} <= MIXED(experts=MIXTURE, head_width=8).model_dump().keys()

@@ -138,7 +138,8 @@ def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
 PUBLISHED = {
     "gpt-nano": 918_912, "gpt2-124m": 124_439_808, "gpt2-350m": 354_823_168,
     "gpt2-774m": 774_030_080, "gpt2-1.5b": 1_557_611_200, "llama-1b": 1_235_814_400,
-    "llama-8b": 8_030_261_248,
+    "llama-8b": 8_030_261_248, "gpt-nano-moe": 2_102_656, "olmoe-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624, "deepseek-16b": 16_375_728_128,
 }  # fmt: skip
 
 

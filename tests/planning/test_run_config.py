@@ -12,10 +12,12 @@ from fp8stack.planning.run_config import RunConfig, for_ranks, parse_config, tra
 from tests.conftest import refusal
 
 # Learning rates and tokens per step as published: Brown et al. 2020 (GPT-3), table 2.1; Zhang et
-# al. 2024 (TinyLlama), 1.1B; Llama Team 2024 (Llama 3), table 3, and section 3.4.1 for the batch.
+# al. 2024 (TinyLlama), 1.1B; Llama Team 2024 (Llama 3), table 3, and section 3.4.1 for the batch;
+# Muennighoff et al. 2024 (OLMoE); Dai et al. 2024 (DeepSeekMoE), section 5.1; DeepSeek-V2-Lite.
 PUBLISHED = {
     "gpt2-124m": (6e-4, 0.5e6), "gpt2-350m": (3e-4, 0.5e6), "gpt2-774m": (2.5e-4, 0.5e6),
     "gpt2-1.5b": (2e-4, 1e6), "llama-1b": (4e-4, 2e6), "llama-8b": (3e-4, 4e6),
+    "olmoe-7b": (4e-4, 4e6), "deepseek-16b": (4.2e-4, 18.9e6), "qwen3-30b-a3b": (4.2e-4, 18.9e6),
 }  # fmt: skip
 SHAPE = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
 
@@ -29,9 +31,9 @@ def test_a_shipped_model_is_trained_as_published(model):
     assert training_preset(model)["source"]
 
 
-def test_gpt_nano_keeps_the_defaults_and_all_others_have_a_preset():
-    assert training_preset("gpt-nano") == {}
-    assert {*presets.names("models")} == {*PUBLISHED, "gpt-nano"}
+def test_nano_models_keep_the_defaults_and_all_others_have_a_preset():
+    assert training_preset("gpt-nano") == training_preset("gpt-nano-moe") == {}
+    assert {*presets.names("models")} == {*PUBLISHED, "gpt-nano", "gpt-nano-moe"}
     assert parse_config(None, {"model": "gpt-nano"}) == RunConfig()
 
 

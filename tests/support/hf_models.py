@@ -15,6 +15,7 @@ from fp8stack.trained.export.writing import replace_folder
 
 BASE: dict[str, Any] = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
 ROPE = BASE | {"norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False}
+EXPERTS = {"count": 6, "per_token": 2, "width": 24, "normalize": False, "router_z": 0.5}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": BASE,
@@ -33,6 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "arcee gelu_tanh": ROPE | {"activation": "gelu_tanh"},
     "qwen3": ROPE | {"activation": "swiglu", "qk_norm": True, "kv_heads": 2},
     "qwen3 relu2": ROPE | {"activation": "relu2", "qk_norm": True, "norm_eps": 1e-3},
+    "qwen3 wide heads": ROPE | {"activation": "swiglu", "qk_norm": True, "head_width": 16},
+    "olmoe": ROPE | {"activation": "swiglu", "qk_norm": "width", "experts": EXPERTS},
+    "qwen3_moe": ROPE
+    | {"activation": "swiglu", "qk_norm": True, "kv_heads": 2, "head_width": 16}
+    | {"experts": EXPERTS | {"first_dense": 1, "balance": 0.02}},
+    "qwen3_moe relu2": ROPE | {"activation": "relu2", "qk_norm": True, "experts": EXPERTS},
+    "mixtral": ROPE
+    | {"activation": "swiglu", "kv_heads": 2, "tied": True}
+    | {"experts": EXPERTS | {"normalize": True}},
 }
 LAYOUT = {name: name.split()[0] for name in SHAPES}
 

@@ -1,11 +1,11 @@
 """The architectures of transformers that compute the same as an fp8stack GPT, and their
 `config.json`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8stack.common.errors import UserError
-from fp8stack.model.config import GPTConfig
+from fp8stack.model.config import Experts, GPTConfig
 
 EXTRA_KEY = "fp8stack"
 """Key of `config.json` for settings that have no key in the layout. transformers preserves it."""
@@ -16,11 +16,24 @@ GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 """relu(x)^2 = relu(x) x, a gated MLP with ReLU whose gate and value have the same weights."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertsLayout:
+    """The mixture of experts of an architecture: its names in a block and in `config.json`."""
+
+    module: str  # has the router, `gate`, and `experts.0`, `experts.1` and so on
+    linears: tuple[str, str, str]  # of an expert: gate, value, and the one after them
+    count: str  # key of the number of experts
+    width: str  # key of the inner width of an expert
+    has_normalize: bool = True  # whether routing weights need not be normalized
+    has_dense: bool = False  # whether some blocks may have no experts
+
+
 @dataclass(frozen=True)
 class Layout:
     """A model architecture of transformers."""
 
-    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as in `config.json`
+    # As in `config.json`.
+    model_type: Literal["gpt2", "llama", "qwen3", "arcee", "olmoe", "qwen3_moe", "mixtral"]
     architecture: str  # the class that generates text
     gated: bool  # whether its MLP is gated
     activations: dict[str, str]  # fp8stack's name of an activation -> transformers'
@@ -28,6 +41,7 @@ class Layout:
     # without reading the key in `config.json`.
     usual_activation: str
     keys: dict[str, str]  # key of GPTConfig -> key of `config.json`
+    experts: ExpertsLayout | None = None
 
 
 # Keys of GPTConfig whose values are the same in `config.json`, with their names there.
@@ -41,13 +55,32 @@ ROTARY_KEYS = _KEYS | {
     **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
     **{"mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps", "bias": "attention_bias"},
 }
+QWEN3_MOE = ExpertsLayout(
+    module="mlp",
+    linears=("gate_proj", "up_proj", "down_proj"),
+    count="num_experts",
+    width="moe_intermediate_size",
+    has_dense=True,
+)
+OLMOE = replace(QWEN3_MOE, width="intermediate_size", has_dense=False)
+MIXTRAL = ExpertsLayout(
+    module="block_sparse_moe",
+    linears=("w1", "w3", "w2"),
+    count="num_local_experts",
+    width="intermediate_size",
+    has_normalize=False,
+)
+_GATED = (True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS)
 LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
     for layout in (
         Layout("gpt2", "GPT2LMHeadModel", False, GPT2_ACTIVATIONS, "gelu_tanh", GPT2_KEYS),
-        Layout("llama", "LlamaForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
-        Layout("qwen3", "Qwen3ForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
+        Layout("llama", "LlamaForCausalLM", *_GATED),
+        Layout("qwen3", "Qwen3ForCausalLM", *_GATED),
         Layout("arcee", "ArceeForCausalLM", False, ARCEE_ACTIVATIONS, "relu2", ROTARY_KEYS),
+        Layout("olmoe", "OlmoeForCausalLM", *_GATED, OLMOE),
+        Layout("qwen3_moe", "Qwen3MoeForCausalLM", *_GATED, QWEN3_MOE),
+        Layout("mixtral", "MixtralForCausalLM", *_GATED, MIXTRAL),
     )
 }
 
@@ -55,7 +88,11 @@ LAYOUTS: dict[str, Layout] = {
 def layout_of(config: GPTConfig) -> Layout:
     """The layout that computes the same as `config`. Raises a UserError that names the unsupported
     key if there is none."""
+    if config.experts is not None:
+        return _layout_of_experts(config, config.experts)
     if config.positions == "learned":
+        own_width = config.head_width not in (None, config.width // config.heads)
+        _require(config, "head_width", not own_width, "GPT-2's heads share the width")
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", not config.gated, "GPT-2's MLP has no gate")
         grouped = config.query_groups != config.heads
@@ -64,17 +101,46 @@ def layout_of(config: GPTConfig) -> Layout:
         return LAYOUTS["gpt2"]
     _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
     gated = config.activation in GATED_ACTIVATIONS
+    _require(config, "qk_norm", config.qk_norm != "width", "only OLMoE, of experts, has it")
     if config.qk_norm:
         reason = "with qk_norm the layout is Qwen3's"
         _require(config, "bias", not config.bias, f"{reason}: no bias")
         _require(config, "activation", gated, f"{reason}, whose MLP has a gate")
         return LAYOUTS["qwen3"]
+    reason = f"Llama's and Arcee's divides the width, {config.width}"
+    _require(config, "heads", config.width % config.heads == 0, reason)
     return LAYOUTS["llama" if config.gated else "arcee"]
 
 
-def _require(config: GPTConfig, key: str, holds: bool, reason: str) -> None:
+def _layout_of_experts(config: GPTConfig, experts: Experts) -> Layout:
+    """`layout_of` for a model with experts: `qk_norm` decides between the three."""
+    name, key = "Mixtral", "mixtral"
+    if config.qk_norm:
+        name, key = ("OLMoE", "olmoe") if config.qk_norm == "width" else ("Qwen3-MoE", "qwen3_moe")
+    layout = LAYOUTS[key]
+    assert layout.experts is not None
+    reason = f"with these experts the layout is {name}'s"
+    _require(config, "positions", config.positions == "rope", f"{reason}: rope")
+    _require(config, "norm", config.norm == "rmsnorm", f"{reason}: rmsnorm")
+    _require(config, "bias", not config.bias, f"{reason}: no bias")
+    gated = config.activation in GATED_ACTIVATIONS
+    _require(config, "activation", gated, f"{reason}, whose experts have a gate")
+    if config.qk_norm == "width":
+        has_usual_heads = config.heads * config.head_dim == config.width
+        _require(config, "head_width", has_usual_heads, f"{reason}: width / heads")
+    _require(experts, "shared", not experts.shared, f"{reason}: no shared experts")
+    has_dense = not experts.first_dense or layout.experts.has_dense
+    _require(experts, "first_dense", has_dense, f"{reason}: experts in every block")
+    normalizes = experts.normalize or layout.experts.has_normalize
+    _require(experts, "normalize", normalizes, f"{reason}, which normalizes")
+    _require(experts, "bias", experts.bias is None, f"{reason}: no biases of experts")
+    return layout
+
+
+def _require(config: GPTConfig | Experts, key: str, holds: bool, reason: str) -> None:
     if not holds:
         value = getattr(config, key)
+        key = f"experts.{key}" if isinstance(config, Experts) else key
         text = str(value).lower() if isinstance(value, bool) else value
         raise UserError(
             f"transformers has no model like this one: {key} = {text}, and {reason}. "
@@ -101,6 +167,12 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
     return table | (_gpt2(config) if layout.model_type == "gpt2" else _rotary(config, layout))
 
 
+_QK_NORMS = {
+    True: "a norm of each head's queries and keys, ",
+    "width": "a norm of all heads' queries together, and of their keys, ",
+}
+
+
 def reader_notes(config: GPTConfig) -> list[str]:
     """Notes on the operations that a program must support to read the exported model, and a warning
     if some programs compute others. For errors see `layout_of`."""
@@ -110,10 +182,12 @@ def reader_notes(config: GPTConfig) -> list[str]:
     key = "activation_function" if learned else "hidden_act"
     positions = "learned positions" if learned else f"rope_theta {config.rope_theta:g}"
     eps = "layer_norm_epsilon" if learned else "rms_norm_eps"
+    experts = config.experts
     notes = [
         f"a program that reads this folder must compute {key} {table[key]}, {positions}, "
         f"{eps} {config.norm_eps:g}, "
-        + ("a norm of each head's queries and keys, " if config.qk_norm else "")
+        + (_QK_NORMS[config.qk_norm] if config.qk_norm else "")
+        + (f"{experts.per_token} of {experts.count} experts, " if experts else "")
         + ("the embedding as the head" if config.tied else "a head that is not the embedding")
         + (", biases" if config.bias and not learned else "")
     ]
@@ -139,16 +213,35 @@ def _gpt2(config: GPTConfig) -> dict[str, Any]:
 
 
 def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
-    """The keys that only Llama, Qwen3 and Arcee have."""
+    """The keys of layouts with RoPE that GPT-2 does not have."""
     table: dict[str, Any] = {
-        "head_dim": config.head_width,
+        "head_dim": config.head_dim,
         "hidden_act": layout.activations[config.activation],
         # transformers 4 reads the first, 5 the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_dropout": config.dropout,
     }
-    if layout.model_type != "qwen3":
-        table["mlp_bias"] = config.bias
     # Dropout of the embedding and the residual stream has no key in these layouts.
-    return table | ({EXTRA_KEY: {"dropout": config.dropout}} if config.dropout else {})
+    extra: dict[str, Any] = {"dropout": config.dropout} if config.dropout else {}
+    if config.experts is not None and layout.experts is not None:
+        table |= _experts(config.experts, layout.experts)
+        extra |= {"router_z": config.experts.router_z} if config.experts.router_z else {}
+    elif layout.model_type != "qwen3":
+        table["mlp_bias"] = config.bias
+    return table | ({EXTRA_KEY: extra} if extra else {})
+
+
+def _experts(experts: Experts, layout: ExpertsLayout) -> dict[str, Any]:
+    """The keys of experts."""
+    table: dict[str, Any] = {
+        layout.count: experts.count,
+        layout.width: experts.width,
+        "num_experts_per_tok": experts.per_token,
+        "router_aux_loss_coef": experts.balance_coefficient,
+    }
+    if layout.has_normalize:
+        table["norm_topk_prob"] = experts.normalize
+    if layout.has_dense:
+        table |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(experts.first_dense))}
+    return table

@@ -9,8 +9,14 @@ from pydantic import BaseModel
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.model.config import GPTConfig
-from fp8stack.model.hf.architectures import EXTRA_KEY, LAYOUTS, ROTARY_KEYS, Layout
+from fp8stack.model.config import GPTConfig, Layers, Size
+from fp8stack.model.hf.architectures import (
+    EXTRA_KEY,
+    LAYOUTS,
+    ROTARY_KEYS,
+    ExpertsLayout,
+    Layout,
+)
 
 # Keys that do not affect the logits; other unknown keys are noted.
 _WITHOUT_EFFECT = {
@@ -24,6 +30,7 @@ _WITHOUT_EFFECT = {
     *("id2label", "label2id", "problem_type", "add_cross_attention", "scale_attn_weights"),
     *("scale_attn_by_inverse_layer_idx", "partial_rotary_factor", "is_decoder", EXTRA_KEY),
     *("gradient_checkpointing", "attn_implementation", "_attn_implementation"),
+    "output_router_logits",
 }
 
 
@@ -32,6 +39,7 @@ class _Extra(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
 
     bias: bool = True
     dropout: float | None = None
+    router_z: float = 0.0
 
 
 class _Any(BaseModel, frozen=True, extra="allow", strict=True, allow_inf_nan=False):
@@ -72,6 +80,35 @@ class _Rotary(_Any):
     tie_word_embeddings: bool = False
 
 
+class _Mixture(_Rotary):
+    num_hidden_layers: Layers
+    # transformers reads and writes the number under both names.
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_jitter_noise: float = 0.0
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[int] | None = None
+    clip_qkv: float | None = None
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "arcee": {"rms_norm_eps": 1e-5},
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_experts_per_tok": 8, "use_sliding_window": False},
+    "mixtral": {
+        **{"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2},
+        "rope_theta": 1e6,
+    },
+}
+"""Defaults of transformers that are not those of Llama, by model type."""
+_QK_NORM = {"qwen3": True, "qwen3_moe": True, "olmoe": "width"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HfModel:
     """A transformers model in fp8stack's terms: its shape and layout, and notes for the user."""
@@ -100,7 +137,7 @@ def model_from_config(table: Mapping[str, Any], where: str) -> HfModel:
     gpt2 = layout.model_type == "gpt2"
     shape, notes = (_gpt2 if gpt2 else _rotary)(dict(table), layout, where)
     config: GPTConfig = presets.parse(GPTConfig, shape, where)
-    fields = (_Gpt2 if gpt2 else _Rotary).model_fields
+    fields = (_Gpt2 if gpt2 else _Rotary if layout.experts is None else _Mixture).model_fields
     unknown_keys = sorted(table.keys() - fields - _WITHOUT_EFFECT)
     if unknown_keys:
         notes.append(f"{where} has keys that are not known here: {quoted(', '.join(unknown_keys))}")
@@ -139,22 +176,18 @@ def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, 
 
 def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
     """The values of `GPTConfig` for layouts with RoPE, and notes."""
-    qwen3 = layout.model_type == "qwen3"
-    defaults: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
-    if layout.model_type == "arcee":
-        defaults = {"rms_norm_eps": 1e-5}
-    hf_config: _Rotary = presets.parse(_Rotary, defaults | table, where)
-    if hf_config.num_attention_heads < 1 or hf_config.hidden_size % hf_config.num_attention_heads:
-        _refuse(
-            where, "num_attention_heads", hf_config.num_attention_heads, "hidden_size must divide"
-        )
-    width = hf_config.hidden_size // hf_config.num_attention_heads
-    if hf_config.head_dim not in (None, width):
-        reason = f"here it is hidden_size / num_attention_heads, {width}"
-        _refuse(where, "head_dim", hf_config.head_dim, reason)
-    if qwen3 and hf_config.attention_bias:
-        _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
-    if not qwen3 and hf_config.attention_bias != hf_config.mlp_bias:
+    table = _DEFAULTS.get(layout.model_type, {}) | table
+    hf_config: _Rotary = presets.parse(
+        _Rotary if layout.experts is None else _Mixture, table, where
+    )
+    heads = hf_config.num_attention_heads
+    if heads < 1 or (hf_config.head_dim is None and hf_config.hidden_size % heads):
+        _refuse(where, "num_attention_heads", heads, "hidden_size must divide")
+    may_have_bias = layout.model_type in ("llama", "arcee")
+    if not may_have_bias and hf_config.attention_bias:
+        reason = f"a model of {layout.model_type} has biases nowhere here"
+        _refuse(where, "attention_bias", True, reason)
+    if may_have_bias and hf_config.attention_bias != hf_config.mlp_bias:
         _refuse(where, "mlp_bias", hf_config.mlp_bias, "attention_bias must be the same")
     kinds = table.get("layer_types") or []
     for kind in kinds if isinstance(kinds, list) else [kinds]:
@@ -171,16 +204,58 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
             f"attention_dropout {hf_config.attention_dropout:g} of the folder is left out: here it "
             "is not of attention alone; --set model_overrides.dropout sets it for all"
         )
+    usual_width = hf_config.hidden_size // heads
+    head_width = usual_width if hf_config.head_dim is None else hf_config.head_dim
     shape = {key: getattr(hf_config, hf_key) for key, hf_key in layout.keys.items()} | {
-        "kv_heads": hf_config.num_key_value_heads or hf_config.num_attention_heads,
+        "kv_heads": hf_config.num_key_value_heads or heads,
+        "head_width": None if head_width * heads == hf_config.hidden_size else head_width,
         "norm": "rmsnorm",
         "activation": _activation(layout, hf_config.hidden_act, where, "hidden_act"),
         "positions": "rope",
         "rope_theta": _rope_theta(table, where),
-        "qk_norm": qwen3,
+        "qk_norm": _QK_NORM.get(layout.model_type, False),
         "dropout": dropout or 0.0,
     }
+    if layout.experts is not None and isinstance(hf_config, _Mixture):
+        if layout.model_type == "olmoe" and shape["head_width"] is not None:
+            _refuse(where, "head_dim", head_width, f"OLMoE has hidden_size / {heads}")
+        shape |= _experts(hf_config, layout.experts, where)
+        if hf_config.router_jitter_noise:
+            noise = f"router_jitter_noise {hf_config.router_jitter_noise:g} of the folder"
+            notes.append(f"{noise} is left out: routers have no noise here")
     return shape, notes
+
+
+def _experts(hf_config: _Mixture, layout: ExpertsLayout, where: str) -> dict[str, Any]:
+    """The values of `GPTConfig` that say which blocks have experts, and which experts."""
+    counts = {hf_config.num_experts, hf_config.num_local_experts} - {None}
+    if len(counts) != 1:
+        keys = "num_experts and num_local_experts"
+        _refuse(where, layout.count, getattr(hf_config, layout.count), f"{keys} must agree")
+    if hf_config.clip_qkv is not None:
+        _refuse(
+            where, "clip_qkv", hf_config.clip_qkv, "queries, keys and values have no bound here"
+        )
+    dense_blocks = range(0)
+    if layout.has_dense:
+        step, listed = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
+        blocks = range(hf_config.num_hidden_layers)
+        dense = [block for block in blocks if block in listed or (block + 1) % step]
+        dense_blocks = range(len(dense))
+        if dense != list(dense_blocks):
+            key = "mlp_only_layers" if step == 1 else "decoder_sparse_step"
+            reason = "only blocks at the start may be without experts"
+            _refuse(where, key, getattr(hf_config, key), reason)
+    experts = {
+        "count": counts.pop(),
+        "per_token": hf_config.num_experts_per_tok,
+        "width": getattr(hf_config, layout.width),
+        "first_dense": len(dense_blocks),
+        "normalize": hf_config.norm_topk_prob or not layout.has_normalize,
+        "balance": hf_config.router_aux_loss_coef,
+        "router_z": hf_config.fp8stack.router_z,
+    }
+    return {"experts": experts, "mlp_width": hf_config.intermediate_size if dense_blocks else None}
 
 
 def _activation(layout: Layout, name: str, where: str, key: str) -> str:

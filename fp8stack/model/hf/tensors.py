@@ -17,15 +17,23 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class HfModule:
-    """A module of transformers whose weight is some rows of an fp8stack linear."""
+    """A module of transformers whose weight is some rows of an fp8stack linear, or of an expert's
+    matrix in a grouped linear."""
 
     path: str  # module path in transformers
     start: int  # first row
     rows: int
+    expert: int | None = None  # its index, in a grouped linear
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        """The index of the module's rows in a weight or bias of the linear."""
+        rows = slice(self.start, self.start + self.rows)
+        return (rows,) if self.expert is None else (self.expert, rows)
 
     def select(self, tensor: Tensor) -> Tensor:
         """Copy the module's rows of a weight or bias of the linear."""
-        return tensor[self.start : self.start + self.rows].contiguous().clone()
+        return tensor[self.place].contiguous().clone()
 
 
 def modules_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[HfModule, ...]]:
@@ -37,16 +45,21 @@ def modules_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[HfModule, .
             continue
         _, block, linear = name.split(".", 2)
         stem = f"transformer.h.{block}" if layout.model_type == "gpt2" else f"model.layers.{block}"
+        experts: list[int | None] = [None]
+        if config.experts is not None and name in config.grouped:
+            experts = list(range(config.experts.count))
         modules_by_linear[name] = tuple(
-            HfModule(path=f"{stem}.{module}", start=start, rows=rows)
+            HfModule(path=f"{stem}.{module.format(expert)}", start=start, rows=rows, expert=expert)
+            for expert in experts
             for module, start, rows in _rows(config, layout, outputs)[linear]
         )
     return modules_by_linear
 
 
 def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tuple[str, int, int]]]:
-    """The transformers modules of each linear of a block: (name, first row, number of rows).
-    `outputs` is the number of rows of a linear that is a single module."""
+    """The transformers modules of each linear of a block: (name, first row, number of rows); of a
+    grouped linear, the modules of one expert, whose index is to replace the braces. `outputs` is
+    the number of rows of a linear that is a single module."""
     if layout.model_type == "gpt2":
         return {
             "attention.qkv": [("attn.c_attn", 0, outputs)],
@@ -54,13 +67,13 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
             "mlp.up": [("mlp.c_fc", 0, outputs)],
             "mlp.down": [("mlp.c_proj", 0, outputs)],
         }
-    queries = config.heads * config.head_width
-    keys = config.query_groups * config.head_width
+    queries = config.heads * config.head_dim
+    keys = config.query_groups * config.head_dim
     hidden = config.hidden
     # If the gate equals the value, relu(gate) x value is relu(x)^2.
     value = hidden if config.gated else 0
     gate = [("mlp.gate_proj", 0, hidden)] if layout.gated else []
-    return {
+    rows = {
         "attention.qkv": [
             ("self_attn.q_proj", 0, queries),
             ("self_attn.k_proj", queries, keys),
@@ -70,6 +83,19 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
         "mlp.up": [*gate, ("mlp.up_proj", value, hidden)],
         "mlp.down": [("mlp.down_proj", 0, outputs)],
     }
+    if config.experts is not None and layout.experts is not None:
+        hidden, value = config.experts.width, config.experts.width if config.gated else 0
+        module, (gate_name, up, down) = layout.experts.module, layout.experts.linears
+        stem = f"{module}.experts.{{}}"
+        rows |= {
+            "mlp.router": [(f"{module}.gate", 0, outputs)],
+            "mlp.experts.up": [
+                (f"{stem}.{gate_name}", 0, hidden),
+                (f"{stem}.{up}", value, hidden),
+            ],
+            "mlp.experts.down": [(f"{stem}.{down}", 0, outputs)],
+        }
+    return rows
 
 
 def _other_modules(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -136,11 +162,15 @@ def from_hf(
             weights do not fit into the free memory.
     """
     source = _Source(layout, tensors, where)
-    if config.layers > len(tensors):
-        raise UserError(f"{where} has {len(tensors)} tensors, too few for {config.layers} layers.")
+    experts = 1 if config.experts is None else config.experts.count
+    if config.layers * experts > len(tensors):
+        of_experts = f" of {experts} experts" if experts > 1 else ""
+        raise UserError(
+            f"{where} has {len(tensors)} tensors, too few for {config.layers} layers{of_experts}."
+        )
     shapes = config.parameter_shapes()
     for name, modules, transposed, has_bias in _modules(config, layout):
-        _, *inputs = shapes[f"{name}.weight"]
+        inputs = _inputs(shapes[f"{name}.weight"])
         for module in modules:
             source.require_shape(f"{module.path}.weight", _shape(module, inputs, transposed))
             if has_bias:
@@ -148,22 +178,24 @@ def from_hf(
     require_free(4 * config.parameters(), where)
     state: dict[str, Tensor] = {}
     for name, modules, transposed, has_bias in _modules(config, layout):
-        outputs, *inputs = shapes[f"{name}.weight"]
-        weight, bias = torch.empty(outputs, *inputs), torch.zeros(outputs)
-        for index, module in enumerate(modules):
-            rows = slice(module.start, module.start + module.rows)
+        shape = shapes[f"{name}.weight"]
+        weight, bias = torch.empty(shape), torch.zeros(shape[:-1] or shape)
+        read: set[tuple[int | None, int]] = set()
+        for module in modules:
+            place = module.place
             module_weight = source.take(f"{module.path}.weight")
             module_weight = module_weight.t() if transposed else module_weight
-            module_bias = source.take(f"{module.path}.bias") if has_bias else bias[rows]
-            is_repeated = index and not module.start
+            module_bias = source.take(f"{module.path}.bias") if has_bias else bias[place]
+            is_repeated = (module.expert, module.start) in read
             if is_repeated and not (
-                torch.equal(weight[rows], module_weight) and torch.equal(bias[rows], module_bias)
+                torch.equal(weight[place], module_weight) and torch.equal(bias[place], module_bias)
             ):
                 raise UserError(
                     f"{where}: hidden_act = relu, and {module.path} is not the same as its "
                     "gate_proj. Only relu(x)^2, where they are, can be read."
                 )
-            weight[rows], bias[rows] = module_weight, module_bias
+            weight[place], bias[place] = module_weight, module_bias
+            read.add((module.expert, module.start))
         state[f"{name}.weight"] = weight
         if has_bias and config.bias:
             state[f"{name}.bias"] = bias
@@ -177,7 +209,12 @@ def from_hf(
     return state
 
 
-def _shape(module: HfModule, inputs: list[int], transposed: bool) -> tuple[int, ...]:
+def _inputs(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The inputs of a weight [..., out, in]; a vector has none."""
+    return shape[-1:] if len(shape) > 1 else ()
+
+
+def _shape(module: HfModule, inputs: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
     """The shape of the module's weight in transformers."""
     return (*inputs, module.rows) if transposed else (module.rows, *inputs)
 

@@ -85,7 +85,8 @@ class Files:
 
 def safetensors_files(source: ModelSource) -> Files:
     """The weights under fp8stack's parameter names, and the shape as a model file."""
-    weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
+    shapes = source.config.parameter_shapes() | source.config.buffer_shapes()
+    weights = {name: source.weights[name] for name in shapes}
     metadata = {  # the format requires strings
         "format": "pt",
         "fp8stack": __version__,

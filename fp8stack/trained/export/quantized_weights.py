@@ -9,8 +9,10 @@ as E8M0 codes. "nvfp4-pack-quantized": scales are E4M3, divided by the float32
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -75,8 +77,7 @@ def quantized_files(
     notes: list[str] = []
     hf_modules = modules_of(source.config, layout)
     planned = _layers_to_quantize(source, hf_modules, notes)
-    shapes = [source.weights[f"{name}.weight"].shape for name in planned]
-    widths = {columns for _, columns in shapes}
+    widths = {source.weights[f"{name}.weight"].shape[-1] for name in planned}
     sizes = widths | {module.rows for name in planned for module in hf_modules[name]}
 
     def indivisible_size(multiple: int) -> int | None:
@@ -88,6 +89,13 @@ def quantized_files(
         if quantizers is not None and quantizers.weight is not None and strategy is None:
             _require_layout(quantizers.weight, recipe)
         schemes[name] = _scheme(source, strategy, name, planned[name], indivisible_size, notes)
+    of_experts = [scheme for name, scheme in schemes.items() if name in source.config.grouped]
+    if any(scheme.format == _NVFP4 or scheme.strategy == "block" for scheme in of_experts):
+        # Its integrations/compressed_tensors.py multiplies by the weight_scale alone, by row.
+        notes.append(
+            "transformers 5.23 cannot decompress experts with these scales; --strategy channel "
+            "gives it others"
+        )
     tensors: dict[str, Tensor] = {}
     for name, scheme in schemes.items():
         for module, cast in zip(
@@ -140,7 +148,8 @@ def _layers_to_quantize(
                 planned[name] = quantizers, recipe_name
     if not planned:
         notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
-        return {name: (None, recipe.name) for name in layers if name != "lm_head"}
+        without = {"lm_head", *source.config.routers}
+        return {name: (None, recipe.name) for name in layers if name not in without}
     if "lm_head" in planned and source.config.tied:
         notes.append("lm_head is the embedding, which is not in FP8: it stays out of it")
         del planned["lm_head"]
@@ -225,16 +234,34 @@ def _cast(
     source: ModelSource, scheme: Scheme, name: str, modules: tuple[HfModule, ...]
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each transformers module of a layer, under the layout's names."""
-    weight, quantizer = source.weights[f"{name}.weight"], scheme.weight
-    scale = source.fp8[f"{name}.weight.scale"].float() if quantizer.delayed else None
-    # One cast for all modules of the linear, as in the run.
+    tensors = {"weight": source.weights[f"{name}.weight"]}
+    if scheme.weight.delayed:
+        tensors["scale"] = source.fp8[f"{name}.weight.scale"].float()
+    if scheme.inputs == "static":
+        tensors["input_scale"] = source.fp8[f"{name}.input.scale"].float()
+    for expert, of_matrix in groupby(modules, key=attrgetter("expert")):
+        of_expert = tensors if expert is None else {k: x[expert] for k, x in tensors.items()}
+        yield from _cast_matrix(scheme, of_matrix, **of_expert)
+
+
+def _cast_matrix(
+    scheme: Scheme,
+    modules: Iterable[HfModule],
+    weight: Tensor,
+    scale: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """`_cast` of the modules of one matrix, by the scales of delayed scaling, if it has any."""
+    # One cast for all modules of the matrix, as in the run.
+    quantizer = scheme.weight
     quantized = numerics.quantize(weight, quantizer, 1, scale=scale)
     scales, block_rows = quantized.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
     if scheme.format != PLAIN:
         codes = scales.view(torch.uint8).repeat_interleave(block_rows, 0)
         scales, block_rows = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
     for module in modules:
-        cast = {"weight": module.select(quantized.data)}
+        end = module.start + module.rows
+        cast = {"weight": quantized.data[module.start : end].clone()}
         if scheme.format != PLAIN:
             cast = {"weight_packed": _dense(cast["weight"], quantizer)}
         if scheme.format == _NVFP4:  # the reader divides scales by it
@@ -242,10 +269,9 @@ def _cast(
         if quantizer.per_tensor:
             cast["weight_scale"] = scales.reshape(1).clone()
         else:
-            end = -(-(module.start + module.rows) // block_rows)
-            cast["weight_scale"] = scales[module.start // block_rows : end].clone()
-        if scheme.inputs == "static":
-            input_scale = source.fp8[f"{name}.input.scale"].float()
+            first, last = module.start // block_rows, -(-end // block_rows)
+            cast["weight_scale"] = scales[first:last].clone()
+        if input_scale is not None:
             cast["input_scale"] = numerics.inverse(input_scale).reshape(1)
         yield cast
 

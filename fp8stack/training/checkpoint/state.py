@@ -33,7 +33,7 @@ def capture(
         fp8_model: the variant of the model to take the FP8 state from, if it is not `model`.
     """
     weights, moments = {}, {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.saved_tensors().items():
         weights[name] = _trim(name, parameter.data, model)
         for key, value in plain(optimizer.state.get(parameter, {})).items():
             moments[f"{name}.{key}"] = _trim(name, value, model)
@@ -65,12 +65,13 @@ def restore(
     or if a weight or moment is not finite; then no weight or moment has changed."""
     weights, moments = groups.get("model", {}), groups.get("optimizer", {})
     parameters = dict(model.named_parameters())
-    _check(parameters, weights, model)
+    saved_tensors = model.saved_tensors()
+    _check(saved_tensors, weights, model)
     # A run that was saved before its first step has no moments.
     likes = _like_moments(parameters, optimizer) if moments else {}
     _check(likes, moments, model)
-    for name, parameter in parameters.items():
-        copy_into(parameter, _saved(weights, name, parameter, model))
+    for name, tensor in saved_tensors.items():
+        copy_into(tensor, _saved(weights, name, tensor, model))
     optimizer.state.clear()
     owners = _owners(optimizer)
     for name, parameter in parameters.items() if moments else ():
@@ -123,10 +124,10 @@ def restore_weights(model: GPT, weights: Group) -> None:
     """Restore a model's weights from a checkpoint, padded to the model's shapes. Raises a UserError
     if a weight is missing, left over, of another shape or dtype, or not finite; then no weight has
     changed."""
-    parameters = dict(model.named_parameters())
-    _check(parameters, weights, model)
-    for name, parameter in parameters.items():
-        copy_into(parameter, _saved(weights, name, parameter, model))
+    saved_tensors = model.saved_tensors()
+    _check(saved_tensors, weights, model)
+    for name, tensor in saved_tensors.items():
+        copy_into(tensor, _saved(weights, name, tensor, model))
 
 
 def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:

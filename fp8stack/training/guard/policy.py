@@ -16,6 +16,7 @@ them out.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,7 @@ class Guard:
         findings = self.monitor.poll(check_weights=due)
         outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
         for slot in findings.cleared:
-            layer, _, operand = slot.rpartition(".")
+            layer, operand = _place_of(slot)
             reason = "its history or scale was broken"
             self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
         # If the guard is not enabled, all steps after the first bad step are skipped.
@@ -298,7 +299,7 @@ class Guard:
         by repeating the step."""
         slot = bad[-1].slot
         if slot is not None:
-            layer, _, operand = slot.rpartition(".")
+            layer, operand = _place_of(slot)
             return Diagnosis(
                 layer=layer, operand=operand, fault="has an amax out of all proportion"
             )
@@ -360,3 +361,10 @@ class Guard:
 def _span(bad: Sequence[BadStep]) -> int:
     """The number of steps from the first to the last of `bad`."""
     return bad[-1].step - bad[0].step + 1
+
+
+def _place_of(slot: str) -> tuple[str, str]:
+    """The layer and the operand of a slot. The slots of a grouped linear have the number of the
+    group between the two."""
+    path, _, operand = slot.rpartition(".")
+    return re.sub(r"\.\d+$", "", path), operand

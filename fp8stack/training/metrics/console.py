@@ -43,6 +43,10 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     if "loss_scale" in row:
         skipped = ", skipped" if row["skipped"] else ""
         figures.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
+    if "balance_loss" in row:
+        balance = row["balance_loss"]
+        idle = f", {row['idle_experts']} idle" if row["idle_experts"] else ""
+        figures.append(f"balance {'non-finite' if balance is None else f'{balance:.2f}'}{idle}")
     figures += [
         f"{row['step_ms']:.0f} ms",
         f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
@@ -103,7 +107,8 @@ def _model(run: Run) -> str:
     changes = ", ".join(f"{key} {getattr(shape, key)}" for key in changed[:3])
     more = f" and {len(changed) - 3} more keys" if len(changed) > 3 else ""
     differs = f" ({changes}{more})" if changed else ""
-    return f"model: {config.model}{differs}, {shape.parameters():,} parameters"
+    active = f", {shape.active_parameters():,} active" if shape.experts is not None else ""
+    return f"model: {config.model}{differs}, {shape.parameters():,} parameters{active}"
 
 
 def _data(run: Run) -> list[str]:

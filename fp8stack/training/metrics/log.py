@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8stack.precision import Plan
 from fp8stack.training.metrics.console import Display, describe, describe_event
+from fp8stack.training.metrics.expert_load import ExpertLoad
 from fp8stack.training.metrics.throughput import Peak, peak_memory_gib, peak_rate
 from fp8stack.training.optim.optimizer import learning_rate
 from fp8stack.training.run import Run
@@ -105,13 +106,16 @@ class MetricsLog:
         self.run.folder.append_metrics(event)
         self.display.note(describe_event(event))
 
-    def report(self, step: int, plan: Plan) -> None:
-        """Log a step's telemetry under `plan` to `telemetry.jsonl` and the trackers."""
+    def report(self, step: int, plan: Plan, load: ExpertLoad | None = None) -> None:
+        """Log a step's telemetry under `plan`, and the `load` of its experts, to `telemetry.jsonl`
+        and the trackers."""
         run = self.run
         if not run.ranks.is_main:
             return
         sample = run.telemetry.finish(step, self.fp8_gemms, plan)
-        run.folder.append_telemetry(sample.rows, run.main.plan.to_json())
+        mixtures = [path.removesuffix(".router") for path in run.model.config.routers]
+        of_experts = [] if load is None else load.rows(step, mixtures)
+        run.folder.append_telemetry([*sample.rows, *of_experts], run.main.plan.to_json())
         run.accelerator.log(sample.numbers, step=step)
 
     def seconds_left(self) -> float | None:

@@ -31,6 +31,7 @@ from fp8stack.training.distributed.parallelize import (
     spread,
 )
 from fp8stack.training.distributed.process_group import Ranks, losing_ranks
+from fp8stack.training.init_from import weights_for
 from fp8stack.training.load import Trained
 from fp8stack.training.memory_check import Footprint, keep_freed_memory, require_memory
 from fp8stack.training.metrics.trackers import build_trackers
@@ -118,7 +119,10 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
                 variant.model.compile_blocks(mode=config.compile_mode)
         loss_scaler = build_scaler(config, accelerator.device) if planned.in_fp16 else None
         if beginning.source is not None:
-            restore_weights(variants[0].model, beginning.source.weights)
+            weights = weights_for(variants[0].model, beginning.source.weights)
+            restore_weights(variants[0].model, weights)
+        for variant in variants[1:]:
+            _share_buffers(variants[0].model, variant.model)
     switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
     wrapped: nn.Module = switch or variants[0].model
     if ranks.count > 1:
@@ -224,6 +228,13 @@ def _share_parameters(source: nn.Module, model: nn.Module) -> None:
         for name in module._parameters:
             if module._parameters[name] is not None:
                 module._parameters[name] = parameters[f"{path}.{name}" if path else name]
+
+
+def _share_buffers(source: GPT, model: GPT) -> None:
+    """Replace the saved buffers of `model` by those of `source`, on their device."""
+    for name in source.config.buffer_shapes():
+        path, _, key = name.rpartition(".")
+        model.get_submodule(path)._buffers[key] = source.get_buffer(name)
 
 
 def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accelerator:

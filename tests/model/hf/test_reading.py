@@ -17,6 +17,7 @@ import transformers
 import fp8stack
 from fp8stack import GPT, GPTConfig, data
 from fp8stack.common.errors import UserError
+from fp8stack.model.config import load_config
 from fp8stack.model.hf import from_hf, model_from_config, open_folder
 from fp8stack.planning.run_config import RunConfig, parse_config
 from fp8stack.precision import hardware
@@ -44,6 +45,7 @@ SMALL = {
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+MIXTURE = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 THETA = {"rope_type": "default", "rope_theta": 5e5}
 HF_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt2": (transformers.GPT2Config, SMALL),
@@ -55,6 +57,16 @@ HF_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama theta": (transformers.LlamaConfig, ROTARY | {"rope_parameters": THETA}),
     "qwen3": (transformers.Qwen3Config, ROTARY),
     "arcee": (transformers.ArceeConfig, ROTARY),
+    "qwen3 wide heads": (transformers.Qwen3Config, ROTARY | {"head_dim": 16}),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        SMALL | MIXTURE | {"num_experts": 6, "norm_topk_prob": True, "eos_token_id": None},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        ROTARY | MIXTURE | {"head_dim": 16, "num_experts": 6, "decoder_sparse_step": 2},
+    ),
+    "mixtral": (transformers.MixtralConfig, ROTARY | MIXTURE | {"num_local_experts": 6}),
 }
 
 
@@ -101,7 +113,16 @@ def test_masters_of_16_bit_weights_are_float32_of_the_same_values(dtype, tmp_pat
 
 def _completed(config: GPTConfig) -> GPTConfig:
     """`config` with defaults filled in that depend on other keys."""
-    return config.model_copy(update={"kv_heads": config.query_groups, "mlp_width": config.hidden})
+    experts = config.experts
+    if experts is not None:
+        experts = experts.model_copy(update={"balance": experts.balance_coefficient})
+    return config.model_copy(
+        update={
+            "kv_heads": config.query_groups,
+            "mlp_width": config.hidden,
+            "experts": experts,
+        }
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -161,7 +182,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"is_causal": False}, "is_causal = false"),
     ("llama", {"layer_types": ["sliding_attention"]}, "layer_types = sliding_attention"),
     ("llama", {"attention_bias": True}, "mlp_bias = false"),
-    ("llama", {"head_dim": 16}, "head_dim = 16: here it is hidden_size / num_attention_heads, 8"),
+    ("llama", {"head_dim": 16}, "'model.layers.0.self_attn.q_proj.weight' is torch.float32 (32,"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("llama", {"hidden_act": "relu"}, "up_proj is not the same as its gate_proj"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is set"),
@@ -176,7 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": 7}, "rope_parameters = 7"),
     ("qwen3", {"attention_bias": True}, "attention_bias = true"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = true"),
-    ("qwen3", {"head_dim": None}, "head_dim = 128"),
+    ("qwen3", {"head_dim": None}, "wanted is (128,)"),
     ("gpt2", {"resid_pdrop": 0.2}, "attn_pdrop = 0.1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = false"),
@@ -186,6 +207,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"num_hidden_layers": 1}, "num_hidden_layers = 1"),
     ("gpt2", {"num_attention_heads": 2}, "num_attention_heads = 2"),
     ("arcee", {"hidden_act": "silu"}, "hidden_act = silu"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("olmoe", {"head_dim": 16}, "head_dim = 16"),
+    ("olmoe", {"num_experts": 7}, "wanted is (7, 32)"),
+    ("olmoe", {"num_experts": 65536}, "too few for 2 layers of 65536 experts"),
+    ("olmoe", {"num_experts_per_tok": 7}, "per_token 7 is more than the 6 experts"),
+    ("olmoe", {"attention_bias": True}, "attention_bias = true"),
+    ("qwen3_moe", {"num_experts": 7}, "num_experts and num_local_experts must agree"),
+    ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+    ("qwen3_moe", {"num_hidden_layers": 3}, "decoder_sparse_step = 2: only blocks at the start"),
+    ("mixtral", {"sliding_window": 16}, "sliding_window = 16"),
 ]
 
 
@@ -205,12 +236,13 @@ OPTIONAL = (
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "fp8stack", "attention_bias"),
     *("mlp_bias", "head_dim", "num_key_value_heads", "quantization_config", "auto_map"),
     *("is_causal", "scale_attn_weights", "add_cross_attention", "rope_parameters"),
+    *("num_experts", "num_local_experts", "clip_qkv", "mlp_only_layers", "decoder_sparse_step"),
 )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "arcee"))],
+    ["gpt2", "llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("arcee", "qwen3_moe"))],
 )
 def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
@@ -326,6 +358,13 @@ def test_in_fp8_and_out_again_it_is_still_theirs(llama, command):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained("x")
     assert isinstance(hf_model, transformers.LlamaForCausalLM)
     require_same_logits(fp8stack.load("a"), hf_model)
+
+
+def test_the_nearest_preset_of_a_mixture_is_a_mixture():
+    mixed = load_config("olmoe-7b", {"experts": {"count": 8, "bias": 0.1}, "head_width": 64})
+    name, overrides = nearest_preset(mixed)
+    assert name == "olmoe-7b"
+    assert load_config(name, overrides) == mixed
 
 
 def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is_known_again(

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -25,6 +26,7 @@ from tests.conftest import contents, refusal
 from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.backend_models import same
 from tests.support.hf_models import (
+    EXPERTS,
     LAYOUT,
     ROPE,
     SHAPES,
@@ -40,6 +42,7 @@ from tests.support.hf_models import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+MIXTURE: dict[str, Any] = {"activation": "swiglu", "qk_norm": "width", "experts": EXPERTS}
 TEXT = "def f(x):\n    return 'é…'\n"
 
 
@@ -58,6 +61,11 @@ def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
     small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
     small |= {"kv_heads": 2} if preset.kv_heads else {}
     small |= {"mlp_width": 40} if preset.mlp_width else {}
+    small |= {"head_width": 16} if preset.head_width else {}
+    if preset.experts is not None:
+        small |= {"experts": {"count": 4, "per_token": 2, "width": 24, "shared": 0}}
+        small["experts"] |= {"normalize": True} if not preset.qk_norm else {}  # as Mixtral
+        small["experts"] |= {"first_dense": 0}
     model = random_model(load_config(name, small))
     require_same_logits(model, loaded(export_to(tmp_path / "out", model)))
 
@@ -87,10 +95,10 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, cap
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_activation_that_other_programs_take_for_another_is_warned_of(name):
-    usual = {"gpt2": "gelu_tanh", "llama": "swiglu", "qwen3": "swiglu", "arcee": "relu2"}
+    usual = {"gpt2": "gelu_tanh", "arcee": "relu2"}
     files = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None)
     warned = [note for note in files.notes if "compute wrongly" in note]
-    differs = GPTConfig(**SHAPES[name]).activation != usual[LAYOUT[name]]
+    differs = GPTConfig(**SHAPES[name]).activation != usual.get(LAYOUT[name], "swiglu")
     assert len(warned) == differs
     if name == "gpt2":  # the key by which llama.cpp knows its context
         assert json.loads(files.texts["config.json"])["n_ctx"] == 64
@@ -165,6 +173,16 @@ def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path):
         ({"norm": "layernorm"}, "norm = layernorm"),
         ({"qk_norm": True, "activation": "swiglu", "bias": True}, "bias = true"),
         ({"qk_norm": True, "activation": "gelu"}, "activation = gelu"),
+        ({"positions": "learned", "norm": "layernorm", "head_width": 5}, "head_width = 5"),
+        ({"qk_norm": "width", "activation": "swiglu"}, "qk_norm = width, and only OLMoE"),
+        ({"head_width": 8, "heads": 3, "activation": "swiglu"}, "heads = 3"),
+        (MIXTURE | {"activation": "gelu"}, "activation = gelu"),
+        (MIXTURE | {"positions": "learned"}, "positions = learned"),
+        (MIXTURE | {"experts": EXPERTS | {"shared": 1}}, "experts.shared = 1"),
+        (MIXTURE | {"experts": EXPERTS | {"first_dense": 1}}, "experts.first_dense = 1"),
+        (MIXTURE | {"experts": EXPERTS | {"bias": 0.001}}, "experts.bias = 0.001"),
+        (MIXTURE | {"head_width": 16}, "head_width = 16"),
+        (MIXTURE | {"qk_norm": False}, "experts.normalize = false"),
     ],
 )
 def test_what_transformers_has_no_model_for_is_refused_by_its_key(changes, key):

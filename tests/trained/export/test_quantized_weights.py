@@ -44,6 +44,8 @@ QWEN3 = GPTConfig(**(WIDE | {"activation": "swiglu", "qk_norm": True}))
 RELU2 = GPTConfig(**(WIDE | {"activation": "relu2", "qk_norm": True}))
 ARCEE = GPTConfig(**(WIDE | {"activation": "relu2", "bias": True}))
 LLAMA = GPTConfig(**(WIDE | {"activation": "swiglu", "kv_heads": 1}))
+EXPERTS = {"count": 4, "per_token": 2, "width": 128}
+MIXTURE = GPTConfig(**(WIDE | {"activation": "swiglu", "qk_norm": True, "experts": EXPERTS}))
 MODELS = {"qwen3": QWEN3, "qwen3 relu2": RELU2, "arcee": ARCEE, "llama": LLAMA}
 RECIPES = ["delayed", "current", "block", "mxfp8", "bf16"]
 
@@ -100,11 +102,37 @@ def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     restore_weights(plain, dequantized(model, source, recipe))
     state = hf_model.state_dict()
     k_proj = state["model.layers.1.self_attn.k_proj.weight"]
-    rows = config.width, config.width + config.query_groups * config.head_width
+    rows = config.width, config.width + config.query_groups * config.head_dim
     assert torch.equal(k_proj, plain.get_parameter("blocks.1.attention.qkv.weight")[slice(*rows)])
     up = plain.get_parameter("blocks.0.mlp.up.weight")
     assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[-384:])
     require_same_logits(plain, hf_model, atol=2e-5)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", case("mxfp8", quick=False)])
+def test_each_expert_is_cast_by_itself_and_the_router_stays_plain(recipe, tmp_path):
+    model, source = trained(MIXTURE, recipe)
+    folder = exported(tmp_path / "x", source)
+    hf_model = loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    experts = hf_model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    weights = model.get_parameter("blocks.1.mlp.experts.up.weight").detach()
+    scales = source.fp8.get("blocks.1.mlp.experts.up.weight.scale", [None] * 4)
+    quantizer = Quantizer() if recipe == "delayed" else Quantizer(block="row")
+    for expert, weight, scale in zip(experts, weights, scales, strict=True):
+        of_expert = None if scale is None else float(scale)
+        quantized = oracles.quantize(weight.numpy(), quantizer, 1, scale=of_expert)
+        assert torch.equal(expert, torch.from_numpy(quantized.values * quantized.factor))
+    table = json.loads((folder / "config.json").read_text())["quantization_config"]
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+    assert table["ignore"] == [*routers, "lm_head"]
+
+
+@pytest.mark.parametrize("recipe", ["block", "nvfp4"])
+def test_scales_of_experts_that_transformers_cannot_read_are_noted(recipe):
+    note = "transformers 5.23 cannot decompress experts"
+    source = source_of(random_model(MIXTURE), plan=plan_for(MIXTURE, recipe, CPU).to_json())
+    assert note in " ".join(quantized_files(source, None).notes)
+    assert note not in " ".join(quantized_files(source, None, "channel").notes)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

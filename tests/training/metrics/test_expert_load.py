@@ -1,0 +1,206 @@
+"""Runs of mixtures of experts: what they log, and that they go on, share and skip as others do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8stack.model.mixture import RoutingRecord
+from fp8stack.training.metrics.expert_load import load_in
+from tests.conftest import metrics
+from tests.faults.processes import difference, run_ranks
+from tests.support.cases import case
+from tests.support.small_loop import SmallLoop, changed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPE = """\
+vocabulary = 256
+context = 32
+layers = 2
+width = 32
+heads = 2
+norm = "rmsnorm"
+activation = "swiglu"
+positions = "rope"
+bias = false
+tied = false
+[experts]
+count = 4
+per_token = 2
+width = 32
+shared = 1
+bias = 0.01
+"""
+FLAGS = [
+    "pretrain", "--model", "shape.toml", "--device", "cpu", "--seed", "5", "--batch", "4",
+    "--steps", "6", "--save-every", "3", "--eval-every", "6", "--lr", "1e-2",
+    "--set", "sample_tokens=0", "--set", "eval_windows=2", "--set", "telemetry_every=3",
+    "--set", "warmup_steps=2", "--set", "check_memory=false",
+]  # fmt: skip
+BIAS = "blocks.1.mlp.balance_bias"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shape.toml").write_text(SHAPE)
+    return tmp_path
+
+
+def small(folder: Path, recipe: str = "delayed", **flags: Any) -> SmallLoop:
+    (folder / "shape.toml").write_text(SHAPE)
+    sizes = {"model": str(folder / "shape.toml"), "model_overrides": {"layers": 2}}
+    return SmallLoop(folder / "r", recipe, **sizes, check_memory=False, **flags)
+
+
+def biases(run: Path, step: int = 6) -> Tensor:
+    return load_file(run / "checkpoints" / f"step-{step:06}" / "model.safetensors")[BIAS]
+
+
+def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
+    record = RoutingRecord()
+    assert load_in(record, 1) is None
+    record.counts, record.passes = torch.tensor([[4, 0, 8, 4], [4, 4, 4, 4]]), 2
+    record.balance = torch.tensor([3.0, 2.0])
+    load = load_in(record, 1)
+    assert load is not None
+    assert load.metrics() == {"balance_loss": 1.25, "idle_experts": 1}
+    assert load.rows(7, ["a", "b"]) == [
+        {"step": 7, "experts": "a", "shares": [0.25, 0, 0.5, 0.25]},
+        {"step": 7, "experts": "b", "shares": [0.25] * 4},
+    ]
+
+
+def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command, capsys):
+    for out in ("finished", "cut"):
+        assert command(*FLAGS, "--recipe", "delayed", "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "expert groups" in printed
+    assert " | balance 1.0" in printed
+    assert "parameters, " in printed
+    shutil.rmtree(folder / "cut" / "checkpoints" / "step-000006")
+    assert command("pretrain", "--resume", "cut") == 0
+    assert difference(folder / "cut", folder / "finished") == ""
+    assert biases(folder / "cut").abs().max() > 0
+    assert not torch.equal(biases(folder / "cut", 3), biases(folder / "cut"))
+    row = metrics(folder / "cut")[0]
+    assert 0.9 < row["balance_loss"] < 4
+    assert row["idle_experts"] in range(8)
+    lines = (folder / "cut" / "telemetry.jsonl").read_text().splitlines()
+    shares = [row for line in lines if "shares" in (row := json.loads(line))]
+    assert {row["step"] for row in shares} == {1, 3, 6}
+    assert {row["experts"] for row in shares} == {"blocks.0.mlp", "blocks.1.mlp"}
+    assert sum(shares[0]["shares"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_four_micro_batches_train_like_one(folder, command):
+    for count in ("1", "4"):
+        flags = ("--recipe", "fp32", "--accumulate", count, "--out", count)
+        assert command(*FLAGS, *flags) == 0
+    for row, expected in zip(metrics(folder / "4"), metrics(folder / "1"), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["balance_loss"] == pytest.approx(expected["balance_loss"], rel=1e-4)
+        assert row["idle_experts"] == expected["idle_experts"]
+    assert torch.equal(biases(folder / "4"), biases(folder / "1"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        case("fp32", "ddp", quick=True),
+        case("delayed", "fsdp", quick=True),
+        case("fp32", "fsdp", quick=False),
+        case("mxfp8", "ddp", quick=False),
+    ],
+)
+def test_two_ranks_train_like_one(folder, recipe, parallel):
+    rows = {}
+    for ranks in (1, 2):
+        flags = ("--recipe", recipe, "--parallel", parallel, "--set", "rank_timeout=60")
+        words = [*FLAGS, *flags, "--accumulate", "2", "--out", str(ranks)]
+        ended = run_ranks(words, folder, ranks, timeout_s=400)
+        assert [rank.code for rank in ended] == [0] * ranks, ended
+        rows[ranks] = metrics(folder / str(ranks))
+    near = 1e-5 if recipe == "fp32" else 5e-3
+    for row, expected in zip(rows[2], rows[1], strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=near)
+        assert row["balance_loss"] == pytest.approx(expected["balance_loss"], rel=10 * near)
+    if recipe == "fp32" and parallel == "ddp":
+        assert torch.equal(biases(folder / "2"), biases(folder / "1"))
+
+
+def test_a_step_that_is_skipped_moves_no_bias(tmp_path):
+    loop = small(tmp_path)
+    loop.advance()
+    before = loop.run.model.get_buffer(BIAS).clone()
+    loop.spoil("blocks.1.mlp.experts.down.weight", [2])
+    loop.advance()
+    assert loop.guard_events() == [(2, "skip")]
+    assert torch.equal(loop.run.model.get_buffer(BIAS), before)
+    loop.advance()
+    assert not torch.equal(loop.run.model.get_buffer(BIAS), before)
+
+
+def test_experts_whose_amaxes_go_wrong_leave_fp8_together(tmp_path):
+    loop = small(tmp_path, steps=12, guard={"patience": 2})
+    loop.spoil("blocks.0.mlp.experts.up", range(3, 99))
+    assert loop.go() == 0
+    demoted = [row for row in loop.events() if row["event"] == "demote"]
+    assert [row["layer"] for row in demoted] == ["blocks.0.mlp.experts.up"]
+
+
+def test_phases_share_the_biases(tmp_path):
+    loop = small(tmp_path, phases="default", steps=8)
+    loop.advance(4)
+    first, *others = (variant.model.get_buffer(BIAS) for variant in loop.run.variants)
+    assert first.abs().max() > 0
+    assert others
+    assert all(buffer is first for buffer in others)
+
+
+def test_a_rolled_back_run_has_the_biases_of_its_checkpoint(tmp_path):
+    loop = small(tmp_path, save_every=2)
+    loop.advance(2)
+    saved = loop.run.model.get_buffer(BIAS).clone()
+    checkpoint_weights = loop.state()
+    loop.advance(2)
+    resumed = loop.resumed()
+    assert not torch.equal(resumed.run.model.get_buffer(BIAS), saved)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-000004")
+    again = resumed.resumed()
+    assert torch.equal(again.run.model.get_buffer(BIAS), saved)
+    assert changed(checkpoint_weights, again.state()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("experts.per_token=5", "per_token 5 is more than the 4 experts"),
+        ("experts.balance=0.1", None),
+        ("experts.width=0", "experts.width = 0"),
+    ],
+)
+def test_wrong_experts_are_refused_in_one_line(folder, setting, words, refused, command):
+    flags = [*FLAGS, "--recipe", "fp32", "--set", f"model.{setting}"]
+    if words is None:  # it replaces the bias
+        assert command(*flags, "--steps", "1", "--out", "o") == 0
+        assert BIAS not in load_file(folder / "o/checkpoints/step-000001/model.safetensors")
+    else:
+        refused(*flags, message=words)
+
+
+def test_new_runs_begin_with_the_weights_of_a_run_that_balances_otherwise(folder, command):
+    assert command(*FLAGS, "--recipe", "fp32", "--steps", "2", "--out", "a") == 0
+    changes = ("--set", "model.experts.balance=0.01", "--init-from", "a")
+    assert command(*FLAGS, "--recipe", "fp32", "--steps", "1", "--out", "b", *changes) == 0
+    assert (
+        command(*FLAGS, "--recipe", "fp32", "--steps", "1", "--out", "c", "--init-from", "b") == 0
+    )
+    assert biases(folder / "c", 1).abs().max() == pytest.approx(0.01)
