@@ -28,7 +28,7 @@ Version = tuple[object, ...]
 def own_weight(layer: nn.Module) -> Tensor | None:
     """The weight that a linear owns, as it is outside its call; None where it is computed at each
     call (pruning, parametrizations), or is a part of it (FSDP1 between its calls)."""
-    weight = layer._parameters.get("weight")
+    weight: Any = layer.stored_weight
     return weight if weight is not None and weight.ndim >= 2 else None
 
 
@@ -215,7 +215,7 @@ def _values_of(layer: nn.Module) -> list[Tensor]:
 
 def _is_shared_out(layer: nn.Module) -> bool:
     """Whether FSDP left this rank a part of the weight."""
-    weight = layer._parameters.get("weight")
+    weight: Any = layer.stored_weight
     return weight is not None and (weight.ndim == 1 or isinstance(weight, DTensor))
 
 
