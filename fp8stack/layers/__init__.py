@@ -52,6 +52,6 @@ def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
         return TorchBackend(plan, draws=draws)
     if plan.backend == "emulate":
         emulated = EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
-        emulated.grouped = GroupedEmulation(emulated)
+        emulated.grouped = GroupedEmulation(emulated, save_fp8=save_fp8)
         return emulated
     return Backend(plan, draws=draws)

@@ -12,18 +12,26 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+# They register operators of ours.
 import fp8stack.layers.emulate
-import fp8stack.layers.kernels.scaled_gemm  # noqa: F401  (it registers fp8stack::mx_gemm)
+import fp8stack.layers.grouped_emulation
+import fp8stack.layers.kernels.scaled_gemm  # noqa: F401
 
 _ATEN: Any = torch.ops.aten
 
 GEMMS: frozenset[Any] = frozenset(
     getattr(packet, overload)
-    for name in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2")
+    for name in (
+        *("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
+        *("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+    )
     if (packet := getattr(_ATEN, name, None)) is not None  # torch 2.11 has not all of them
     for overload in ("default", "dtype")
     if overload in packet.overloads()
-) | {torch.ops.fp8stack.cpu_gemm.default, torch.ops.fp8stack.mx_gemm.default}
+) | {
+    getattr(torch.ops.fp8stack, name).default
+    for name in ("cpu_gemm", "mx_gemm", "grouped_gemm", "emulated_grouped_gemm")
+}
 """Operators that multiply what a linear takes. `bmm` is none of them: it is attention by its parts,
 whose scores, T x T for each head, are what running it again saves."""
 

@@ -183,7 +183,7 @@ class Backend:
         if self.delayed is not None:
             self.delayed.attach(model)
         elif self.keeps_weights:
-            layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
+            layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLayer)]
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
 

@@ -157,6 +157,7 @@ class EmulatedOperand(OperandQuantizers):
         bf16: whether values are held in bfloat16 on a GPU.
         rows, columns: the form of each copy.
         packs: whether the column copy is bytes, which are unpacked in the backward pass.
+        bytes_of_rows: the dtype of these bytes, where they are the row copy's values; else None.
         always_records: whether the column copy's amax is recorded where the copy is not needed, as
             in a frozen layer: it has another slot than the row copy.
     """
@@ -175,6 +176,9 @@ class EmulatedOperand(OperandQuantizers):
             self.at_once = None if along is None else rounding_of_both(along, across)
         self.bf16 = bf16
         self.packs = save_fp8 and name != "grad_output"
+        self.bytes_of_rows: torch.dtype | None = None
+        if isinstance(across, Quantizer) and across == along and across.per_tensor:
+            self.bytes_of_rows = FORMATS[across.format].dtype if across.turns else None
         separate = self.slot_across is not None and self.slot_across is not self.slot
         self.always_records = separate and name != "grad_output" and not self.packs
         in_bf16 = along is not None and along.exact_in_bf16
@@ -193,10 +197,8 @@ class EmulatedOperand(OperandQuantizers):
             return Emulated(*_with_row_scales(rows)[:2], form)
         if across is None:
             return Emulated(x, None, form)
-        if across == self.along and across.per_tensor and across.turns:
-            dtype = FORMATS[across.format].dtype
-            assert dtype is not None
-            return Emulated(rows.values.to(dtype), rows.factor, form)
+        if self.bytes_of_rows is not None:
+            return Emulated(rows.values.to(self.bytes_of_rows), rows.factor, form)
         scale = self.scale(x, across=True, record=False)
         bits = self.bits(True, len(x))
         packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
@@ -283,8 +285,8 @@ class EmulateBackend(Backend):
             return rows, columns._replace(form=quantizers.columns)
         return rows, copies[1]
 
-    @staticmethod
     def matmul(
+        self,
         a: Emulated,
         b: Emulated,
         out_dtype: torch.dtype,

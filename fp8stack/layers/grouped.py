@@ -199,8 +199,16 @@ class QuantizedGroupedLinear(GroupedLinear):
     """A grouped linear on quantized operands.
 
     Scales of one per tensor are one for each group. A group without rows gives zero gradients of
-    its weight and bias, and keeps the scales of its input and of its gradient; its weight is cast
-    all the same.
+    its weight and bias. In delayed scaling it follows Transformer Engine's `GroupedLinear`, which
+    has a quantizer for each split and casts every weight: the amaxes of its input and its gradient
+    are 0, so that they keep their scales until another amax comes, and the amax of its weight is
+    recorded as if it had rows.
+
+    Stochastic rounding draws for row i of group g the bits of a linear at `<path>.<g>`, in its row
+    rank x rows + i, where `rows` counts the rows of all groups on this rank. So no two ranks with
+    equally many rows draw the same bits, but two ranks do not draw what one with all rows would:
+    the place of a row in its group depends on the rows of other ranks, and so do the blocks over
+    rows and the amaxes of a group.
 
     Attributes:
         backend: casts and multiplies groups, a `GemmBackend` whose matrices are `Groups` and, for

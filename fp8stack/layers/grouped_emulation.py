@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import OPERANDS, Operand
+from fp8stack.common.formats import OPERANDS, Operand, Quantizer
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form, multiply
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
@@ -21,12 +21,13 @@ from fp8stack.layers.kernels.grouped_gemm import (
     takes_grouped_mm,
 )
 from fp8stack.layers.linear import Call
-from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.operands import LayerOperands, castable
 from fp8stack.numerics.cast import record_amax
 from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.groups import GroupRounding
 from fp8stack.numerics.operators import operator_on_any_device
-from fp8stack.numerics.rounding import Rounding
+from fp8stack.numerics.packed_groups import GroupPacking, PackedGroups
+from fp8stack.numerics.rounding import Rounding, rounding
 from fp8stack.precision.plan import LayerPlan
 
 
@@ -37,22 +38,28 @@ class GroupedForm(NamedTuple):
         turned, in_bf16: see `emulate.Form`.
         multiple: see `GroupRounding`.
         by_row: whether each row has a factor, and not each group.
+        packed, shape: see `emulate.Form`.
     """
 
     turned: bool
     in_bf16: bool
     multiple: int = 1
     by_row: bool = False
+    packed: GroupedOperand | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class EmulatedGroups(NamedTuple):
     """A copy of the groups of an operand, see `Emulated`: `values` and `factor` are those that
-    `GroupRounding.round` gives, `ends` the ends of the groups, None for weights."""
+    `GroupRounding.round` gives, `ends` the ends of the groups, None for weights. Where they are
+    packed, the first two, `amax` and `has_nan` are those of `PackedGroups`."""
 
     values: Tensor
     factor: Tensor | None
     form: GroupedForm
     ends: Tensor | None
+    amax: Tensor | None = None
+    has_nan: Tensor | None = None
     sums: None = None
 
 
@@ -60,13 +67,14 @@ class GroupedOperand(EmulatedOperand):
     """The rounding of one operand of an emulated grouped linear, see `EmulatedOperand`.
 
     Attributes:
+        packing: makes bytes of the column copy, where it is packed by itself.
         round_rows, round_columns, round_both: the rounding of the groups for each copy, and for
             both in one sweep.
         row_form, column_form: the form of each copy.
     """
 
-    def __init__(self, name: Operand, operands: LayerOperands, bf16: bool) -> None:
-        super().__init__(name, operands, bf16)
+    def __init__(self, name: Operand, operands: LayerOperands, bf16: bool, save_fp8: bool) -> None:
+        super().__init__(name, operands, bf16, save_fp8)
         self.round_rows = _of_groups(self.rounding)
         self.round_columns = _of_groups(self.rounding_across)
         self.round_both = _of_groups(self.at_once)
@@ -74,6 +82,38 @@ class GroupedOperand(EmulatedOperand):
         self.row_form = GroupedForm(False, self.rows.in_bf16, by_row=by_row)
         multiple = 1 if self.round_columns is None else self.round_columns.multiple
         self.column_form = GroupedForm(True, self.columns.in_bf16, multiple)
+        self.packing = None
+        if self.packs and isinstance(self.across, Quantizer) and self.bytes_of_rows is None:
+            self.packing = GroupPacking(rounding(self.across, [0]))
+
+    def pack_groups(self, x: Tensor, ends: Tensor | None, rows: EmulatedGroups) -> EmulatedGroups:
+        """`pack` of groups."""
+        form = self.column_form._replace(packed=self, shape=tuple(x.shape))
+        if self.across is None:
+            return EmulatedGroups(x, None, form, ends)
+        if not isinstance(self.across, Quantizer):
+            return _with_row_scales(rows)._replace(form=form)
+        if self.bytes_of_rows is not None:
+            return rows._replace(values=rows.values.to(self.bytes_of_rows), form=form)
+        assert self.packing is not None
+        bits = self.bits(True, len(x))
+        scale = None if self.slot_across is None else self.slot_across.scale()
+        packed = self.packing.pack(castable(x), ends, bits, scale)
+        return EmulatedGroups(packed.data, packed.scales, form, ends, packed.amax, packed.has_nan)
+
+    def unpack_groups(self, copy: EmulatedGroups) -> EmulatedGroups:
+        """`unpack` of groups."""
+        values, factor, (*_, shape) = copy.values, copy.factor, copy.form
+        bf16 = self.bf16 and not values.is_cpu
+        if copy.amax is None or copy.has_nan is None:
+            values = values.to(torch.bfloat16 if bf16 else torch.float32)
+        else:
+            assert self.packing is not None
+            assert factor is not None
+            assert shape is not None
+            packed = PackedGroups(values, factor, copy.amax, copy.has_nan)
+            values, factor = self.packing.unpack(packed, copy.ends, shape, bf16)
+        return EmulatedGroups(values, factor, self.column_form, copy.ends)
 
 
 def _of_groups(rule: Rounding | None) -> GroupRounding | None:
@@ -85,8 +125,9 @@ class GroupedEmulation:
 
     Copy = EmulatedGroups
 
-    def __init__(self, backend: EmulateBackend) -> None:
+    def __init__(self, backend: EmulateBackend, *, save_fp8: bool = False) -> None:
         self._backend = backend
+        self._save_fp8 = save_fp8
         self.gemm_count = 0
         self.compute_dtype = backend.compute_dtype
 
@@ -100,7 +141,9 @@ class GroupedEmulation:
     ) -> QuantizedGroupedLinear:
         """See `GroupedBackend.linear`."""
         bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
-        quantizers = {name: GroupedOperand(name, operands, bf16) for name in OPERANDS}
+        quantizers = {
+            name: GroupedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
+        }
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 
     def cast(
@@ -109,6 +152,9 @@ class GroupedEmulation:
         """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
         matrix, ends = x if isinstance(x, Groups) else (x, None)
         bf16 = quantizers.bf16 and not matrix.is_cpu
+        if with_columns and quantizers.packs:
+            rows = self._copy(matrix, ends, quantizers, False, call)
+            return rows, quantizers.pack_groups(matrix, ends, rows)
         if with_columns and quantizers.round_both is not None:
             (first, second), _ = quantizers.round_both.round(matrix, ends, bf16=bf16)
             rows = EmulatedGroups(*first, quantizers.row_form, ends)
@@ -127,19 +173,17 @@ class GroupedEmulation:
         self, x: Tensor, ends: Tensor | None, quantizers: GroupedOperand, across: bool, call: Call
     ) -> EmulatedGroups:
         """Cast one copy of `x`."""
-        rounding = quantizers.round_columns if across else quantizers.round_rows
+        rule = quantizers.round_columns if across else quantizers.round_rows
         form = quantizers.column_form if across else quantizers.row_form
         slot = quantizers.slot_across if across else quantizers.slot
         bf16 = quantizers.bf16 and not x.is_cpu
-        if rounding is None:
+        if rule is None:
             return EmulatedGroups(x.to(torch.bfloat16 if bf16 else torch.float32), None, form, ends)
         scale = recorded = counts = None
         if slot is not None:
             scale, recorded, counts = slot.to_cast(call.record)
         bits = quantizers.bits(across, len(x))
-        copies, amaxes = rounding.round(
-            x, ends, bits, scale, bf16=bf16, amaxes=recorded is not None
-        )
+        copies, amaxes = rule.round(x, ends, bits, scale, bf16=bf16, amaxes=recorded is not None)
         if recorded is not None and amaxes is not None:
             record_amax(recorded, amaxes, counts)
         return EmulatedGroups(*copies[0], form, ends)
@@ -154,6 +198,8 @@ class GroupedEmulation:
         fast_accumulation: bool = False,
     ) -> Tensor:
         """See `GemmBackend.matmul`: [rows, N] where `b` is a weight; else [groups, M, N]."""
+        if b.form.packed is not None:
+            b = b.form.packed.unpack_groups(b)
         assert a.ends is not None
         turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
         in_bf16 = a.form.in_bf16 and b.form.in_bf16

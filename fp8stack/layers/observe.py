@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from fp8stack import numerics
 from fp8stack.common.formats import Operand, Quantizer
 from fp8stack.layers.fsdp import FullWeight
+from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.kernels.activations import ACTIVATIONS
-from fp8stack.layers.linear import LowPrecisionLinear, no_autocast
+from fp8stack.layers.linear import LowPrecisionLayer, LowPrecisionLinear, no_autocast
+from fp8stack.numerics.groups import split_groups
 
 Place = Operand | Literal["output", "grad_input"]
 
@@ -35,9 +37,12 @@ def observing(
     see: See,
     *,
     outputs: bool = False,
-    layers: Mapping[str, nn.Linear] | None = None,
+    layers: Mapping[str, nn.Module] | None = None,
 ) -> Iterator[None]:
     """Call `see` for the operands that linears of `model` cast in the passes inside, in order.
+
+    A grouped linear shows each group by itself, as a linear at `<module path>.<group>`, also a
+    group without rows.
 
     A linear gives its input and weight in the forward pass and its grad_output in the backward
     pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
@@ -56,7 +61,8 @@ def observing(
     chosen = fp8_linears(model) if layers is None else layers
     observer = Observer(see, chosen, outputs)
     # Backends that run a linear together with others show its operands by themselves.
-    backends: set[Any] = {x.backend for x in chosen.values() if hasattr(x, "backend")}
+    backends: set[Any] = {getattr(layer, "backend", None) for layer in chosen.values()}
+    backends = {backend for backend in backends if hasattr(backend, "observer")}
     before = [(backend, backend.observer) for backend in backends]
     handles = [handle for layer in chosen.values() for handle in observer.watch(layer)]
     for backend in backends:
@@ -71,12 +77,12 @@ def observing(
             handle.remove()
 
 
-def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
-    """The linears of `model` that are in FP8 now, by module path."""
+def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLayer]:
+    """The linears and grouped linears of `model` that are in FP8 now, by module path."""
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, LowPrecisionLinear) and module.in_fp8
+        if isinstance(module, LowPrecisionLayer) and module.in_fp8
     }
 
 
@@ -91,8 +97,8 @@ def scale_of(
     """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
     0-dim. In delayed scaling a view, which an update changes in place.
 
-    `path` is the layer's path in the model that was built or converted, `place` the operand's place
-    in `Quantizers.each`.
+    `path` is the layer's path in the model that was built or converted, that of a group with its
+    number, `place` the operand's place in `Quantizers.each`.
     """
     if quantizer.delayed:
         delayed: Any = getattr(layer, "delayed", None)
@@ -105,17 +111,17 @@ class Observer:
     """Shows the operands of some linears, by path; a backend that runs several modules as one asks
     it to. See `observing`."""
 
-    def __init__(self, see: See, layers: Mapping[str, nn.Linear], outputs: bool) -> None:
+    def __init__(self, see: See, layers: Mapping[str, nn.Module], outputs: bool) -> None:
         self.active = True
         self._see = see
         self._outputs = outputs
         self._paths = {layer: path for path, layer in layers.items()}
 
-    def watch(self, layer: nn.Linear) -> list[Any]:
+    def watch(self, layer: nn.Module) -> list[Any]:
         """Put hooks on a linear, and return their handles."""
         return [
             layer.register_forward_pre_hook(self._before, with_kwargs=True),
-            layer.register_forward_hook(lambda layer, args, output: self._follow(layer, output)),
+            layer.register_forward_hook(self._after, with_kwargs=True),
         ]
 
     def fused(self, linear: nn.Linear, x: Tensor, y: Tensor) -> None:
@@ -166,40 +172,63 @@ class Observer:
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         x: Tensor = args[0] if args else kwargs["input"]
-        self._show_operands(layer, _as_cast(layer, x))
+        ends = _ends(layer, args, kwargs)
+        self._show_operands(layer, _as_cast(layer, x), ends)
         if not (self._outputs and x.requires_grad):
             return None
         # Other modules may read `x` too: only this layer adds to the gradient of a view of it.
         view = x.view_as(x)
         view.register_hook(  # type: ignore[no-untyped-call]
-            partial(self._show_cast, layer, "grad_input")
+            partial(self._show_cast, layer, "grad_input", ends=ends)
         )
         return ((view, *args[1:]), kwargs) if args else ((), {**kwargs, "input": view})
 
-    def _follow(self, layer: nn.Module, output: Tensor) -> None:
+    def _after(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        self._follow(layer, output, _ends(layer, args, kwargs))
+
+    def _follow(self, layer: nn.Module, output: Tensor, ends: Tensor | None = None) -> None:
         if self._outputs and not _recomputes():
-            self._show_cast(layer, "output", output)
+            self._show_cast(layer, "output", output, ends)
         if output.requires_grad:
             output.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._show_cast, layer, "grad_output")
+                partial(self._show_cast, layer, "grad_output", ends=ends)
             )
 
-    def _show_cast(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
-        self._show(layer, operand, _as_cast(layer, x))
+    def _show_cast(
+        self, layer: nn.Module, operand: Place, x: Tensor, ends: Tensor | None = None
+    ) -> None:
+        self._show(layer, operand, _as_cast(layer, x), ends)
 
-    def _show_operands(self, layer: nn.Module, x: Tensor) -> None:
+    def _show_operands(self, layer: nn.Module, x: Tensor, ends: Tensor | None = None) -> None:
         """Show what a forward pass casts, the first time that it runs."""
         if not _recomputes():
-            self._show(layer, "input", x)
+            self._show(layer, "input", x, ends)
             self._show(layer, "weight", _matrix(layer))
 
-    def _show(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
+    def _show(
+        self, layer: nn.Module, operand: Place, x: Tensor, ends: Tensor | None = None
+    ) -> None:
         if isinstance(x, FullWeight):  # ranks gathered its bytes; no rank has the whole in float32
             return
-        if self.active and layer in self._paths:
-            with torch.no_grad(), no_autocast(x.device.type):
-                rows = x.detach().reshape(-1, x.shape[-1])
-                self._see(self._paths[layer], layer, operand, rows)
+        if not self.active or layer not in self._paths:
+            return
+        path = self._paths[layer]
+        with torch.no_grad(), no_autocast(x.device.type):
+            if isinstance(layer, GroupedLinear):
+                for group, rows in enumerate(split_groups(x.detach(), ends)):
+                    self._see(f"{path}.{group}", layer, operand, rows)
+            else:
+                self._see(path, layer, operand, x.detach().reshape(-1, x.shape[-1]))
+
+
+def _ends(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The ends of the groups, if this is the call of a grouped linear."""
+    if not isinstance(layer, GroupedLinear):
+        return None
+    ends: Tensor = args[1] if len(args) > 1 else kwargs["offsets"]
+    return ends
 
 
 def _recomputes() -> bool:
@@ -213,7 +242,7 @@ def _as_cast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _matrix(layer: nn.Module) -> Tensor:
-    """The weight as [out, in]."""
+    """The weight as [out, in]; of a grouped linear [groups, out, in]."""
     if isinstance(layer, LowPrecisionLinear):
         return layer.matrix.detach()
     return layer.get_parameter("weight").detach()

@@ -31,6 +31,8 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import FORMATS, Quantizers
 from fp8stack.layers.backend import Backend, Norm
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.grouped import GroupedSize
+from fp8stack.layers.grouped_te import TEGroupedLinear
 from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.attention import Mask
 from fp8stack.layers.linear import LowPrecisionLinear, Size, no_autocast
@@ -55,6 +57,8 @@ _LINEARS: list[dict[str, Place]] = [
     }
     for gemm in (1, 2)
 ]
+# The places that each GEMM of a module has.
+_PER_GEMM = {_FWD: 3, _BWD: 2}
 # The operands of attention, as in TE's META_QKV and similar constants.
 _ATTENTION: dict[str, Place] = {
     "QKV": (_FWD, FP8FwdTensorIdx.GEMM1_OUTPUT),
@@ -65,7 +69,7 @@ _ATTENTION: dict[str, Place] = {
     "dP": (_BWD, FP8BwdTensorIdx.GRAD_INPUT3),
 }
 # The third GEMM's first places, which in current scaling are the first ones of a separate state.
-_FIRST_OF_THIRD = {_FWD: 6, _BWD: 4}
+_FIRST_OF_THIRD = {state: 2 * places for state, places in _PER_GEMM.items()}
 
 
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
@@ -261,8 +265,7 @@ class TELinear(LowPrecisionLinear):
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
         backend, rows = self.backend, len(x)
-        if backend.hides_nan:
-            x = _ShowNaN.apply(x)  # type: ignore[no-untyped-call]
+        x = backend.show_nan(x)
         missing = -rows % backend.row_multiple
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
@@ -289,6 +292,8 @@ class TEBackend(Backend):
         assert quantizers is not None
         assert quantizers.input is not None
         self.row_multiple = feature_multiple(quantizers, "te")
+        # `get_align_size_for_quantization` in TE.
+        self.group_multiple = {"mxfp8": 32, "nvfp4": 128}.get(str(kernel_of(quantizers)), 16)
         self.te_recipe = te_recipe(quantizers)
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
@@ -300,6 +305,16 @@ class TEBackend(Backend):
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> TELinear:
         """See `Backend.fp8_linear`."""
         return TELinear(size, layer.name, self)
+
+    def fp8_grouped_linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> TEGroupedLinear:
+        """See `Backend.fp8_grouped_linear`."""
+        return TEGroupedLinear(size, layer.name, self)
+
+    def show_nan(self, x: Tensor) -> Tensor:
+        """`x`, with infinities in place of NaN if TE would hide these."""
+        return _ShowNaN.apply(x) if self.hides_nan else x  # type: ignore[no-untyped-call]
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """See `Backend.norm`: TE's, where TE has one."""
@@ -408,15 +423,38 @@ class TEBackend(Backend):
         core = linears[0].cores.get(kind)
         if core is None:
             core = linears[0].cores[kind] = self._core(kind, linears, norm, options)
-        trains = linears[0].training and torch.is_grad_enabled()
+        gemms = len(linears), _backward_gemms(x, parameters)
+        return self._run(core, linears[0], gemms, x, parameters)
+
+    def run_grouped(self, layer: TEGroupedLinear, x: Tensor, sizes: Tensor) -> Tensor:
+        """The output of TE's GroupedLinear for groups of `sizes`, int64 on the CPU."""
+        if layer.core is None:
+            layer.core = self._grouped_core(layer)
+        gemms = 1, x.requires_grad + layer.weight.requires_grad
+        return self._run(
+            layer.core, layer, gemms, self.show_nan(x), layer.parameters_of_groups(), sizes
+        )
+
+    def _run(
+        self,
+        core: StatelessTEModule,
+        layer: nn.Module,
+        gemms: tuple[int, int],
+        x: Tensor,
+        parameters: dict[str, Tensor | None],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """The output of `core`, whose first linear is `layer`; `gemms` are the number of GEMMs in
+        the forward and in the backward pass."""
+        trains = layer.training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
-        self.count_gemms(len(linears))
+        self.count_gemms(gemms[0])
         generation = self.weights.generation
         changed = core.generation != generation or not self.weights.copies_serve
         first = changed if records else None  # None: for this call alone
         options_of_call: dict[str, Any] = {"parameters": parameters, "is_first_microbatch": first}
         with torch.autocast(x.device.type, dtype=self.compute_dtype):
-            y = self._call(core, records, _backward_gemms(x, parameters), x, **options_of_call)
+            y = self._call(core, records, gemms[1], x, *inputs, **options_of_call)
         if records:
             core.generation = generation
         return y
@@ -436,6 +474,19 @@ class TEBackend(Backend):
             if self.te_recipe.delayed()
         }
         return StatelessTEModule(module, self.delayed, self.te_recipe, len(linears), places)
+
+    def _grouped_core(self, layer: TEGroupedLinear) -> StatelessTEModule:
+        options: dict[str, Any] = {"params_dtype": torch.float32, "device": "meta"}
+        options |= {"bias": layer.bias is not None, "use_grouped_tensor": False}
+        sizes = layer.groups, layer.in_features, layer.out_features
+        places = {
+            f"{layer.path}.{group}.{operand}": (state, place + group * _PER_GEMM[state])
+            for group in range(layer.groups)
+            for operand, (state, place) in _LINEARS[0].items()
+            if self.te_recipe.delayed()
+        }
+        module = te.GroupedLinear(*sizes, **options)
+        return StatelessTEModule(module, self.delayed, self.te_recipe, layer.groups, places)
 
     def _call(
         self, core: StatelessTEModule, records: bool, gemms: int, *inputs: Tensor, **options: Any

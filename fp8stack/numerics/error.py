@@ -8,7 +8,7 @@ quantized values come from `rounding` and equal the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -131,6 +131,33 @@ def _blocks(rows: Tensor, sizes: list[int]) -> Tensor:
     """Some rows in blocks, padded with zeros, which change no figure. If a block spans all rows,
     these rows are one block."""
     return split_into_blocks(rows, [min(sizes[0], len(rows)), sizes[1]])[0]
+
+
+def joint_error(figures: Sequence[Tensor], elements: Sequence[int]) -> Tensor:
+    """The figures of several matrices as of one.
+
+    Args:
+        figures: the figures of each matrix, see `FIGURES`.
+        elements: the number of elements of each. Matrices without elements do not count. Shares,
+            that of blocks too, are means over elements.
+    """
+    counted = [pair for pair in zip(figures, elements, strict=True) if pair[1]]
+    if not counted:
+        return figures[0]
+    stacked = torch.stack([of_matrix for of_matrix, _ in counted])
+    weights = stacked.new_tensor([count for _, count in counted])
+    weights = weights / weights.sum()
+    joint = dict(zip(FIGURES, stacked.unbind(1), strict=True))
+    for name, column in joint.items():
+        if name in ("signal", "noise"):
+            joint[name] = column.sum()
+        elif name == "least_scale":
+            joint[name] = column.min()
+        elif name in ("amax", "largest", "largest_scale"):
+            joint[name] = column.max()
+        else:
+            joint[name] = (column * weights).sum()
+    return torch.stack(list(joint.values()))
 
 
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:

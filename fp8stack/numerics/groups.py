@@ -32,7 +32,7 @@ class GroupRounding:
     def __init__(self, rule: Rounding) -> None:
         self._number = fused.number(rule)
         self._has_factor = rule.has_factor
-        self.multiple = _multiple(rule)
+        self.multiple = multiple_of(rule)
 
     def round(
         self,
@@ -100,11 +100,13 @@ def split_groups(x: Tensor, ends: Tensor | None) -> list[Tensor]:
     return [x[start:stop] for start, stop in spans(ends, len(x))]
 
 
-def _multiple(rule: Rounding) -> int:
+def multiple_of(rule: Rounding) -> int:
+    """See `GroupRounding.multiple`."""
     return (rule.quantizer.hadamard or 1) if rule.dim == 0 else 1
 
 
-def _rule(number: int) -> Rounding:
+def rule_of(number: int) -> Rounding:
+    """The rounding rule with this id, of `fused.number`."""
     rule = fused.rule(number)
     assert isinstance(rule, Rounding)
     return rule
@@ -122,7 +124,7 @@ def _results(x: Tensor, ends: Tensor | None, rule: Rounding, bf16: bool) -> list
     groups = len(x) if ends is None else len(ends)
     rows, columns = rule.shape(*x.shape[-2:])
     if ends is not None:  # any group may need padding
-        rows = x.shape[0] + groups * (_multiple(rule) - 1)
+        rows = x.shape[0] + groups * (multiple_of(rule) - 1)
     leading = (groups,) if ends is None else ()
     dtype = torch.bfloat16 if bf16 else torch.float32
     results = []
@@ -147,7 +149,7 @@ def _fake_round_groups(
     bf16: bool,
     amaxes: bool,
 ) -> list[Tensor]:
-    results = [result.memory for result in _results(x, ends, _rule(rule), bf16)]
+    results = [result.memory for result in _results(x, ends, rule_of(rule), bf16)]
     groups = len(x) if ends is None else len(ends)
     return [*results, x.new_empty(groups, dtype=torch.float32)] if amaxes else results
 
@@ -164,7 +166,7 @@ def _round_groups(
     bf16: bool,
     amaxes: bool,
 ) -> list[Tensor]:
-    rounding = _rule(rule)
+    rounding = rule_of(rule)
     results = _results(x, ends, rounding, bf16)
     groups = split_groups(x, ends)
     largest = torch.zeros(len(groups), dtype=torch.float32, device=x.device)

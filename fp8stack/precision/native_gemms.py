@@ -62,7 +62,6 @@ KERNELS = {
 
 UNGROUPED = {
     "torch": "the torch backend has no grouped GEMMs",
-    "te": "the te backend has no grouped GEMMs",
 }
 """The backends that hand grouped linears over, and the reason. What they could use, by source:
 
@@ -77,13 +76,13 @@ kernel.
   FBGEMM (USE_FBGEMM_GENAI), for 10.0.
 - no scales in blocks of 128: block.
 
-Transformer Engine 2.20.2, `GroupedLinear` (module/grouped_linear.py): `m_splits`, the sizes, int64,
-which it reads on the host; quantizers for each group; parameters `weight0`, `bias0`, ... It takes
-delayed scaling as well, casts all weights, also of groups without rows, and wants each group's
-rows to be divisible by 16 (MXFP8: 32, NVFP4: 128; `get_align_size_for_quantization`). Its second
-path, with splits on the device, leaves out delayed scaling, custom recipes and
-`backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3 (Hopper: 13.4, current 13.5, block
-13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its Hadamard transform) from 10.0.
+Transformer Engine 2.20.2 has `GroupedLinear` (module/grouped_linear.py), see `TEGroupedLinear`. The
+path with splits on the host, which is used, takes every recipe; it casts all weights, also of
+groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4: 128;
+`get_align_size_for_quantization`). Its other path, with splits on the device, leaves out delayed
+scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3 (Hopper:
+13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its Hadamard
+transform) from 10.0.
 """
 
 _FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32

@@ -342,8 +342,15 @@ class Plan:
         return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:
-        """The decision for the layer `name`."""
-        return next(layer for layer in self.layers if layer.name == name)
+        """The decision for the layer `name`, or for the grouped linear of the group
+        `<path>.<number>`."""
+        path, _, number = name.rpartition(".")
+        group_of = path if number.isdigit() else None
+        return next(
+            layer
+            for layer in self.layers
+            if layer.name == name or (layer.groups and layer.name == group_of)
+        )
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""

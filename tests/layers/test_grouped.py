@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, fp8_state, load_fp8_state
+from fp8stack.layers.activation_checkpoint import contexts
 from fp8stack.layers.compiler import compiled
 from fp8stack.layers.grouped import GroupedLinear, QuantizedGroupedLinear
-from tests.support.backend_models import H100, SHIPPED, change_weights, grad, normal, planned, raw
+from tests.faults.processes import in_ranks
+from tests.support import grouped_ranks
+from tests.support.backend_models import (
+    H100,
+    change_weights,
+    grad,
+    normal,
+    planned,
+    raw,
+    saved_tensors,
+)
+from tests.support.cases import case
+from tests.support.grouped_models import (
+    IN,
+    OUT,
+    PLAIN,
+    RECIPES,
+    Grouped,
+    Loop,
+    ends_of,
+    passed,
+)
 
-RECIPES = [name for name, recipe in SHIPPED.items() if recipe.is_fp8]
-PLAIN = [name for name, recipe in SHIPPED.items() if not recipe.is_fp8 and name != "tf32"]
-IN, OUT = 72, 40  # no multiples of 32
+SAVED = ["delayed", "mxfp8", "nvfp4"]
 GROUPS = {
     "uneven": [5, 33, 16, 1],
     "empty": [0, 40, 0, 0],
@@ -26,70 +47,6 @@ GROUPS = {
     "none": [0, 0, 0, 0],
     "blocks": [32, 128, 32, 64],
 }
-
-
-class Grouped(nn.Module):
-    """A model of one grouped linear."""
-
-    def __init__(self, recipe: str, bias: bool = True, groups: int = 4, **options: Any) -> None:
-        super().__init__()
-        name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
-        plan = planned(recipe, name, **options).for_layers({"up": (IN, OUT)})
-        backend = build_backend(plan)
-        torch.manual_seed(0)
-        self.up: Any = backend.grouped_linear("up", groups, IN, OUT, bias)
-        backend.attach(self)
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return self.up(x, ends)
-
-
-class Loop(nn.Module):
-    """Linears at the paths of the groups of `grouped`, with copies of its parameters."""
-
-    def __init__(self, recipe: str, grouped: Grouped, **options: Any) -> None:
-        super().__init__()
-        layer = grouped.up
-        paths = [f"up.{group}" for group in range(layer.groups)]
-        name = options.pop("backend", "reference" if recipe in PLAIN else "emulate")
-        plan = planned(recipe, name, **options).for_layers(dict.fromkeys(paths, (IN, OUT)))
-        backend = build_backend(plan)
-        linears: list[Any] = []
-        for path in paths:
-            linears.append(backend.linear(path, IN, OUT, layer.bias is not None))
-        with torch.no_grad():
-            for group, linear in enumerate(linears):
-                linear.weight.copy_(layer.weight[group])
-                if layer.bias is not None:
-                    linear.bias.copy_(layer.bias[group])
-        self.up: Any = nn.ModuleList(linears)
-        backend.attach(self)
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        if type(self.up[0]) is nn.Linear:
-            x = x.float()
-        places = pairwise([0, *ends.tolist()])
-        outputs = [
-            linear(x[start:stop].clone())
-            for linear, (start, stop) in zip(self.up, places, strict=True)
-        ]
-        return torch.cat(outputs)
-
-    def stacked(self, name: str) -> Tensor:
-        """The gradients of a parameter."""
-        return torch.stack([grad(linear.get_parameter(name)) for linear in self.up])
-
-
-def ends_of(sizes: list[int]) -> Tensor:
-    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
-
-
-def passed(model: Any, sizes: list[int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """The output of a pass that trains, and the gradient of its input."""
-    x = normal(sum(sizes), IN, seed=seed).to(dtype).requires_grad_()
-    y = model(x, ends_of(sizes))
-    y.backward(normal(sum(sizes), OUT, seed=seed + 1).to(y.dtype))
-    return [y.detach(), grad(x)]
 
 
 def assert_same(grouped: Grouped, loop: Loop, results: list[Tensor], expected: list[Tensor]):
@@ -203,6 +160,64 @@ def test_fp8_state_makes_a_run_go_on_to_the_bit(recipe) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize("passes", [None, "aot_eager"])
+@pytest.mark.parametrize("recipe", [case(name, quick=name in SAVED) for name in RECIPES])
+def test_columns_saved_as_bytes_give_the_same_gradients_in_a_quarter_of_the_memory(
+    recipe, passes
+) -> None:
+    torch.compiler.reset()
+    saved_bytes, results = [], []
+    for save_fp8 in (False, True):
+        grouped = Grouped(recipe, save_fp8=save_fp8)
+        run = grouped if passes is None else compiled(grouped, passes)
+        for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1])):
+            grouped.zero_grad()
+            with saved_tensors() as saved:
+                outputs = passed(run, sizes, torch.float32, seed)
+        results.append([*outputs, grad(grouped.up.weight), *fp8_state(grouped).values()])
+        saved_bytes.append(sum(t.numel() * t.element_size() for t in saved))
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+    if recipe in SAVED and passes is None:
+        assert saved_bytes[0] / 8 < saved_bytes[1] < saved_bytes[0] / 2.5
+
+
+def test_ranks_that_shard_the_weights_compute_what_ranks_with_all_of_them_do() -> None:
+    for equal in in_ranks(grouped_ranks.all_of, 2):
+        assert [len(tensors) for tensors in equal.values()] == [10, 4, 4]
+        assert all(map(all, equal.values()))
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "fp32"])
+def test_selective_checkpointing_multiplies_no_group_again(recipe) -> None:
+    """And gives the same gradients."""
+    results, counts = [], []
+    for selective in (True, False):
+        grouped = Grouped(recipe)
+        x = normal(16, IN).requires_grad_()
+        context = contexts if selective else noop_context_fn
+        y = checkpoint(grouped, x, ends_of([4, 0, 8, 4]), use_reentrant=False, context_fn=context)
+        with Operators() as operators:
+            y.square().sum().backward()
+        results.append([y.detach(), grad(x), grad(grouped.up.weight)])
+        counts.append(sum(name.endswith("grouped_gemm") for name in operators.names))
+    assert counts == [2, 3]
+    for tensor, expected in zip(*results, strict=True):
+        assert torch.equal(tensor, expected)
+
+
 def test_state_of_another_number_of_groups_is_refused_by_name() -> None:
     state = fp8_state(Grouped("delayed", groups=3))
     with pytest.raises(UserError, match=r"up\.input\.amax_history.*\(1024, 3\).*\(1024, 4\)"):
@@ -263,8 +278,8 @@ def test_in_fp8_may_be_switched_off_and_on() -> None:
     assert not torch.equal(plain, quantized)
 
 
-@pytest.mark.parametrize("backend", ["torch", "te"])
-def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason(te, backend) -> None:
+def test_backends_without_grouped_gemms_have_groups_emulated_with_the_reason() -> None:
+    backend = "torch"
     plan = planned("delayed", backend, H100)
     plan = plan.for_layers({"linear": (64, 64), "up": (IN, OUT)}, grouped={"up": 4})
     assert f"up: delayed, the {backend} backend has no grouped GEMMs: emulated" in plan.reasons

@@ -27,6 +27,7 @@ from tests.support.backend_models import (
     gpt,
     loss_of,
 )
+from tests.support.grouped_models import Grouped, Loop, passed
 from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,6 +89,30 @@ def test_tensors_are_those_of_each_linear_alone() -> None:
         assert torch.equal(tensor_of[path, "grad_output"], dy)
         torch.testing.assert_close(tensor_of[path, "grad_input"], dy @ layer.weight)
     assert len(tensor_of) == len(records) == 10
+
+
+@pytest.mark.parametrize("sizes", [[5, 33, 16, 1], [0, 8, 0, 0]])
+def test_a_grouped_linear_shows_what_a_loop_of_linears_over_its_groups_casts(sizes) -> None:
+    grouped = Grouped("delayed")
+    loop = Loop("delayed", grouped)
+    seen: list[dict[tuple[str, str], Tensor]] = []
+    for model in (grouped, loop):
+        records: Seen = []
+        with observing(model, keep(records), outputs=True):
+            passed(model, sizes, torch.float32)
+        seen.append({(path, operand): tensor for path, operand, tensor in records})
+        assert len(seen[-1]) == len(records) == 4 * 5
+    assert seen[0].keys() == seen[1].keys()
+    for place, tensor in seen[0].items():
+        assert torch.equal(tensor, seen[1][place])
+    x = seen[0]["up.1", "input"]
+    quantizers = grouped.plan.layer("up.1").quantizers
+    assert quantizers is not None
+    assert quantizers.input is not None
+    for path in ("up.1", "up.2"):
+        scale = scale_of(path, grouped.up, "input", x, quantizers.input)
+        assert scale is not None
+        assert torch.equal(scale, fp8_state(grouped)["up.input.scale"][int(path[-1])])
 
 
 def test_operands_have_the_dtype_that_is_cast() -> None:

@@ -15,7 +15,7 @@ from fp8stack.analysis.conform import oracles
 from fp8stack.analysis.conform.check_inputs import uneven
 from fp8stack.common.formats import FormatName, ScaleFormat, ScaleRounding
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
-from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
+from fp8stack.numerics.error import FIGURES, headroom_bits, joint_error, sqnr_db
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
@@ -287,3 +287,16 @@ def test_a_matrix_of_zeros_and_a_cast_without_a_scale_have_ranges_too() -> None:
         assert figures[:8].tolist() == [0.0] * 8
         assert 0 < figures[8] <= figures[9]
     assert error.cast_error(torch.ones(2, 2), torch.bfloat16)[7:].tolist() == [0, 1, 1]
+
+
+def test_the_figures_of_several_matrices_are_those_of_one_of_all_their_rows() -> None:
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    x[:4] *= 1000.0
+    x[40] = 0
+    quantizer = Quantizer(block=(1, 32), scale="e8m0")
+    groups = x.tensor_split([32, 32, 80])  # one is empty
+    figures = [error.quantization_error(group, quantizer) for group in groups]
+    joint = joint_error(figures, [group.numel() for group in groups])
+    torch.testing.assert_close(joint, error.quantization_error(x, quantizer), rtol=1e-12, atol=0)
+    empty = figures[1]
+    assert torch.equal(joint_error([empty, empty], [0, 0]), empty)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8stack.common.errors import UserError
 from fp8stack.layers import Backend
 from fp8stack.layers.fsdp import ShardedWeight
-from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.layers.observe import fp8_linears
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
@@ -125,7 +125,7 @@ class _BeforeGathering:
         self.backend.before_gathering()
 
 
-def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
+def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:

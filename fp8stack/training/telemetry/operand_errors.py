@@ -22,9 +22,17 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import Place, fp8_linears, fp8_parts, observing, scale_of
 from fp8stack.numerics import RandomBits
-from fp8stack.numerics.error import FIGURES, cast_error, headroom_bits, quantization_error, sqnr_db
+from fp8stack.numerics.error import (
+    FIGURES,
+    cast_error,
+    headroom_bits,
+    joint_error,
+    quantization_error,
+    sqnr_db,
+)
 from fp8stack.precision import Plan, Recipe, load_recipe
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.telemetry import gradients
@@ -44,9 +52,9 @@ class Sample(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One operand in one recipe. `figures` holds `FIGURES` and the scale, which is NaN if there are
-    several; `format` is the format that it was cast to; `blocks` is whether it has a scale per
-    block."""
+    """One operand in one recipe, of a grouped linear in all its groups. `figures` holds `FIGURES`
+    and the scale, which is NaN if there are several; `format` is the format that it was cast to;
+    `blocks` is whether it has a scale per block."""
 
     layer: str
     operand: str
@@ -55,6 +63,17 @@ class _Measured(NamedTuple):
     format: str
     blocks: bool
     figures: Tensor
+
+
+_Label = tuple[str, str, str]
+"""The layer, the operand and the recipe of a `_Measured`."""
+
+
+class _OfGroups(NamedTuple):
+    """The figures and the numbers of elements of the groups of a grouped linear so far."""
+
+    figures: list[Tensor]
+    elements: list[int]
 
 
 class Telemetry:
@@ -81,6 +100,7 @@ class Telemetry:
         self.operands = operands
         self._flow: gradients.Flow | None = None
         self._seen: list[_Measured] = []
+        self._groups: dict[_Label, _OfGroups] = {}
         self._changes: Tensor | None = None
         self._scales: Tensor | None = None  # of the previous sample, [slots]
 
@@ -105,6 +125,7 @@ class Telemetry:
             model: the model that was built or converted, not its wrapper.
         """
         self._seen.clear()
+        self._groups.clear()
         done: set[tuple[str, str]] = set()
 
         def see(path: str, layer: nn.Module, operand: Place, x: Tensor) -> None:
@@ -150,7 +171,7 @@ class Telemetry:
         self._seen, self._flow, self._changes = [], None, None
         return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
 
-    def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
+    def _layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
         """The linears to measure: the FP8 linears, or, in a run without FP8, all but the head."""
         if self.plan.runs_fp8:
             return fp8_linears(model)
@@ -158,15 +179,15 @@ class Telemetry:
         return {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, nn.Linear | GroupedLinear)
             and path in planned
             and path.rpartition(".")[2] != "lm_head"
         }
 
     def _measure(self, path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:
         tables: list[tuple[str, bool, Quantizers | ComputeDtype | None]] = []
+        layer_plan = self.plan.layer(path)
         if self.plan.runs_fp8:
-            layer_plan = self.plan.layer(path)
             tables.append((self.plan.recipe.name, False, layer_plan.quantizers))
         tables += [(r.name, True, r.quantizers or r.compute_dtype) for r in self.what_if]
         for recipe, what_if, table in tables:
@@ -174,13 +195,28 @@ class Telemetry:
                 for place, quantizer, dim in _copies(table, operand):
                     scale = scale_of(path, layer, place, x, quantizer)
                     figures = _with_scale(_error(x, quantizer, scale, dim), scale)
-                    blocks = quantizer.blocks is not None
-                    self._seen.append(
-                        _Measured(path, place, recipe, what_if, quantizer.format, blocks, figures)
-                    )
+                    kind = quantizer.format, quantizer.blocks is not None
+                    measured = _Measured(layer_plan.name, place, recipe, what_if, *kind, figures)
+                    self._add(measured, x.numel(), layer_plan.groups)
             elif table is not None:
                 figures = _with_scale(cast_error(x, DTYPES[table]), None)
-                self._seen.append(_Measured(path, operand, recipe, what_if, table, False, figures))
+                label = layer_plan.name, operand, recipe, what_if
+                measured = _Measured(*label, table, False, figures)
+                self._add(measured, x.numel(), layer_plan.groups)
+
+    def _add(self, measured: _Measured, elements: int, groups: int) -> None:
+        """Note the figures of a linear, or of a group of `groups`, the last of which adds the
+        figures of them all."""
+        if not groups:
+            self._seen.append(measured)
+            return
+        label = measured.layer, measured.operand, measured.recipe
+        figures, counts = self._groups.setdefault(label, _OfGroups([], []))
+        figures.append(measured.figures[:-1])
+        counts.append(elements)
+        if len(figures) == groups:
+            joint = _with_scale(joint_error(figures, counts), None)
+            self._seen.append(measured._replace(figures=joint))
 
     @contextmanager
     def _amaxes_of_attention(self, model: nn.Module) -> Iterator[None]:

@@ -256,6 +256,8 @@ class Quantizer:
     def _fp4(self, x: Tensor) -> Operand:
         """Cast by TE's reference, with stochastic rounding, which it lacks, from torch's generator.
         A NaN is hidden, as in TE's kernels: `__hmax` leaves it out of the amax."""
+        if not len(x):  # which the reference does not take
+            return Operand(x.float(), x.t().float(), torch.ones(()))
         reference, options = nvfp4_of_te(), self.options
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         if options.random_hadamard_transform and x.dtype != torch.bfloat16:
@@ -331,7 +333,8 @@ class _Multiply(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):
             dy_fp8 = module.quantize(dy, number, "grad_output")
             dx = dw = db = None
-            if ctx.needs_input_grad[0] or type(module) is not Linear:  # a norm is in front
+            if ctx.needs_input_grad[0] or type(module) not in (Linear, GroupedLinear):
+                # a norm is in front
                 dx = _gemm(dy_fp8.along, w.t(), dy_fp8.inverse * w_inverse).to(dtype)
             if ctx.needs_input_grad[1]:
                 dw = _gemm(dy_fp8.across, x.t(), dy_fp8.inverse * x_inverse).to(dtype)
@@ -458,6 +461,37 @@ class Linear(Module):
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
         return self.multiply(x, 1, "", first, dtype, dtype)
+
+
+class GroupedLinear(Module):
+    """Linears of one size for the splits of the rows, each with quantizers of its own."""
+
+    REAL = "pytorch/module/grouped_linear.py:GroupedLinear"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.GEMMS = self.arguments["num_gemms"]  # type: ignore[misc]
+
+    def shapes(self, **arguments: Any) -> Shapes:
+        for number in range(arguments["num_gemms"]):
+            for name, shape in _plain_shapes(arguments):
+                yield f"{name}{number}", shape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
+        self.splits = arguments["m_splits"]
+        if self.splits.dtype != torch.int64 or len(self.splits) != self.GEMMS:
+            raise ValueError("m_splits is int64, with a number for each GEMM")
+        return super().forward(*args, **kwargs)
+
+    def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
+        outputs = []
+        for number, rows in enumerate(x.split(self.splits.tolist())):
+            bias = getattr(self, f"bias{number}") if self.arguments["bias"] else None
+            settings = (self, number + 1, first, dtype, dtype)
+            weight = getattr(self, f"weight{number}")
+            outputs.append(_Multiply.apply(rows, weight, bias, settings))
+        return torch.cat(outputs)
 
 
 class LayerNormLinear(Module):
@@ -733,7 +767,10 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
     NOW = StandIn(Source(root))
     name = "transformer_engine.common.recipe"
     recipe = types.ModuleType(name)
-    classes = (Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm, DotProductAttention)
+    classes = (
+        *(Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm),
+        DotProductAttention,
+    )
     indices = ("FP8FwdTensorIdx", "FP8BwdTensorIdx")
     contents: dict[str, dict[str, Any]] = {
         "": {},

@@ -26,6 +26,7 @@ from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.training.metrics import trackers
 from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
 from tests.conftest import TINY, Command, refusal
+from tests.support.grouped_models import Grouped, passed
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
@@ -288,6 +289,23 @@ def test_other_recipes_are_tried_on_the_same_operands() -> None:
     assert formats["bf16", "input"] == "bf16"
     exact = [row for row in rows if row["recipe"] == "fp32"]
     assert all(row["sqnr_db"] is None and row["underflow"] == 0 for row in exact)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "fp32"])
+def test_a_grouped_linear_has_a_row_for_each_operand_of_all_its_groups(recipe: str) -> None:
+    grouped = Grouped(recipe)
+    telemetry = Telemetry(grouped.plan, 1, ("mxfp8",))
+    with telemetry.sampling(grouped):
+        passed(grouped, [5, 0, 16, 1], torch.float32)
+    rows = [row for row in telemetry.finish(1, 3).rows if "operand" in row]
+    labels = [(row["layer"], row["operand"], row["recipe"]) for row in rows]
+    recipes = [name for name in (recipe, "mxfp8") if name != "fp32"]
+    assert sorted(labels) == sorted(("up", o, name) for o in OPERANDS for name in recipes)
+    amaxes = {row["operand"]: row["amax"] for row in rows}
+    assert amaxes["weight"] == pytest.approx(
+        float(grouped.up.weight.detach().abs().max()), rel=1e-8
+    )
+    assert all(row["sqnr_db"] > 20 and row["scale"] is None for row in rows)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])

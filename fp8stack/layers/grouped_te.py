@@ -1,0 +1,81 @@
+"""Grouped linears that Transformer Engine computes. TE itself is called by the backend, in `te`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.layers.grouped import GroupedLinear, GroupedSize
+from fp8stack.numerics.groups import spans
+
+
+class TEGroupedLinear(GroupedLinear):
+    """A grouped linear that TE's `GroupedLinear` computes, which is lent a weight and a bias for
+    each group. The state dict has those of all groups as one tensor, as in every backend.
+
+    TE reads the sizes of groups on the host, for which a GPU is waited for. Each group is padded
+    with rows of zeros to what TE's GEMMs take.
+    """
+
+    in_fp8 = True
+
+    def __init__(self, size: GroupedSize, path: str, backend: Any) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
+        self.path = path
+        self.backend = backend
+        self.core: Any = None  # TE's module, once there is one
+
+    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+        """See `GroupedLinear.multiply`."""
+        multiple = self.backend.group_multiple
+        places = spans(ends, len(x), multiple)
+        padded = [-(-(stop - start) // multiple) * multiple for start, stop in places]
+        rows = _rows_of(places, x.device) if sum(padded) != len(x) else None
+        if rows is not None:
+            x = _Spread.apply(x, rows, sum(padded))  # type: ignore[no-untyped-call]
+        y: Tensor = self.backend.run_grouped(self, x, torch.tensor(padded))
+        return y if rows is None else _Gather.apply(y, rows)  # type: ignore[no-untyped-call]
+
+    def parameters_of_groups(self) -> dict[str, Tensor | None]:
+        """The weight and bias of each group as TE's module calls them."""
+        lent: dict[str, Tensor | None] = {}
+        for name in ("weight", "bias"):
+            parameter = getattr(self, name)
+            for group, tensor in enumerate(() if parameter is None else parameter.unbind()):
+                lent[f"{name}{group}"] = tensor
+        return lent
+
+
+def _rows_of(places: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """The place of each row among padded groups: int64 [rows]."""
+    return torch.cat([torch.arange(start, stop) for start, stop in places]).to(device)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows at their places among rows of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.new_zeros(size, x.shape[1]).index_copy_(0, rows, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows at some places; others have a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = len(y)
+        return y.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None
