@@ -112,7 +112,7 @@ class GroupedLinear(LowPrecisionLayer):
             if self.reminder is not None:
                 self.reminder.remind()
         if self.in_fp8:
-            require_supported_input(input, self._parameters.get("weight"))
+            require_supported_input(input, self.stored_weight)
         dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype)

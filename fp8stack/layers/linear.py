@@ -54,11 +54,16 @@ class LowPrecisionLayer(nn.Module):
     compute_dtype: torch.dtype
     delayed: DelayedScaling | None = None
 
+    @property
+    def stored_weight(self) -> Tensor | None:
+        """The parameter `weight`; None where the weight is computed at each call."""
+        return self._parameters.get("weight")
+
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
         """Also move the state of delayed scaling, which compiled code could not move; called by
         `nn.Module.to`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        weight = self._parameters.get("weight")
+        weight = self.stored_weight
         if self.delayed is not None and weight is not None and weight.device.type != "meta":
             self.delayed.move(weight.device)
         return self

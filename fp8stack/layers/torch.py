@@ -49,7 +49,7 @@ from fp8stack.layers.linear import (
 )
 from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
 from fp8stack.layers.weight_cache import CachedWeight, WeightCache
-from fp8stack.layers.weight_changes import stored_weight, version_of
+from fp8stack.layers.weight_changes import version_of, weight_matrix
 from fp8stack.numerics.cast import cast_scaled, codes_of_cast, record_amax
 from fp8stack.precision.plan import LayerPlan, Plan
 
@@ -240,7 +240,7 @@ class TorchBackend(Backend):
             version = id(weight), weight.device, weight.data_ptr(), weight._version
             if cached.version == version:
                 return True
-        return cached.version == version_of(stored_weight(quantizers.layer))
+        return cached.version == version_of(weight_matrix(quantizers.layer))
 
     def quantize(
         self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
@@ -345,7 +345,7 @@ class TorchBackend(Backend):
             call = Call(record, len(weight), has_bias=False)
             rows, columns = self.quantize(weight, quantizers, True, call)
         assert columns is not None
-        quantizers.cached = CachedWeight((rows, columns), version_of(stored_weight(layer)))
+        quantizers.cached = CachedWeight((rows, columns), version_of(weight_matrix(layer)))
 
     def register_hooks(self, model: nn.Module) -> None:
         """See `Backend.register_hooks`: a hook caches the quantized weights for all micro-batches
@@ -444,7 +444,7 @@ class TorchBackend(Backend):
         # gradients, hence `no_grad`.)
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
-                weight, quantizers = stored_weight(layer), layer.quantizers["weight"]
+                weight, quantizers = weight_matrix(layer), layer.quantizers["weight"]
                 if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
                     quantizers.cached = None  # the weight is sharded or computed at each call
                 elif quantizers.in_batched_cast and _is_plain(weight):

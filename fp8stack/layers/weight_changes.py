@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 Version = tuple[object, ...]
 
 
-def stored_weight(layer: nn.Module) -> Tensor | None:
+def weight_matrix(layer: nn.Module) -> Tensor | None:
     """The weight of a linear if it is stored as a matrix; None if it is computed at each call
     (pruning, parametrizations) or flattened into a shard (FSDP1 between its calls)."""
-    weight = layer._parameters.get("weight")
+    weight: Any = layer.stored_weight
     return weight if weight is not None and weight.ndim >= 2 else None
 
 
@@ -118,7 +118,7 @@ class WeightChanges:
         self.mark_changed()  # a copy has no quantized weights yet
 
     def watch(self, layers: Iterable[nn.Module]) -> None:
-        """Watch the `stored_weight` of each of `layers`. Without layers, only steps of torch's
+        """Watch the weight of each of `layers`. Without layers, only steps of torch's
         optimizers are detected."""
         self._layers = list(layers)
 
@@ -159,7 +159,7 @@ class WeightChanges:
             if trains and self.has_amaxes and not self.only_tracked_changes and not sharded:
                 self._compare_sums()
             return
-        versions = {layer: version_of(stored_weight(layer)) for layer in self._layers}
+        versions = {layer: version_of(weight_matrix(layer)) for layer in self._layers}
         if versions != self.versions:
             self.versions = versions
             self.mark_changed()
@@ -179,7 +179,7 @@ class WeightChanges:
         change calls `mark_changed`, and the result is False."""
         if self.only_tracked_changes:
             return False
-        on_cpu = [_is_plain_on_cpu(stored_weight(layer)) for layer in self._layers]
+        on_cpu = [_is_plain_on_cpu(weight_matrix(layer)) for layer in self._layers]
         is_certain = bool(on_cpu) and all(on_cpu)
         if is_certain or self.has_amaxes:
             changed = self._compare_sums()
@@ -210,7 +210,7 @@ def _is_plain_on_cpu(weight: Tensor | None) -> bool:
 
 def _values_of(layer: nn.Module) -> list[Tensor]:
     """The tensors on this rank that the layer's weight is stored in or computed from."""
-    weight = stored_weight(layer)
+    weight = weight_matrix(layer)
     if weight is None:
         return list(layer.parameters())
     return [weight.to_local() if isinstance(weight, DTensor) else weight]
@@ -218,7 +218,7 @@ def _values_of(layer: nn.Module) -> list[Tensor]:
 
 def _is_sharded(layer: nn.Module) -> bool:
     """Whether this rank has only a shard of the weight."""
-    weight = layer._parameters.get("weight")
+    weight: Any = layer.stored_weight
     return weight is not None and (weight.ndim == 1 or isinstance(weight, DTensor))
 
 

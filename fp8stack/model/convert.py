@@ -1,28 +1,35 @@
-"""Convert the linears of any model to a backend's, in place. Modules and parameters stay the same
-objects under the same names, so ties, optimizers, checkpoints, hooks and state dicts are
-unaffected."""
+"""Convert the linears and experts of any model to a backend's, in place. Modules and parameters
+stay the same objects under the same names, so ties, optimizers, checkpoints, hooks and state dicts
+are unaffected."""
 
-import fnmatch
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8stack.common.errors import UserError, described, quoted
+from fp8stack.common.errors import UserError, described
 from fp8stack.layers import Backend, build_backend
-from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.linear import LowPrecisionLayer, LowPrecisionLinear
 from fp8stack.layers.reminder import StateReminder
 from fp8stack.layers.shared_amaxes import Group
 from fp8stack.model.converted import UNCHANGED, PlanFollower
-from fp8stack.model.experts import ExpertModule, find_mixtures, find_routers, matrices_beside
+from fp8stack.model.converted_experts import convert_experts, expert_linear, require_free_name
+from fp8stack.model.convertible import Layers, Linear, conv1d, find_layers, find_left_out, shape_of
+from fp8stack.model.expert_layouts import ExpertWeight
+from fp8stack.model.experts import (
+    ExpertModule,
+    find_mixtures,
+    find_routers,
+    matrices_beside,
+    unknown_layouts,
+)
 from fp8stack.model.heads import find_heads
+from fp8stack.model.subclasses import subclass
 from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
 log = logging.getLogger("fp8stack")
@@ -39,10 +46,12 @@ def convert(
     scaled_loss: bool = False,
     amax_group: Group = "world",
 ) -> Model:
-    """Convert the linears of `module` in place: `nn.Linear`, and Conv1D of transformers.
+    """Convert the linears and experts of `module` in place: `nn.Linear`, and Conv1D and experts of
+    transformers.
 
     Subclasses are converted if they inherit `forward`. Name other classes whose forward pass is a
-    plain x W^T + b in `also`.
+    plain x W^T + b in `also`. Experts in one 3-D parameter run as grouped linears if the layout of
+    the parameter is known.
 
     The training loop does not change: forward, `loss.backward()` and `optimizer.step()` on
     `module`, also in delayed scaling. Outputs keep their dtype. `module.fp8_plan` (`.layers`,
@@ -58,11 +67,13 @@ def convert(
     run in FP8 there.
 
     Args:
-        module: any model; its linears stay the same objects, with the same parameters, hooks and
-            attributes.
+        module: any model; its linears and experts stay the same objects, with the same parameters,
+            hooks and attributes. A module of experts gets a child without parameters for each
+            weight.
         plan: a recipe, by name or path, for the device of the model's parameters; or a plan from
             `resolve(recipe, hardware)`.
-        exclude: one or several patterns of module paths to leave unchanged, such as "*.mlp.*".
+        exclude: one or several patterns of module paths to leave unchanged, such as "*.mlp.*", or
+            of the paths of experts' parameters.
         also: classes, such as transformers' FalconLinear, that compute just x W^T + b, with a
             parameter `weight` [out, in] and an optional `bias` [out].
         scaled_loss: whether your loop scales the loss, with `LossScaler` or torch's GradScaler. A
@@ -101,25 +112,30 @@ def convert(
                 f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
                 f"'{setting}'. Set it to '{usual[key]}' in the recipe."
             )
-    linears = _linears(module, also)
-    left_out = _left_out(module, linears, patterns, also)
-    plan = _decided(module, plan, linears, left_out, scaled_loss)
+    layers = find_layers(module, also)
+    left_out = find_left_out(module, layers, patterns, also)
+    plan = _decided(module, plan, layers, left_out, scaled_loss)
     backend = build_backend(plan)
     if backend.delayed is not None:
         backend.delayed.sharing.group = amax_group
-    modules = {name: linear.module for name, linear in linears.items()}
-    changed = [layer for layer in plan.layers if layer.precision != UNCHANGED]
+    changed = _with_all_experts(layers, plan)
     # All templates first: an error must leave the model as it was.
-    templates = [_template(modules[layer.name], backend, layer) for layer in changed]
+    templates = [_template(layers[layer.name], backend, layer) for layer in changed]
     reminder = StateReminder()
     for layer, template in zip(changed, templates, strict=True):
         table = layer.quantizers
         if table is not None and (table.delayed or table.stochastic):
             template.reminder = reminder
-        _become(modules[layer.name], template)
+        target = layers[layer.name]
+        if isinstance(template, GroupedLinear):
+            assert isinstance(target, ExpertWeight)
+            convert_experts(target, template)
+        else:
+            assert isinstance(template, LowPrecisionLinear)
+            _become(target.module, template)
     if templates:
         # Before `backend.attach`, whose hooks need a plan that matches the model.
-        PlanFollower(module, modules)
+        PlanFollower(module, {name: layer.module for name, layer in layers.items()})
         reminder.attach(module)
     backend.attach(module)
     if plan.compute_dtype == "tf32":
@@ -162,135 +178,57 @@ def _require_arguments(module: object, exclude: object, also: object, amax_group
         )
 
 
-class _Linear(NamedTuple):
-    """A linear with all its module paths; the first is its name."""
-
-    module: nn.Module
-    paths: list[str]
-
-
-def _linears(module: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[str, _Linear]:
-    linears: dict[int, _Linear] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, LowPrecisionLinear) or hasattr(child, "fp8_plan"):
-            raise UserError("This model is converted already. Convert it once, from the original.")
-        if isinstance(child, (nn.Linear, *also)) or _conv1d(child):
-            if not path:
-                raise UserError("A bare linear cannot be converted in place: wrap it in a module.")
-            linears.setdefault(id(child), _Linear(child, [])).paths.append(path)
-    for kind in also:
-        if not any(isinstance(linear.module, kind) for linear in linears.values()):
-            raise UserError(f"also: no layer of this model is a {kind.__name__}.")
-    return {linear.paths[0]: linear for linear in linears.values()}
-
-
-def _conv1d(module: nn.Module) -> type[nn.Module] | None:
-    """transformers' class Conv1D, a linear with weight [in, out], if `module` is one; else None."""
-    name = ("transformers.pytorch_utils", "Conv1D")
-    kinds = type(module).__mro__
-    return next((kind for kind in kinds if (kind.__module__, kind.__name__) == name), None)
-
-
-def _left_out(
-    module: nn.Module,
-    linears: dict[str, _Linear],
-    patterns: tuple[str, ...],
-    also: tuple[type[nn.Module], ...],
-) -> dict[str, str]:
-    paths = [path for linear in linears.values() for path in linear.paths]
-    for pattern in patterns:
-        if not fnmatch.filter(paths, pattern):
-            raise UserError(
-                f"exclude: the pattern '{quoted(pattern)}' matches no layer. "
-                f"Layers: {', '.join(linears)}."
-            )
-    reasons = {}
-    for name, (linear, paths) in linears.items():
-        matched = [pattern for pattern in patterns if fnmatch.filter(paths, pattern)]
-        owner = module.get_submodule(name.rpartition(".")[0])
-        kind = type(linear)
-        plain = isinstance(linear, also) or kind.forward is (_conv1d(linear) or nn.Linear).forward
-        missing = [key for key in ("weight", "bias") if key not in linear._parameters]
-        computed = [
-            key for key in missing if key != "bias" or getattr(linear, key, None) is not None
-        ]
-        if matched:
-            reasons[name] = f"excluded by the pattern '{matched[0]}'"
-        elif isinstance(owner, nn.MultiheadAttention):
-            reasons[name] = "nn.MultiheadAttention reads its weight and never calls it"
-        elif "forward" in vars(linear):
-            reasons[name] = "it has a forward of its own"
-        elif not plain:
-            remedy = f"pass also=({kind.__name__},) if that is a plain x W^T + b"
-            reasons[name] = f"a {kind.__name__} has a forward of its own: {remedy}"
-        elif computed:
-            reasons[name] = f"its {computed[0]} is computed and no parameter"
-        elif is_lazy(linear.get_parameter("weight")):
-            reasons[name] = "it has no size before its first pass"
-        elif reason := _unusual_storage(linear.get_parameter("weight")):
-            reasons[name] = reason
-        elif not all(_shape(linear)):
-            reasons[name] = "its weight has no elements"
-    return reasons
-
-
-def _unusual_storage(weight: nn.Parameter) -> str:
-    """The reason that a weight is no plain tensor that a layer can quantize; "" if it is."""
-    if not weight.is_floating_point() or weight.itemsize == 1:
-        return f"its weight is quantized already ({str(weight.dtype).removeprefix('torch.')})"
-    if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
-        return f"its weight is a {type(weight).__name__} of its own"
-    return ""
-
-
 def _decided(
     module: nn.Module,
     plan: Plan,
-    linears: dict[str, _Linear],
+    layers: Layers,
     left_out: dict[str, str],
     scaled_loss: bool,
 ) -> Plan:
-    """`plan` with a decision for each linear; linears with the precision "unchanged" are not
+    """`plan` with a decision for each layer; layers with the precision "unchanged" are not
     converted. Raises a UserError if an FP8 recipe leaves no layer in FP8."""
-    shapes = {name: _shape(linear.module) for name, linear in linears.items()}
-    if plan.is_fp8 and not linears:
+    shapes = {name: shape_of(layer) for name, layer in layers.items()}
+    grouped = {n: layer.groups for n, layer in layers.items() if isinstance(layer, ExpertWeight)}
+    linears = {name: layer.module for name, layer in layers.items() if name not in grouped}
+    if plan.is_fp8 and not layers:
         raise UserError("Nothing to convert: no linear layer.")
     if plan.loss_scaling and not scaled_loss:
         unscaled = "fp16 needs a scaled loss: scale it (LossScaler) and pass scaled_loss=True"
-        left_out = {name: left_out.get(name, unscaled) for name in linears}
+        left_out = {name: left_out.get(name, unscaled) for name in layers}
     # If all layers are left out, "auto" must not fall back to a recipe without FP8.
-    settled = plan.is_fp8 and len(left_out) == len(linears)
+    settled = plan.is_fp8 and len(left_out) == len(layers)
     fresh = replace(plan, layers=(), asked=plan.recipe.name if settled else plan.asked)
-    heads = find_heads(module, {name: linear.module for name, linear in linears.items()}, shapes)
+    heads = find_heads(module, linears, shapes)
     mixtures = find_mixtures(module)
-    routers = find_routers(module, shapes, mixtures)
-    fresh = fresh.for_layers(shapes, heads, left_out, UNCHANGED, routers=routers)
+    routers = find_routers(module, {name: shapes[name] for name in linears}, mixtures)
+    fresh = fresh.for_layers(shapes, heads, left_out, UNCHANGED, routers=routers, grouped=grouped)
     if fresh.is_fp8 and not fresh.runs_fp8:
         names: dict[str, list[str]] = {}  # by the reason that they are not in FP8
         for layer in fresh.layers:
             names.setdefault(layer.reason, []).append(layer.name)
-        reasons = "; ".join(
+        listed = "; ".join(
             f"{first}{f' and {len(further)} more' if further else ''}: {reason}"
             for reason, (first, *further) in names.items()
         )
-        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({reasons}).")
+        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({listed}).")
+    reasons = unknown_layouts(module, shapes, mixtures)
+    fresh = replace(fresh, reasons=(*fresh.reasons, *reasons))
     if fresh.is_fp8:
-        return _with_work(module, fresh, shapes, mixtures)
+        return _with_work(module, fresh, mixtures)
     if fresh.compute_dtype in ("bf16", "fp16"):
         return fresh
     unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
     return replace(fresh, layers=tuple(unchanged))
 
 
-def _with_work(
-    module: nn.Module,
-    plan: Plan,
-    shapes: Mapping[str, tuple[int, int]],
-    mixtures: Collection[ExpertModule],
-) -> Plan:
+def _with_work(module: nn.Module, plan: Plan, mixtures: Collection[ExpertModule]) -> Plan:
     """`plan` with the work of its layers and of the matrices outside them; experts
     count only for the share of tokens that they get."""
-    beside = matrices_beside(module, shapes, mixtures)
+    sizes = {
+        layer.name: layer.in_features * layer.out_features * (layer.groups or 1)
+        for layer in plan.layers
+    }
+    beside = matrices_beside(module, sizes, mixtures)
     layers = []
     for layer in plan.layers:
         mixture = next((mixture for mixture in mixtures if mixture.holds(layer.name)), None)
@@ -306,26 +244,28 @@ def _with_work(
     )
 
 
-def _shape(linear: nn.Module) -> tuple[int, int]:
-    """(in features, out features)."""
-    if isinstance(linear, nn.Linear):
-        return linear.in_features, linear.out_features
-    weight = linear._parameters.get("weight")
-    if weight is None or weight.ndim != 2:
-        raise UserError(f"also: a {type(linear).__name__} has no parameter `weight` [out, in].")
-    rows, columns = weight.shape
-    return (rows, columns) if _conv1d(linear) else (columns, rows)
+def _with_all_experts(layers: Layers, plan: Plan) -> list[LayerPlan]:
+    """The layers that are converted: of experts all weights, if any of them is."""
+    changed = {id(layers[la.name].module) for la in plan.layers if la.precision != UNCHANGED}
+    return [layer for layer in plan.layers if id(layers[layer.name].module) in changed]
 
 
-def _template(linear: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLinear:
-    """The backend's linear whose class and attributes `linear` gets; its parameters are not used.
-    Raises a UserError if `linear` has an attribute of the same name."""
+def _template(
+    target: Linear | ExpertWeight, backend: Backend, layer: LayerPlan
+) -> LowPrecisionLayer:
+    """The backend's layer whose class and attributes a linear gets, or that experts multiply by;
+    its parameters are not used. Raises a UserError if the module has an attribute of the same
+    name."""
+    if isinstance(target, ExpertWeight):
+        require_free_name(target)
+        return expert_linear(target, None if layer.precision == UNCHANGED else backend, layer.name)
+    linear = target.module
     bias = getattr(linear, "bias", None) is not None
     with torch.device("meta"):
         template = backend.linear(layer.name, layer.in_features, layer.out_features, bias)
         usual = vars(nn.Linear(1, 1)).keys()
     assert isinstance(template, LowPrecisionLinear)
-    template.transposed = _conv1d(linear) is not None
+    template.transposed = conv1d(linear) is not None
     template.keeps_dtype = True
     clashing = [key for key in vars(template) if key not in usual and key in vars(linear)]
     if clashing:
@@ -342,28 +282,5 @@ def _become(linear: nn.Module, template: LowPrecisionLinear) -> None:
         linear.__dict__.setdefault(key, value)
     if not hasattr(linear, "bias"):
         linear.register_parameter("bias", None)
-    exact = type(linear) in (nn.Linear, _conv1d(linear))
-    linear.__class__ = type(template) if exact else _subclass(type(template), type(linear))
-
-
-def _subclass(kind: type[LowPrecisionLinear], original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the forward pass of `kind`, so that isinstance checks still
-    hold."""
-    if (kind, original) in _SUBCLASSES:
-        return _SUBCLASSES[kind, original]
-
-    def reduce(self: nn.Module, protocol: object) -> tuple[object, ...]:
-        return _blank, (kind, original), self.__getstate__()  # type: ignore[no-untyped-call]
-
-    name = f"{kind.__name__}[{original.__name__}]"
-    subclass = type(name, (kind, original), {"__reduce_ex__": reduce})
-    return _SUBCLASSES.setdefault((kind, original), subclass)
-
-
-_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}
-
-
-def _blank(kind: type[LowPrecisionLinear], original: type[nn.Module]) -> nn.Module:
-    """An instance without attributes, for pickle."""
-    subclass = _subclass(kind, original)
-    return subclass.__new__(subclass)
+    exact = type(linear) in (nn.Linear, conv1d(linear))
+    linear.__class__ = type(template) if exact else subclass(type(template), type(linear))

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers.linear import LowPrecisionLinear, require_no_transform
+from fp8stack.model.converted_experts import linears_of, not_converted
 from fp8stack.precision import LayerPlan, Plan
 
 log = logging.getLogger("fp8stack")
@@ -22,46 +23,54 @@ _OTHER_FP8 = {"torchao", "transformer_engine", "msamp"}
 
 
 class _Place(NamedTuple):
-    """A linear in the model: `linear` is the child `key` of `owner`."""
+    """A module in the model: `module` is the child `key` of `owner`."""
 
-    linear: nn.Module
+    module: nn.Module
     owner: nn.Module
     key: str
-    out_features: int | None
+    state: object
 
     def holds(self) -> bool:
-        """Whether the linear is still there with the same size."""
-        same = vars(self.linear).get("out_features") == self.out_features
-        return same and self.owner._modules.get(self.key) is self.linear
+        """Whether the module is still there with the same size."""
+        same = _state(self.module) == self.state
+        return same and self.owner._modules.get(self.key) is self.module
+
+
+def _state(module: nn.Module) -> object:
+    """The value that a place compares: the size of a linear, or why experts do not run as they were
+    converted."""
+    return not_converted(module) if linears_of(module) else vars(module).get("out_features")
 
 
 class PlanFollower:
-    """Updates `model.fp8_plan` when the model's linears change between passes.
+    """Updates `model.fp8_plan` when the model's linears or experts change between passes.
 
     Models that are compiled as a whole are not checked.
 
     Args:
         model: the converted model.
-        linears: all its linears, by their names in the plan.
+        modules: the modules of its linears and experts, by their names in the plan.
     """
 
-    def __init__(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
-        self._linears = dict(linears)
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = dict(modules)
+        self._decided: dict[str, LayerPlan] = {}  # of experts, when they were converted
         self._trained = False
         self._find(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
     def _find(self, model: nn.Module) -> None:
-        """Record the places of the linears, and forget linears that left the model."""
-        names = {id(linear): name for name, linear in self._linears.items()}
-        self._places, self._linears = [], {}
+        """Record the places of the modules, and forget modules that left the model."""
+        names: dict[int, list[str]] = {}
+        for name, module in self._modules.items():
+            names.setdefault(id(module), []).append(name)
+        self._places, self._modules = [], {}
         for owner in model.modules():
             for key, child in owner._modules.items():
                 if child is not None and id(child) in names:
-                    features = vars(child).get("out_features")
-                    self._places.append(_Place(child, owner, key, features))
-                    self._linears[names[id(child)]] = child
+                    self._places.append(_Place(child, owner, key, _state(child)))
+                    self._modules |= dict.fromkeys(names[id(child)], child)
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -73,7 +82,7 @@ class PlanFollower:
             self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
-        """Update the plan to the current linears. Raises a UserError if FP8 layers of another
+        """Update the plan to the current layers. Raises a UserError if FP8 layers of another
         package replaced them, and under `strict` if the hardware does not support a new size."""
         self._find(model)
         plan: Plan = model.fp8_plan  # type: ignore[assignment]
@@ -81,14 +90,15 @@ class PlanFollower:
         messages: list[str] = []
         foreign: list[type] = []
         for layer in plan.layers:
-            linear = self._linears.get(layer.name) or _at(model, layer.name)
-            package = type(linear).__module__.partition(".")[0]
+            module = self._modules.get(layer.name) or _at(model, layer.name)
+            package = type(module).__module__.partition(".")[0]
             if layer.precision != UNCHANGED and package in _OTHER_FP8:
-                foreign.append(type(linear))
-            if linear is None:
-                messages.append(f"{layer.name}: it is no longer a linear of this model")
+                foreign.append(type(module))
+            if module is None:
+                kind = "weight of experts" if layer.groups else "linear"
+                messages.append(f"{layer.name}: it is no longer a {kind} of this model")
                 continue
-            updated = self._updated(plan, layer, linear)
+            updated = self._updated(plan, layer, module)
             layers.append(updated)
             if updated != layer and updated.reason:
                 messages.append(updated.sentence)
@@ -104,22 +114,27 @@ class PlanFollower:
         self._tell(model, replace(plan, layers=tuple(layers), reasons=tuple(reasons)), messages)
         self._find(model)
 
-    def _updated(self, plan: Plan, layer: LayerPlan, linear: nn.Module) -> LayerPlan:
-        """The plan of `layer` for its current module, `linear`."""
-        inputs, outputs = (vars(linear).get(key) for key in ("in_features", "out_features"))
+    def _updated(self, plan: Plan, layer: LayerPlan, module: nn.Module) -> LayerPlan:
+        """The plan of `layer` for its current module."""
+        inputs, outputs = (vars(module).get(key) for key in ("in_features", "out_features"))
         updated = layer
-        if inputs is not None and outputs is not None:
+        if inputs is not None and outputs is not None and not layer.groups:
             updated = replace(layer, in_features=inputs, out_features=outputs)
-        if layer.name not in self._linears:
-            self._linears[layer.name] = linear
+        if layer.name not in self._modules:
+            self._modules[layer.name] = module
             if layer.precision != UNCHANGED:
                 reason = "replaced after convert: convert the model once its layers are final"
+                updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
+        elif layer.groups:
+            updated = self._decided.setdefault(layer.name, layer)
+            reason = not_converted(module)
+            if updated.precision != UNCHANGED and reason:
                 updated = replace(updated, fp8=False, precision=UNCHANGED, reason=reason)
         elif layer.quantizers is not None:
             shape = (updated.in_features, updated.out_features)
             if reason := plan.unserved(layer.name, shape, layer.quantizers):
-                assert isinstance(linear, LowPrecisionLinear)
-                linear.in_fp8 = False
+                assert isinstance(module, LowPrecisionLinear)
+                module.in_fp8 = False
                 dtype = plan.compute_dtype
                 updated = replace(updated, fp8=False, precision=dtype, reason=reason)
         return updated
@@ -130,11 +145,7 @@ class PlanFollower:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._trained = True
-        idle = [
-            name
-            for name, linear in self._linears.items()
-            if isinstance(linear, LowPrecisionLinear) and not linear.was_called
-        ]
+        idle = [name for name, module in self._modules.items() if not _was_called(module)]
         # If torch compiled anything in this process, compiled code may call the idle layers.
         dynamo = sys.modules.get("torch._dynamo.utils")
         if idle and not (dynamo is not None and dynamo.counters["frames"]):
@@ -152,9 +163,20 @@ class PlanFollower:
             log.warning(message)
 
 
+def _was_called(module: nn.Module) -> bool:
+    """Whether a linear or experts were called, if they are converted."""
+    if isinstance(module, LowPrecisionLinear):
+        return module.was_called
+    return not_converted(module) != "" or all(linear.was_called for linear in linears_of(module))
+
+
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """The linear at a module path; None without one."""
-    module: nn.Module | None = model
-    for key in path.split("."):
-        module = None if module is None else module._modules.get(key)
-    return module if hasattr(module, "weight") else None
+    """The linear at a module path, or the module of the parameter at a path; None without one."""
+    owner: nn.Module | None = model
+    *keys, last = path.split(".")
+    for key in keys:
+        owner = None if owner is None else owner._modules.get(key)
+    if owner is None:
+        return None
+    module = owner if last in owner._parameters else owner._modules.get(last)
+    return module if module is owner or hasattr(module, "weight") else None

@@ -219,39 +219,65 @@ class Beside(NamedTuple):
 
 
 def matrices_beside(
-    model: nn.Module, linears: Mapping[str, tuple[int, int]], mixtures: Collection[ExpertModule]
+    model: nn.Module, sizes: Mapping[str, int], mixtures: Collection[ExpertModule]
 ) -> Beside:
-    """Find the matrices outside linears: experts in one 3-D parameter, and 2-D parameters with
+    """Find the matrices outside layers: experts in one 3-D parameter, and 2-D parameters with
     "weight" in their name, such as in `nn.LSTM` or in routers without a linear. Embeddings and
     convolutions do not count.
 
     Args:
         model: any model.
-        linears: its linears, (in, out) by module path.
+        sizes: the elements of the weights of its layers, by the path of a linear, or of the
+            parameter that has experts.
         mixtures: its mixtures, from `find_mixtures`.
     """
-    sizes = {}
+    elements = {}
     work = 0.0
-    for path, owner in model.named_modules():
-        if isinstance(owner, nn.Embedding | _ConvNd) or path in linears:
-            continue
-        for key, parameter in owner.named_parameters(prefix=path, recurse=False):
-            mixture = next((mixture for mixture in mixtures if mixture.holds(key)), None)
-            if is_lazy(parameter) or not _multiplies(key, owner, parameter, mixture):
-                continue
-            sizes[key] = parameter.numel()
-            work += parameter.numel() * (1.0 if mixture is None else mixture.active or 1.0)
-    count, of_linears = sum(sizes.values()), sum(map(math.prod, linears.values()))
-    if not sizes or 10 * count < of_linears:
+    for path, _, parameter, mixture in _matrices_outside(model, sizes, mixtures):
+        elements[path] = parameter.numel()
+        work += parameter.numel() * (1.0 if mixture is None else mixture.active or 1.0)
+    count, of_layers = sum(elements.values()), sum(sizes.values())
+    if not elements or 10 * count < of_layers:
         return Beside(work, "")
-    largest = max(sizes, key=lambda key: sizes[key])
+    largest = max(elements, key=lambda path: elements[path])
     shape = list(model.get_parameter(largest).shape)
     kind = ", matrices in one tensor, as experts are" if len(shape) == 3 else ""
     return Beside(
         work,
-        f"weights outside linear layers are not in FP8: {count:,} elements beside {of_linears:,} "
+        f"weights outside linear layers are not in FP8: {count:,} elements beside {of_layers:,} "
         f"in linears, the most of them in {largest} {shape}{kind}",
     )
+
+
+def unknown_layouts(
+    model: nn.Module, layers: Collection[str], mixtures: Collection[ExpertModule]
+) -> list[str]:
+    """A sentence for each class of modules with experts that are in none of the `layers`."""
+    paths: dict[str, dict[str, None]] = {}
+    for path, owner, _, mixture in _matrices_outside(model, layers, mixtures):
+        if mixture is not None:
+            place = path.rpartition(".")[0] or path
+            paths.setdefault(type(owner).__name__, {})[place] = None
+    return [
+        f"{first}{f' and {len(further)} more' if further else ''}: unchanged, the layout of the "
+        f"experts in a {name} is unknown"
+        for name, (first, *further) in paths.items()
+    ]
+
+
+def _matrices_outside(
+    model: nn.Module, layers: Collection[str], mixtures: Collection[ExpertModule]
+) -> Iterator[tuple[str, nn.Module, nn.Parameter, ExpertModule | None]]:
+    """The matrices outside layers: path, module, parameter, and the mixture that it belongs to."""
+    for path, owner in model.named_modules():
+        if isinstance(owner, nn.Embedding | _ConvNd) or path in layers:
+            continue
+        for key, parameter in owner.named_parameters(prefix=path, recurse=False):
+            mixture = next((mixture for mixture in mixtures if mixture.holds(key)), None)
+            if key in layers or is_lazy(parameter):
+                continue
+            if _multiplies(key, owner, parameter, mixture):
+                yield key, owner, parameter, mixture
 
 
 def _multiplies(
