@@ -159,10 +159,14 @@ class MixtureMLP(nn.Module):
         _, order = torch.sort(choice.experts.flatten(), stable=True)
         inverse_NK = torch.argsort(order).view(-1, per_token)
         offsets = counts.cumsum(0).to(torch.int32)
-        rows = _Gather.apply(x_ND, order // per_token, inverse_NK)
+        rows = _Gather.apply(  # type: ignore[no-untyped-call]
+            x_ND, order // per_token, inverse_NK
+        )
         outputs = self.experts(rows, offsets)
-        y = _Gather.apply(outputs, inverse_NK.flatten(), order[:, None])
-        y_BTKD = y.view(*choice.weights.shape, -1).float()
+        copies: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+            outputs, inverse_NK.flatten(), order[:, None]
+        )
+        y_BTKD = copies.view(*choice.weights.shape, -1).float()
         return (y_BTKD * choice.weights[..., None]).sum(2)
 
     @torch.no_grad()

@@ -80,17 +80,15 @@ class Recorder(TorchDispatchMode):
     def _gemm(self) -> Any:
         real = EmulateBackend.matmul
 
-        def gemm(
-            this: EmulateBackend, a: Any, b: Any, out_dtype: torch.dtype, **more: Any
-        ) -> Tensor:
+        def gemm(a: Any, b: Any, out_dtype: torch.dtype, **more: Any) -> Tensor:
             self._inside += 1
             operands = tuple(_held(x.values) for x in (a, b))
-            y = real(this, a, b, out_dtype, **more)
+            y = real(a, b, out_dtype, **more)
             self._inside -= 1
             self._note_gemm(operands, y)
             return y
 
-        return gemm
+        return staticmethod(gemm)
 
     def _quantize(self, real: Any) -> Any:
         def quantize(this: Any, x: Tensor, quantizers: Any, *more: Any) -> Any:
