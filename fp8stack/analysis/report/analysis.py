@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8stack.analysis.report.events import ending, failure, from_events
+from fp8stack.analysis.report.expert_shares import expert_findings
 from fp8stack.analysis.report.formatting import Finding, Level, in_steps, percent, with_unit
 from fp8stack.analysis.report.gradient_faults import gradient_findings
 from fp8stack.analysis.report.outliers import Outlier, find_outliers, settled
@@ -58,6 +59,7 @@ def analyze(run: RunRecord) -> Analysis:
         *_not_finite(run.operands),
         *from_events(run),
         *gradient_findings(run.gradients, delayed),
+        *expert_findings(run),
         *_outlier_findings(outliers),
         *_clipped(operands),
         *_low_sqnr(operands, outliers),

@@ -53,7 +53,7 @@ def gradient_map(run: RunRecord, prefix: str) -> Picture | None:
     alive = values[values > 0]
     low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
     with style():
-        figure = new_figure(10, _height(len(gradients)))
+        figure = new_figure(10, map_height(len(gradients)))
         axes = figure.subplots()
         cmap = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=DEAD)
         drawn = np.where(values == 0, low / 10, values)
@@ -64,7 +64,7 @@ def gradient_map(run: RunRecord, prefix: str) -> Picture | None:
         )  # fmt: skip
         _label(axes, [gradient.module for gradient in gradients], steps)
         _mark(axes, run, steps)
-        bar = _color_bar(figure, image, axes, label="norm")
+        bar = color_bar(figure, image, axes, label="norm")
         plain_log_ticks(bar.ax.yaxis, [low, max(high, 1.001 * low)])
         return Picture(
             figure=figure,
@@ -77,7 +77,8 @@ def gradient_map(run: RunRecord, prefix: str) -> Picture | None:
         )
 
 
-def _height(rows: int) -> float:
+def map_height(rows: int) -> float:
+    """The height of a figure with a map of some rows, in inches."""
     return 1.1 + (0.19 * rows if rows <= 32 else min(8.0, 6.0 + 0.01 * (rows - 32)))
 
 
@@ -88,7 +89,7 @@ def heat_map(run: RunRecord, figure_name: str, name: str) -> Picture:
     kinds = kinds_of(operands)
     count = len({operand.layer for operand in operands})
     with style():
-        figure = new_figure(10, _height(count))
+        figure = new_figure(10, map_height(count))
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
         image: Any = None
         for axes, kind in zip(panels, kinds, strict=True):
@@ -99,7 +100,7 @@ def heat_map(run: RunRecord, figure_name: str, name: str) -> Picture:
             _mark(axes, run, steps)
             axes.set_title(kind, pad=9)
         extend, shrink = "both" if figure_name == "sqnr_db" else "min", 0.9 if count > 6 else 1.0
-        bar = _color_bar(figure, image, list(panels), label=unit, extend=extend, shrink=shrink)
+        bar = color_bar(figure, image, list(panels), label=unit, extend=extend, shrink=shrink)
         if figure_name != "sqnr_db":
             bar.ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
         marks = sorted({str(event.get("event")) for event in run.events} & set(EVENT_COLORS))
@@ -115,7 +116,8 @@ def heat_map(run: RunRecord, figure_name: str, name: str) -> Picture:
         )
 
 
-def _color_bar(figure: Figure, image: Any, axes: Any, **options: Any) -> Any:
+def color_bar(figure: Figure, image: Any, axes: Any, **options: Any) -> Any:
+    """A colour bar without an outline, for the image in `axes`."""
     bar: Any = figure.colorbar(image, ax=axes, pad=0.01, aspect=30, **options)
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)

@@ -14,6 +14,7 @@ from fp8stack.analysis.report import curves, summary
 from fp8stack.analysis.report.analysis import Analysis, verdict
 from fp8stack.analysis.report.drawing import Picture
 from fp8stack.analysis.report.events import folded
+from fp8stack.analysis.report.expert_shares import expert_map
 from fp8stack.analysis.report.formatting import titles
 from fp8stack.analysis.report.heatmaps import MAPS, gradient_map, heat_map
 from fp8stack.common.errors import UserError, quoted
@@ -153,6 +154,7 @@ def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
         curves.rates(run, f"{prefix}-rates"),
         curves.throughput([run], [name], f"{prefix}-throughput"),
         gradient_map(run, prefix),
+        expert_map(run, f"{prefix}-experts"),
     )
     maps = [heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
     fp8 = _drawn(*maps, curves.amaxes(analysis, f"{prefix}-amax"))

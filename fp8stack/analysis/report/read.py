@@ -97,6 +97,8 @@ class RunRecord:
     operands: list[Operand] = field(default_factory=list)  # of the run's recipe
     what_if: dict[str, list[Operand]] = field(default_factory=dict)  # of --what-if recipes, by name
     gradients: list[Gradient] = field(default_factory=list)  # in the model's order
+    # The last sample's step and tokens of each expert as shares of the layer's, by mixture.
+    expert_shares: dict[str, tuple[int, list[float]]] = field(default_factory=dict)
     models: list[dict[str, Any]] = field(default_factory=list)  # telemetry of the whole model
     sessions: list[Session] = field(default_factory=list)  # in the order of time
     forecast: ForecastResult | None = None
@@ -281,6 +283,11 @@ def _read_telemetry(path: Path, run: RunRecord) -> None:
             continue
         if "gradient" in row:
             by_module.setdefault(str(row["gradient"]), _Rows(GRADIENT_FIGURES)).add(step, row)
+            continue
+        if "experts" in row:
+            shares = row.get("shares")
+            if isinstance(shares, list) and shares:
+                run.expert_shares[str(row["experts"])] = step, [number(share) for share in shares]
             continue
         if "operand" not in row:
             if step <= newest:  # rolled back: these samples are taken again

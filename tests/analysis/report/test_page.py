@@ -29,6 +29,7 @@ from fp8stack.analysis.report.drawing import (
     thinned,
 )
 from fp8stack.analysis.report.events import folded
+from fp8stack.analysis.report.expert_shares import relative_loads
 from fp8stack.analysis.report.read import joined, read_run
 from fp8stack.analysis.report.summary import headline, what_if
 from fp8stack.training.metrics.loss_plot import view_range
@@ -724,3 +725,33 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
     assert measured["scroll"] <= width
     assert measured["fetched"] == []
     assert measured["plots"] == measured["shown"] == 2 + 2 * 7
+
+
+# Experts
+
+
+def expert_rows(step: int, shares: list[Any]) -> list[dict[str, Any]]:
+    return [{"step": step, "experts": f"blocks.{i}.mlp", "shares": shares} for i in range(2)]
+
+
+def test_the_tokens_of_experts_are_a_map_and_idle_experts_a_finding(tmp_path):
+    rows = expert_rows(1, [0.25] * 4) + expert_rows(50, [0.75, 0.25, 0, 0])
+    telemetry = operand_rows(2, [50]) + rows
+    run = make_run(tmp_path / "r", metrics=metric_rows(50), telemetry=telemetry)
+    layers, loads = relative_loads(read_run(run))
+    assert layers == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert loads.tolist() == [[3, 1, 0, 0]] * 2
+    assert [row["step"] for row in read_run(run).models] == [50]
+    (finding,) = findings_of(run, "warning")
+    assert finding.startswith("4 experts of 8 got no token at step 50, 2 of them in blocks.0.mlp.")
+    assert "Tokens by expert" in html_of(run)
+
+
+def test_shares_of_experts_that_are_no_numbers_are_left_out(tmp_path):
+    rows = [*expert_rows(1, [0.5, "x"]), {"step": 1, "experts": "a", "shares": 3}]
+    run = make_run(tmp_path / "r", metrics=metric_rows(5), telemetry=rows)
+    layers, loads = relative_loads(read_run(run))
+    assert layers == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert np.isnan(loads[:, 1]).all()
+    assert findings_of(run) == []
+    html_of(run)

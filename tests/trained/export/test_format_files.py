@@ -55,11 +55,8 @@ def nano(tmp_path_factory) -> Path:
     )
 
 
-DENSE = [name for name in presets.names("models") if load_config(name).experts is None]
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_every_dense_preset_made_small_gives_the_same_logits(name, tmp_path):
+@pytest.mark.parametrize("name", presets.names("models"))
+def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
     preset = load_config(name)
     small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
     small |= {"kv_heads": 2} if preset.kv_heads else {}
