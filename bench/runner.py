@@ -43,6 +43,7 @@ SCENARIOS = {
     "law": "the law of fp8stack forecast, fitted to half of the study and judged on the rest",
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
+    "experts": "what each recipe costs in loss in a mixture of experts (an hour)",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",
     "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",

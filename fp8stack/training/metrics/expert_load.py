@@ -34,6 +34,17 @@ class ExpertLoad(NamedTuple):
             "idle_experts": int((self.counts == 0).sum()),
         }
 
+    def numbers(self, layers: Sequence[str]) -> dict[str, float]:
+        """The figures for trackers, by layer: the largest share, times the number of experts, and
+        the number of experts without a token."""
+        largest = self.counts.amax(1) / self.counts.mean(1)
+        idle = (self.counts == 0).sum(1)
+        return {
+            f"experts/{key}/{layer}": value
+            for key, values in (("largest", largest), ("idle", idle))
+            for layer, value in zip(layers, values.tolist(), strict=True)
+        }
+
     def rows(self, step: int, layers: Sequence[str]) -> list[dict[str, Any]]:
         """Rows of `telemetry.jsonl`, one for each of the `layers`: the share of the tokens' choices
         that each expert gets."""

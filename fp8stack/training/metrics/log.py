@@ -115,8 +115,9 @@ class MetricsLog:
         sample = run.telemetry.finish(step, self.fp8_gemms, plan)
         mixtures = [path.removesuffix(".router") for path in run.model.config.routers]
         of_experts = [] if load is None else load.rows(step, mixtures)
+        numbers = {} if load is None else load.numbers(mixtures)
         run.folder.append_telemetry([*sample.rows, *of_experts], run.main.plan.to_json())
-        run.accelerator.log(sample.numbers, step=step)
+        run.accelerator.log(sample.numbers | numbers, step=step)
 
     def seconds_left(self) -> float | None:
         """The time left at the pace since this process's first step, which compiles and is left

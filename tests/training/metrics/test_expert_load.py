@@ -76,6 +76,9 @@ def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
         {"step": 7, "experts": "a", "shares": [0.25, 0, 0.5, 0.25]},
         {"step": 7, "experts": "b", "shares": [0.25] * 4},
     ]
+    assert load.numbers(["a", "b"]) == {
+        "experts/largest/a": 2, "experts/largest/b": 1, "experts/idle/a": 1, "experts/idle/b": 0,
+    }  # fmt: skip
 
 
 def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command, capsys):
