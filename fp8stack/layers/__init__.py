@@ -50,9 +50,9 @@ def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
 
         return TEBackend(plan, draws=draws)
     if plan.backend == "torch":
-        torchs = TorchBackend(plan, draws=draws)
-        torchs.grouped = GroupedTorch(torchs, save_fp8=True)
-        return torchs
+        by_torch = TorchBackend(plan, draws=draws)
+        by_torch.grouped = GroupedTorch(by_torch, save_fp8=True)
+        return by_torch
     if plan.backend == "emulate":
         emulated = EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
         emulated.grouped = GroupedEmulation(emulated, save_fp8=save_fp8)

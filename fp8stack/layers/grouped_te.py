@@ -46,7 +46,7 @@ class TEGroupedLinear(GroupedLinear):
         for name in ("weight", "bias"):
             parameter = getattr(self, name)
             for group, tensor in enumerate(() if parameter is None else parameter.unbind()):
-                lent[f"{name}{group}"] = tensor
+                lent[f"{name}{group}"] = tensor.contiguous()  # converted experts may be [in, out]
         return lent
 
 

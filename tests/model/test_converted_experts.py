@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import pickle
+import statistics
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 from fp8stack import UserError, convert, fp8_state, load_fp8_state
+from tests.faults.processes import in_ranks
 from tests.model.test_convert import adamw, in_fp8, plan, reason, train
-from tests.model.test_experts import family
-from tests.support.backend_models import SHIPPED, grad, gradients, normal, same
+from tests.model.test_experts import FAMILIES, family
+from tests.support import expert_ranks
+from tests.support.backend_models import SHIPPED, grad, gradients, normal, planned, same
 from tests.support.cases import case
 from tests.support.expert_loops import CLASSES, EXPERTS, INNER, WIDTH, Model, experts_of, pair
+from tests.support.te.te_stand_in import installed
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -44,14 +48,13 @@ def mixtral() -> MixtralForCausalLM:
     return model
 
 
-def passed(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def passed(model: Any, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The output of a pass, and the gradients of its input and of the router's weight."""
-    x = normal(48, WIDTH, seed=seed).to(dtype).requires_grad_()
+    x = normal(48, model.router.in_features, seed=seed).to(dtype).requires_grad_()
     model.zero_grad()
     y = model(x)
     y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
-    router: Any = model.router
-    return [y.detach(), grad(x), grad(router.weight)]
+    return [y.detach(), grad(x), grad(model.router.weight)]
 
 
 def step(model: nn.Module, seed: int) -> list[Tensor]:
@@ -104,6 +107,19 @@ def test_experts_compute_what_a_loop_of_converted_linears_does(name, recipe) -> 
             assert torch.equal(tensor, torch.stack(slots, dim=-1))
 
 
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
+def test_transformer_engine_computes_the_experts_of_a_model(name) -> None:
+    with installed():
+        models = pair(name, width=64, inner=32)
+        for model in models:
+            convert(model, planned("delayed", "te"))
+        linear = models[0].experts.down_proj_linear
+        assert type(linear).__name__ == "StoredInExperts[TEGroupedLinear]"
+        for seed in range(3):
+            for computed, target in zip(*(step(model, seed) for model in models), strict=True):
+                torch.testing.assert_close(computed, target, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_experts_of_one_weight_compute_what_a_loop_of_converted_linears_does(recipe) -> None:
     experts: Any = JetMoeParallelExperts(EXPERTS, WIDTH, INNER)
@@ -137,6 +153,13 @@ def test_modules_parameters_and_names_stay_the_same() -> None:
     assert model.fp8_plan.summary()[-1].startswith(
         "FP8: 92 % of GEMM FLOPs (8 of 9 linears, 4 of 4 expert groups); lm_head: unchanged"
     )
+
+
+def test_in_fp32_experts_stay_as_they_are() -> None:
+    model = converted(recipe="fp32")
+    assert [*model.experts.children()] == [model.experts.act_fn]
+    assert model.experts.config._experts_implementation == "grouped_mm"
+    assert {layer.precision for layer in model.fp8_plan.layers} == {"unchanged"}
 
 
 def test_a_saved_model_is_a_plain_one_and_its_fp8_state_goes_on_to_the_bit(tmp_path) -> None:
@@ -292,6 +315,65 @@ def test_compiled_code_computes_what_the_eager_model_does(name, recipe) -> None:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert same(fp8_state(called), fp8_state(eager))
+
+
+@pytest.mark.slow
+def test_fsdp_computes_what_ranks_without_it_do() -> None:
+    for losses_of_wrappers in in_ranks(expert_ranks.losses, 2):
+        for losses, expected in losses_of_wrappers:
+            assert losses == expected
+            assert len(set(losses)) == 6
+
+
+# Families of transformers
+
+
+QUICK_FAMILIES = {
+    *("GptOssForCausalLM", "JetMoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"),
+    *("LongcatFlashForCausalLM", "AriaTextForCausalLM"),
+}
+
+
+def losses(name: str, recipe: str, steps: int) -> list[float]:
+    model = convert(family(name), plan(recipe))
+    torch.manual_seed(0)  # some routers draw
+    return train(model.train(), range(steps))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 3) for name in sorted(QUICK_FAMILIES)),
+        *(case(name, 30, quick=False) for name in FAMILIES),
+    ],
+)
+def test_the_loss_of_a_family_is_within_one_percent_of_fp32(name, steps) -> None:
+    expected, low = (losses(name, recipe, steps) for recipe in ("fp32", "delayed"))
+    last = slice(-5, None)
+    assert statistics.mean(low[last]) == pytest.approx(statistics.mean(expected[last]), rel=0.01)
+    assert low[-1] < 0.99 * low[0]
+
+
+@pytest.mark.parametrize("name", [case(n, quick=n == "JetMoeForCausalLM") for n in FAMILIES])
+def test_a_family_that_is_saved_resumes_to_the_bit(name, tmp_path) -> None:
+    model: Any = convert(family(name), plan("delayed"))
+    optimizer = adamw(model)
+    train(model, range(2), optimizer)
+    model.save_pretrained(tmp_path)
+    plain: Any = type(model).from_pretrained(tmp_path).train()
+    for path, parameter in plain.named_parameters():  # transformers forgets some that are frozen
+        parameter.requires_grad_(model.get_parameter(path).requires_grad)
+    assert same(plain.state_dict(), model.state_dict())
+    resumed = convert(plain, plan("delayed"))
+    load_fp8_state(resumed, fp8_state(model))
+    steps = adamw(resumed)
+    steps.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    results = []
+    for trained, by in ((model, optimizer), (resumed, steps)):
+        torch.manual_seed(0)
+        results.append(train(trained, range(2, 4), by))
+    assert results[0] == results[1]
+    assert same(fp8_state(resumed), fp8_state(model))
 
 
 # Experts that are left out, and later changes

@@ -188,6 +188,19 @@ def test_the_headline_counts_experts_by_the_tokens_that_they_get(name):
     assert f"% of GEMM {'weights' if unknown else 'FLOPs'} (" in plan.summary()[-1]
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "DbrxForCausalLM"])
+def test_nearly_all_work_of_linears_and_experts_is_in_fp8(name):
+    plan = plan_in(converted(name))
+    routers = set(FAMILIES[name][1])
+    layers = [
+        layer
+        for layer in plan.layers
+        if layer.name != "lm_head" and not within_blocks({layer.name}) & routers
+    ]
+    total = sum(layer.work for layer in layers) + plan.beside_work
+    assert sum(layer.fp8_work for layer in layers) >= 0.99 * total
+
+
 DENSE: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {},

@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor, nn
 
 WIDTH, INNER, EXPERTS = 40, 24, 4  # no multiples of 16 or 32
-FIELDS: dict[str, Any] = {
-    "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS, "hidden_size": WIDTH, "moe_hidden_size": WIDTH,
-    "intermediate_size": INNER, "moe_intermediate_size": INNER, "expert_ffn_hidden_size": INNER,
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WIDTHS = ("hidden_size", "moe_hidden_size")
+INNER_WIDTHS = ("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size")
+OPTIONS: dict[str, Any] = {
     "hidden_act": "silu", "mlp_hidden_act": "relu2", "moe_latent_size": None, "swiglu_alpha": 1.7,
     "swiglu_limit": 0.5, "post_norm_eps": 1e-6, "zero_expert_num": 2,
 }  # fmt: skip
@@ -31,13 +31,15 @@ CLASSES = {
 }
 
 
-def experts_of(name: str, implementation: str = "grouped_mm", **fields: Any) -> Any:
+def experts_of(name: str, width: int = WIDTH, inner: int = INNER) -> Any:
     """A module of experts with random parameters."""
     module = importlib.import_module(
         f"transformers.models.{CLASSES[name]}.modeling_{CLASSES[name]}"
     )
-    config = transformers.PreTrainedConfig(**FIELDS | fields)
-    config._experts_implementation = implementation
+    sizes = dict.fromkeys(COUNTS, EXPERTS) | dict.fromkeys(WIDTHS, width)
+    sizes |= dict.fromkeys(INNER_WIDTHS, inner)
+    config = transformers.PreTrainedConfig(**sizes, **OPTIONS)
+    config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     experts = getattr(module, name)(config)
     with torch.no_grad():
@@ -49,10 +51,10 @@ def experts_of(name: str, implementation: str = "grouped_mm", **fields: Any) -> 
 class Model(nn.Module):
     """A router, which chooses two experts for each token, and its experts."""
 
-    def __init__(self, experts: nn.Module, choices: int = EXPERTS) -> None:
+    def __init__(self, experts: nn.Module, choices: int = EXPERTS, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.router = nn.Linear(WIDTH, choices)
+        self.router = nn.Linear(width, choices)
         self.experts: Any = experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,13 +126,13 @@ class Llama4Loop(Loop):
     """Each expert takes all tokens."""
 
     def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
-        products = self.multiply(self.keys[0], list(rows.view(EXPERTS, -1, WIDTH)))
+        products = self.multiply(self.keys[0], list(rows.view(EXPERTS, -1, rows.shape[-1])))
         return torch.cat(self.multiply(self.keys[1], self.activate(products)))
 
 
-def pair(name: str) -> tuple[Model, Model]:
+def pair(name: str, width: int = WIDTH, inner: int = INNER) -> tuple[Model, Model]:
     """A model with experts of a class, and one with the same experts as a loop of linears."""
     choices = EXPERTS + (2 if name.startswith("Longcat") else 0)
     loop = Llama4Loop if name.startswith("Llama4") else Loop
-    experts = experts_of(name)
-    return Model(experts, choices), Model(loop(experts_of(name)), choices)
+    experts, original = (experts_of(name, width, inner) for _ in range(2))
+    return Model(experts, choices, width), Model(loop(original), choices, width)
