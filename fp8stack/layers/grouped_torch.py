@@ -80,14 +80,14 @@ class GroupedTorch(GroupedEmulation):
         """Cast the weight of a layer, to be used until it changes, if it is whole here."""
         quantizers: CachedGroups = layer.quantizers["weight"]
         quantizers.cached = None
-        weight = own_weight(layer)
-        if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
+        stored = own_weight(layer)
+        if not layer.in_fp8 or stored is None or isinstance(stored, DTensor):
             return
         call = Call(record, 0, has_bias=False)
-        rows, columns = super().cast(weight, quantizers, True, call)
+        rows, columns = super().cast(layer.weight, quantizers, True, call)
         if rows.form.fp8 == _E4M3:
             rows = rows._replace(values=rows.values.to(_E4M3))
-        quantizers.cached = CachedWeight((rows, columns), version_of(weight))
+        quantizers.cached = CachedWeight((rows, columns), version_of(stored))
 
     def matmul(
         self,
