@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.kernels.weight_casts import KeptWeights
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.weight_changes import Version, WeightChanges, version_of
@@ -19,9 +18,10 @@ from fp8stack.numerics.cast import record_amax
 
 @dataclass
 class CachedWeight:
-    """The row copy and the column copy of a weight, and the version of the weight."""
+    """The row copy and the column copy of a weight, as `GemmBackend.cast` returns them, and the
+    version of the weight."""
 
-    copies: tuple[Scaled, Scaled]
+    copies: tuple[Any, Any]
     version: Version
 
 
