@@ -41,6 +41,7 @@ from tests.support.backend_models import (
     normal,
     same,
 )
+from tests.support.cases import case
 from tests.support.study_recipes import NEAREST
 from tests.support.te import te_stand_in
 
@@ -381,17 +382,17 @@ def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
 
 
 RUN = [*FLAGS, "--steps", "8", "--eval-every", "4", "--schedule", "constant", "--context", "128"]
-RUN += ["--set", "model_overrides.context=128"]
+RUN += ["--set", "model_overrides.context=128", "--no-compile"]
 SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
 
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "gpu"),
     [
-        ("delayed", "delayed", "9.0"),
-        pytest.param("current", "delayed", "9.0", marks=pytest.mark.slow),
-        pytest.param("mxfp8", "current", "10.x", marks=pytest.mark.slow),
-        ("nvfp4", "delayed", "10.x"),
+        case("delayed", "delayed", "9.0", quick=True),
+        case("current", "delayed", "9.0", quick=False),
+        case("mxfp8", "current", "10.x", quick=False),
+        case("nvfp4", "delayed", "10.x", quick=False),
     ],
 )
 def test_a_whole_run_saves_and_resumes_to_the_bit(
