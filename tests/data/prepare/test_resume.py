@@ -194,13 +194,16 @@ def wait_until(condition: Any, limit_s: float = 180) -> None:
         time.sleep(0.01)
 
 
+STOPPED = "Stopped. Progress is saved; the same command continues.\n"
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("signal_number", "group", "code", "message"),
     [
-        (signal.SIGKILL, False, -signal.SIGKILL, ""),
-        (signal.SIGTERM, False, 75, "Stopped. Progress is saved; the same command continues.\n"),
-        (signal.SIGINT, True, 75, "Stopped. Progress is saved; the same command continues.\n"),
+        case(signal.SIGKILL, False, -signal.SIGKILL, "", quick=True),
+        case(signal.SIGTERM, False, 75, STOPPED, quick=False),
+        case(signal.SIGINT, True, 75, STOPPED, quick=True),
     ],
 )
 def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
