@@ -234,7 +234,7 @@ class QuantizedGroupedLinear(GroupedLinear):
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """See `GroupedLinear.multiply`."""
-        if torch.compiler.is_compiling() and self.backend.keeps_weights:
+        if torch.compiler.is_compiling() and self.backend.caches_weights:
             self.backend.weights.layer_runs()
         grad = torch.is_grad_enabled()
         needs = grad and x.requires_grad, grad and self.weight.requires_grad
@@ -247,7 +247,7 @@ class QuantizedGroupedLinear(GroupedLinear):
     def backward_ran(self, record: bool) -> None:
         """See `GemmLayer.backward_ran`."""
         self.operands.backward_ran()
-        if self.backend.keeps_weights:
+        if self.backend.caches_weights:
             self.backend.weights.backward_ran()
         if record and self.delayed is not None:
             self.delayed.backward_ran()

@@ -138,7 +138,7 @@ class GroupedEmulation:
 
     Copy = EmulatedGroups
     Operand = GroupedOperand
-    keeps_weights = False  # see `Backend`
+    caches_weights = False  # see `Backend`
 
     def __init__(self, backend: Backend, *, save_fp8: bool = False) -> None:
         self._backend = backend

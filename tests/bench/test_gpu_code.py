@@ -50,6 +50,7 @@ same_torch = pytest.mark.skipif(not _same_torch(), reason="the results are of an
 
 
 @same_torch
+@pytest.mark.slow
 def test_a_block_in_delayed_scaling_moves_and_launches_no_more_than_is_committed():
     assert held("llama-8b", "delayed", "9.0") == []
 
@@ -88,6 +89,7 @@ def test_a_figure_that_grew_by_four_percent_is_named(key):
     assert line.startswith(f"llama-8b on 9.0, delayed: {key}")
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_a_block_reads_and_writes():
     """The bytes that the residual sum after the MLP moves, counted by hand."""
     kernels = kernels_of("llama-8b", "delayed", "9.0")
@@ -101,6 +103,7 @@ def test_what_is_counted_is_what_a_block_reads_and_writes():
     assert last["bytes"] == pytest.approx(elements * (4 + 4 + 2 + 2), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_cast_is_written_once_beside_its_transpose():
     """The first norm reads the stream in float32, and its output is written in FP8."""
     first = next(
@@ -109,6 +112,7 @@ def test_a_cast_is_written_once_beside_its_transpose():
     assert first["bytes"] == pytest.approx(8192 * 4096 * (4 + 1), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_norms_weight_is_summed_where_that_of_its_input_is():
     """The first norm's backward pass reads the residual stream and the stream's gradient, and
     writes the new gradient of the stream, in float32; the gradient of the norm's output is bf16."""

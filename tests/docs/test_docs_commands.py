@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fp8stack
+from fp8stack.training.memory_check import Footprint
 from fp8stack.training.pretrain import pretrain
 from tests.conftest import exit_code
 from tests.docs import docs_checks as checks
@@ -43,6 +44,11 @@ def _compares(command: Command) -> bool:
     return command.text.startswith("fp8stack compare --")
 
 
+def _estimates(command: Command) -> bool:
+    """Whether it looks for the largest batch, by an estimate of many."""
+    return command.text.startswith("fp8stack estimate")
+
+
 def _draws(command: Command) -> bool:
     """Whether it draws the page of a report, as tests of reports do."""
     return command.text.startswith("fp8stack report") and "--text" not in command.text
@@ -53,8 +59,9 @@ def _kills(command: Command) -> bool:
 
 
 # Slow: starting ranks takes 10 s and more, scenarios measure even in their short form, a comparison
-# starts a process for each run, a fault kills a process, and a report draws for 5 s and more.
-LONG = (_launches, _measures, _compares, _draws, _kills)
+# starts a process for each run, a largest batch is looked for in seconds, a fault kills a process,
+# and a report draws for 5 s and more.
+LONG = (_launches, _measures, _compares, _estimates, _draws, _kills)
 SLOW = [command for command in HERE if any(is_long(command) for is_long in LONG)]
 
 
@@ -152,6 +159,8 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
         from fp8stack.analysis.compare import comparison
 
         monkeypatch.setattr(comparison, "compare", lambda comparison: 0)
+    if _estimates(command):
+        monkeypatch.setattr(Footprint, "largest", lambda *arguments: 1)
     if _draws(command):
         import fp8stack.analysis.report
 

@@ -22,6 +22,7 @@ from fp8stack.analysis.forecast import forecast as forecasts
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from tests.faults.processes import Change, run_ranks, unchanged
+from tests.support.cases import case
 from tests.support.run_folders import make_run
 
 PAGE = f'<!doctype html>{page.MARK}">\n'
@@ -70,7 +71,8 @@ def drawing_nothing(rank: int) -> Iterator[None]:
         yield
 
 
-def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(tmp_path):
+@pytest.mark.parametrize("every", [case(4, quick=True), case(1, quick=False)])
+def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(every, tmp_path):
     def begin(folder: Path) -> None:
         run = make_run(folder / "run", steps=2, every=0)
         (run / "report.html").write_text(f"{PAGE}old page")
@@ -89,7 +91,7 @@ def test_a_killed_report_leaves_a_whole_page_and_the_next_one_sweeps(tmp_path):
         return (run / "report.html").read_text() in pages and plots <= {"old plot", "new plot"}
 
     words = ["report", "run"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing) >= 15
+    assert kill_at_each(words, begin, is_whole, tmp_path, drawing_nothing, every) >= 13
     plots = tmp_path / "expected" / "run" / "report_files"
     assert {path.name for path in plots.iterdir()} == {
         *("run1-loss.png", "run1-rates.png", ".DS_Store"),
@@ -104,10 +106,15 @@ def without_exchange(rank: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "change", [unchanged, pytest.param(without_exchange, marks=pytest.mark.slow)]
+    ("change", "every"),
+    [
+        case(unchanged, 4, quick=True),
+        case(unchanged, 1, quick=False),
+        case(without_exchange, 1, quick=False),
+    ],
 )
 def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweeps(
-    change, pristine, tmp_path
+    change, every, pristine, tmp_path
 ):
     old = tmp_path / "old"
     assert run_ranks(["export", str(pristine), "--out", str(old)], tmp_path, 1)[0].code == 0
@@ -124,7 +131,7 @@ def test_a_killed_export_leaves_the_old_or_the_new_folder_and_the_next_one_sweep
         return {path.name for path in (folder / "x").iterdir()} in names
 
     words = ["export", str(pristine), "--out", "x", "--format", "safetensors", "--overwrite"]
-    assert kill_at_each(words, begin, is_whole, tmp_path, change) >= 15
+    assert kill_at_each(words, begin, is_whole, tmp_path, change, every) >= 13
 
 
 def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_look(
@@ -179,11 +186,11 @@ def training_nothing(rank: int) -> Iterator[None]:
         yield
 
 
-def test_a_killed_comparison_goes_on_and_sweeps(tmp_path):
+@pytest.mark.parametrize("every", [case(13, quick=True), case(4, quick=False)])
+def test_a_killed_comparison_goes_on_and_sweeps(every, tmp_path):
     def is_whole(folder: Path) -> bool:
         report = folder / "c" / "compare.json"
         return not report.exists() or json.loads(report.read_text())["runs"] != []
 
     words = ["compare", "--recipes", "fp32", "--seeds", "1", "--steps", "2", "--out", "c"]
-    count = kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every=4)
-    assert count >= 40
+    assert kill_at_each(words, Path.mkdir, is_whole, tmp_path, training_nothing, every) >= 40

@@ -27,6 +27,7 @@ from tests.support.backend_models import (
     gpt,
     loss_of,
 )
+from tests.support.cases import case
 from tests.support.grouped_models import Grouped, Loop, passed
 from tests.support.te import te_stand_in
 
@@ -231,7 +232,7 @@ def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "again"),
-    [*((*way, None) for way in (*WAYS, ("nvfp4", "te"))),
+    [*(case(*way, None, quick=way[0] in ("delayed", "mxfp8")) for way in (*WAYS, ("nvfp4", "te"))),
      *(("delayed", "emulate", again) for again in (False, True)),
      ("mxfp8", "emulate", False), ("current", "emulate", True)],
 )  # fmt: skip

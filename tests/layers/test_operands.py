@@ -12,6 +12,7 @@ from fp8stack.common.formats import OPERANDS, Operand, Quantizer
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe, resolve
 from tests.support.backend_models import CPU, H100, LOW, linear
+from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -82,15 +83,13 @@ def test_no_scale_hides_a_nan_in_an_operand(scales, bias, in_bf16):
     torch.testing.assert_close(y, expected + (0 if bias is None else bias), equal_nan=True)
 
 
-# Two, compiled in the way that takes the least time for each; the others are slow.
 COMPILED = [
-    ("nvfp4", "aot_eager", False),
-    ("current", "inductor", False),
+    case("current", "aot_eager", False, quick=True),
+    case("nvfp4", "aot_eager", False, quick=False),
     *(
-        pytest.param(recipe, "inductor", save_fp8, marks=pytest.mark.slow)
+        case(recipe, "inductor", save_fp8, quick=False)
         for recipe in LOW
         for save_fp8 in (False, True)
-        if (recipe, save_fp8) != ("current", False)
     ),
 ]
 

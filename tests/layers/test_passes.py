@@ -23,6 +23,7 @@ from tests.support.backend_models import (
     loss_of,
     same,
 )
+from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
 
@@ -160,15 +161,9 @@ def test_a_backward_pass_through_two_models_runs_each_again_with_its_own_scales(
 @pytest.mark.parametrize(
     ("backend", "order"),
     [
-        ("emulate", together),
-        ("torch", newest_first),
-        *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in (
-                *(("emulate", in_order), ("emulate", newest_first)),
-                *(("torch", together), ("torch", in_order)),
-            )
-        ),
+        case(backend, order, quick=(backend, order) == ("torch", newest_first))
+        for backend in ("emulate", "torch")
+        for order in (together, in_order, newest_first)
     ],
 )
 def test_checkpointing_around_compiled_blocks_changes_nothing_either(backend, order):

@@ -48,6 +48,7 @@ from tests.support.backend_models import (
     same,
     train,
 )
+from tests.support.cases import case
 from tests.support.study_recipes import LAST_BF16, NEAREST, NO_HADAMARD
 from tests.support.te import te_stand_in
 from tests.support.te.te_stand_in import ROOT, Source, installed
@@ -471,7 +472,11 @@ def test_a_recipes_options_reach_its_gemms(te, monkeypatch, name, options):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [*((name, {}) for name in ALL), ("delayed", {"residual": "bf16"})]
+    ("recipe", "options"),
+    [
+        *(case(name, {}, quick=name in ("delayed", "mxfp8", "nvfp4")) for name in ALL),
+        case("delayed", {"residual": "bf16"}, quick=True),
+    ],
 )
 def test_losses_follow_the_emulators(te, recipe, options):
     torch.manual_seed(0)  # of what Transformer Engine draws
@@ -485,7 +490,7 @@ def test_losses_follow_the_emulators(te, recipe, options):
     assert by_te[0] == pytest.approx(expected[0], rel=2**-12)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [case(n, quick=n == 3) for n in (1, 3)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -991,7 +996,7 @@ def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", "nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)]
+    "recipe", [case(name, quick=name == "delayed") for name in ("delayed", "nvfp4", "mxfp8")]
 )
 def test_a_whole_run_saves_resumes_and_names_itself(
     te, recipe, command: Command, tmp_path, on_gpus, capsys

@@ -41,6 +41,7 @@ from tests.support.backend_models import (
     normal,
     same,
 )
+from tests.support.cases import case
 from tests.support.study_recipes import NEAREST
 from tests.support.te import te_stand_in
 
@@ -170,7 +171,9 @@ def test_attention_of_anything_but_whole_sequences_is_in_the_compute_dtype(te, k
     assert made(te) == 0
 
 
-@pytest.mark.parametrize(("recipe", "kind"), KINDS)
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [case(*x, quick=x[0] in ("delayed", "mxfp8")) for x in KINDS]
+)
 def test_a_model_trains_with_attention_in_fp8(te, recipe, kind):
     def trained(attention):
         model = gpt(recipe, attention)
@@ -381,17 +384,17 @@ def test_telemetry_shows_the_amaxes_and_scales_that_are_known(te, recipe, kind):
 
 
 RUN = [*FLAGS, "--steps", "8", "--eval-every", "4", "--schedule", "constant", "--context", "128"]
-RUN += ["--set", "model_overrides.context=128"]
+RUN += ["--set", "model_overrides.context=128", "--no-compile"]
 SHAPES = {"9.0": ("128", "1"), "10.x": ("64", "2")}  # width and heads
 
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "gpu"),
     [
-        ("delayed", "delayed", "9.0"),
-        pytest.param("current", "delayed", "9.0", marks=pytest.mark.slow),
-        pytest.param("mxfp8", "current", "10.x", marks=pytest.mark.slow),
-        ("nvfp4", "delayed", "10.x"),
+        case("delayed", "delayed", "9.0", quick=True),
+        case("current", "delayed", "9.0", quick=False),
+        case("mxfp8", "current", "10.x", quick=False),
+        case("nvfp4", "delayed", "10.x", quick=False),
     ],
 )
 def test_a_whole_run_saves_and_resumes_to_the_bit(
@@ -436,7 +439,10 @@ def te_stand_in_load(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(("recipe", "gpu"), [("delayed", "9.0"), ("mxfp8", "10.x")])
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    [case("delayed", "9.0", quick=True), case("mxfp8", "10.x", quick=False)],
+)
 def test_a_run_of_attention_in_fp8_is_loaded_on_a_cpu_with_attention_in_the_compute_dtype(
     te, recipe, gpu, command: Command, on_gpus, capsys
 ):
@@ -508,7 +514,7 @@ def test_no_validation_loss_has_scales_of_attention_that_nothing_sets(refused, t
     refused(*run, phases, message="validation losses with attention = 'delayed' need a first phase")
 
 
-@pytest.mark.parametrize("most", [3, 0])
+@pytest.mark.parametrize("most", [case(3, quick=True), case(0, quick=False)])
 def test_the_guard_takes_attention_out_of_fp8(
     te, monkeypatch, most, command: Command, tmp_path, on_gpus
 ):

@@ -46,6 +46,7 @@ from tests.support.backend_models import (
     saved_tensors,
     train,
 )
+from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 from tests.support.not_finite import hidden
 from tests.support.odd_shapes import odd_shapes
@@ -251,14 +252,8 @@ def compiled(layer, mode):
     return layer if mode == "eager" else torch.compile(layer, backend=mode, fullgraph=True)
 
 
-# Compiled, in delayed scaling on a GPU; the others are slow.
 STEPS = [
-    pytest.param(
-        *(recipe, hardware, mode),
-        marks=pytest.mark.slow
-        if mode == "inductor" and (recipe, hardware) != ("delayed", H100)
-        else [],
-    )
+    case(recipe, hardware, mode, quick=mode == "eager")
     for recipe in ON_CPUS
     for hardware in (CPU, H100)
     for mode in ("eager", "inductor")
@@ -299,7 +294,8 @@ def quantized(layer: Any, x: Tensor, name: str) -> tuple[Scaled, Scaled]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype"), [("delayed", torch.bfloat16), ("current", torch.float32)]
+    ("recipe", "dtype"),
+    [case("delayed", torch.bfloat16, quick=True), case("current", torch.float32, quick=False)],
 )
 def test_the_bytes_that_compiled_code_makes_are_those_of_the_casts(recipe, dtype):
     torch._dynamo.reset()
@@ -451,13 +447,17 @@ def run_on(request):
     return make
 
 
-@pytest.mark.parametrize(("recipe", "hardware"), RUNS, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "hardware"),
+    [case(*way, quick=way[0] not in ON_CPUS or way[1] is CPU) for way in RUNS],
+    ids=str,
+)
 def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
     assert hidden(run_on(recipe, hardware, bias=False)(), 40) == []
 
 
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", [*PER_TENSOR, pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [case(name, quick=name == "delayed") for name in ON_CPUS])
 def test_nothing_hides_a_nan_in_compiled_code(run_on, recipe, mode):
     torch._dynamo.reset()
     layer = run_on(recipe, CPU, bias=False)()

@@ -92,7 +92,7 @@ def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(weights, "_is_plain_on_cpu", lambda weight: False)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [case(n, quick=n == 2) for n in (1, 2)])
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [case(*way, quick=way in QUICK) for way in SOME],
@@ -105,7 +105,7 @@ def test_a_change_that_nothing_tells_of_trains_as_one_that_torch_counts(
         assert_alike(trained(gpt(recipe, backend), change, accumulate), expected)
 
 
-@pytest.mark.parametrize(("recipe", "backend"), SOME)
+@pytest.mark.parametrize(("recipe", "backend"), [case(*way, quick=way in QUICK) for way in SOME])
 def test_hooks_that_update_in_the_backward_pass_train_as_steps_after_it(values, recipe, backend):
     hooked, plain = gpt(recipe, backend), gpt(recipe, backend)
 
@@ -127,7 +127,9 @@ def test_hooks_that_update_in_the_backward_pass_train_as_steps_after_it(values, 
     assert same(fp8_state(hooked), fp8_state(plain))
 
 
-@pytest.mark.parametrize(("recipe", "backend"), SOME[:3])
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [case(*way, quick=way == SOME[0]) for way in SOME[:3]]
+)
 def test_an_update_that_is_compiled_trains_as_one_that_is_not(recipe, backend):
     @torch.compile(backend="aot_eager")
     def update(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -145,7 +147,7 @@ def test_an_update_that_is_compiled_trains_as_one_that_is_not(recipe, backend):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("recipe", "backend"), SOME)
+@pytest.mark.parametrize(("recipe", "backend"), [case(*way, quick=way in QUICK) for way in SOME])
 def test_weights_that_change_between_micro_batches_are_cast_anew_though_an_optimizer_steps(
     values, recipe, backend
 ):

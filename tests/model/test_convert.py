@@ -42,6 +42,7 @@ from tests.support.backend_models import (
     same,
     scales,
 )
+from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, oracle
 from tests.support.gemm_oracle import normal as columns
 
@@ -277,9 +278,9 @@ def losses(make, recipe, backend) -> float:
 @pytest.mark.parametrize(
     ("make", "recipe", "backend"),
     [
-        (gpt2, "delayed", "emulate"),
-        pytest.param(gpt2, "mxfp8", "emulate", marks=pytest.mark.slow),
-        (llama, "delayed", "torch"),
+        case(gpt2, "delayed", "emulate", quick=False),
+        case(gpt2, "mxfp8", "emulate", quick=False),
+        case(llama, "delayed", "torch", quick=True),
     ],
 )
 def test_losses_stay_within_one_percent_of_fp32(make, recipe, backend):

@@ -174,6 +174,7 @@ def messages_of_a_new_process(**environment):
     return subprocess.run(command, capture_output=True, text=True, check=True, env=more).stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_numba_kept_the_casts():
     assert fused.why_not() is None  # from here on
     assert messages_of_a_new_process() == ""

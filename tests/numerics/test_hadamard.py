@@ -76,9 +76,9 @@ def test_what_is_not_finite_stays_in_its_block(size):
     assert torch.equal(transformed[3], clean[3])
 
 
-# Each size with each dimension, each dtype in one of them; in the long form each with each.
+# Each size, each dimension, and two dtypes; in the long form each with each.
 EVERY = list(itertools.product(SIZES, (0, 1), range(len(FLOAT_DTYPES))))
-SOME = [(16, 0, 0), (16, 1, 1), (32, 0, 2), (32, 1, 0)]
+SOME = [(16, 0, 0), (32, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,7 @@ def test_compiled_code_gives_the_same_bits(cases):
         np.testing.assert_array_equal(fast.numpy(), eager.numpy())
 
 
+@pytest.mark.slow
 def test_compiled_code_rounds_every_magnitude_to_bfloat16():
     torch.compiler.reset()
     compiled = torch.compile(hadamard, fullgraph=True)

@@ -24,6 +24,7 @@ from fp8stack.numerics import (
 )
 from fp8stack.numerics.cast import encode
 from fp8stack.numerics.error import quantization_error
+from tests.support.cases import case
 from tests.support.oracles import (
     BITS,
     FLOAT_DTYPES,
@@ -392,7 +393,11 @@ def test_it_is_unbiased_through_the_scales_of_a_block():
 
 @pytest.mark.parametrize(
     "names",
-    [("nvfp4 16x16", "hadamard row"), pytest.param(("stochastic nvfp4",), marks=pytest.mark.slow)],
+    [
+        case(("hadamard row",), quick=True),
+        case(("nvfp4 16x16", "hadamard row"), quick=False),
+        case(("stochastic nvfp4",), quick=False),
+    ],
 )
 def test_compiled_code_makes_the_same_bytes(names):
     # inductor's code for a CPU knows no float8_e8m0fnu.

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8stack.analysis.conform.oracles import philox
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.random import philox4x32
+from tests.support.cases import case
 
 WORD = 2**32 - 1
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.
@@ -109,12 +110,13 @@ def test_the_bits_are_uniform():
     assert (int(bits.min()) < 2**14) & (int(bits.max()) > 2**32 - 2**14)
 
 
-def test_compiled_code_draws_alike_for_every_counter_and_stream():
+@pytest.mark.parametrize("backend", [case("aot_eager", quick=True), case("inductor", quick=False)])
+def test_compiled_code_draws_alike_for_every_counter_and_stream(backend):
     def draw(bits: RandomBits, x: Tensor) -> Tensor:
         return bits.bits(*x.shape)
 
     torch.compiler.reset()
-    counted = CompileCounterWithBackend("inductor")
+    counted = CompileCounterWithBackend(backend)
     compiled = torch.compile(draw, fullgraph=True, backend=counted)
     x = torch.empty(6, 10)
     for stream in (3, 4, 99, -1):
@@ -148,9 +150,9 @@ def test_no_word_at_a_limit_makes_a_product_exceed_int64(words):
         philox4x32(c0, c1, c2, c3, WORD, 2**31)
 
 
-@pytest.mark.parametrize("width", [0, 256, 512])
+@pytest.mark.parametrize("width", [case(n, quick=n is None) for n in (None, 0, 256, 512)])
 def test_compiled_bits_are_those_of_the_oracle_in_every_vector_width(width):
-    """Bits in a register; 0 is scalar code. The test above compiles for what the CPU has."""
+    """Bits in a register: what the CPU has by default; 0 is scalar code."""
     if width and width not in {isa.bit_width() for isa in valid_vec_isa_list()}:
         pytest.skip(f"This CPU has no vectors of {width} bits")
 

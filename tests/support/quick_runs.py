@@ -16,8 +16,11 @@ from fp8stack.analysis.compare.gaps import RecipeFigures
 from fp8stack.data import Corpus
 from fp8stack.data.sources import _Loader
 from fp8stack.data.tokenizer.byte_level import ByteTokenizer
+from fp8stack.precision import Hardware, Plan
 from fp8stack.training import finalize
+from fp8stack.training.memory_check import Footprint, require_memory
 from fp8stack.training.metrics import throughput
+from fp8stack.training.setup import build
 
 _splits, _fingerprint = _Loader.splits, Corpus.fingerprint
 _library: dict[int, Corpus] = {}
@@ -28,17 +31,31 @@ def quick_runs() -> Iterator[None]:
     """Skip slow work in this context. The losses of a run and of a comparison are listed and not
     drawn, a CPU's peak, which is measured once a process, is measured in a moment, no file waits
     for the disk, and the standard library's source is read and the command's options are parsed
-    once a process."""
+    once a process. The memory of a tiny run is not estimated where there is plenty."""
     with (
         patch.object(finalize, "loss_plot", _listed),
         patch.object(comparison, "comparison_plot", _compared),
         patch.object(throughput, "BURSTS_S", 0.0),
+        patch.object(build, "require_memory", _require_memory_of_large_runs),
         patch.object(os, "fsync", lambda descriptor: None),
         patch.object(_Loader, "splits", _read_once),
         patch.object(Corpus, "fingerprint", _summed_once),
         patch.object(typer.main, "get_command", cache(typer.main.get_command)),
     ):
         yield
+
+
+def _require_memory_of_large_runs(
+    footprint: Footprint,
+    plans: Sequence[Plan],
+    hardware: Hardware,
+    free: int | None,
+    **options: Any,
+) -> None:
+    tokens = footprint.config.batch * footprint.context
+    is_tiny = footprint.model.parameters() < 2**20 and tokens < 2**14
+    if not is_tiny or free is None or free < 2**30:
+        require_memory(footprint, plans, hardware, free, **options)
 
 
 def _listed(metrics: Sequence[dict[str, Any]], title: str) -> bytes:

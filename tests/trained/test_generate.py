@@ -45,6 +45,7 @@ from tests.model.test_gpt import (
     qwen3,
     tokens,
 )
+from tests.support.cases import case
 from tests.support.data_writers import write_llmc, write_megatron
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -364,7 +365,9 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     assert "The tokenizer of without is unknown" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("data", ["ids.bin", "llmc.bin", "of_megatron"])
+@pytest.mark.parametrize(
+    "data", [case(x, quick=x == "llmc.bin") for x in ("ids.bin", "llmc.bin", "of_megatron")]
+)
 def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command, tmp_path, capsys):
     ids = np.random.default_rng(0).integers(0, 256, 5000)
     ids.astype("<u2").tofile(tmp_path / "ids.bin")

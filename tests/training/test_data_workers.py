@@ -30,6 +30,7 @@ from fp8stack.training import data_workers
 from fp8stack.training.data_workers import DataWorkers, in_shared_memory
 from tests.conftest import TINY
 from tests.faults.processes import Child, Ended, difference, last_step, run_ranks
+from tests.support.cases import case
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORDS = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY, "--set", "workers=2"]
@@ -120,12 +121,16 @@ MOMENTS = {
     "in an evaluation": partial(calling, "fp8stack.training.loop.validation_loss", 1),
     "in a save": partial(calling, "fp8stack.training.checkpoint.writer.sha256_of_file", 2),
 }
+QUICK = [
+    ("at the start", signal.SIGKILL), ("in a save", signal.SIGTERM),
+    ("in an evaluation", signal.SIGSTOP),
+]  # fmt: skip
 SIGNALS = [(moment, signal.SIGKILL) for moment in MOMENTS]
 SIGNALS += [("in the middle", signal.SIGTERM), ("in a save", signal.SIGTERM)]
 SIGNALS += [("at the start", signal.SIGSTOP), ("in an evaluation", signal.SIGSTOP)]
 
 
-@pytest.mark.parametrize(("moment", "number"), SIGNALS)
+@pytest.mark.parametrize(("moment", "number"), [case(*x, quick=x in QUICK) for x in SIGNALS])
 def test_a_lost_worker_ends_the_run_saved_and_the_same_command_goes_on_to_the_bit(
     moment, number, twin, tmp_path
 ):

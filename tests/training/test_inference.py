@@ -14,6 +14,7 @@ from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
 from fp8stack.training.evaluate import eval_mode
+from tests.support.cases import case
 from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +73,9 @@ def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> Non
     assert changed(before, fp8_state(model)) == []
 
 
-@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [case(*way, quick=way[0] == "delayed") for way in WAYS]
+)
 def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend):
     expected = trained(gpt(recipe, backend), lambda model: None)
     for mode in MODES:

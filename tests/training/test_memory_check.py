@@ -2,8 +2,7 @@
 
 import os
 import re
-import subprocess
-import sys
+import resource
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from fp8stack.training.memory_check import (
 from fp8stack.training.metrics import allocations
 from fp8stack.training.setup import build
 from tests.conftest import TINY
+from tests.faults.processes import in_ranks
 from tests.support.small_loop import SmallLoop
 
 CPU = Hardware("cpu")
@@ -144,33 +144,29 @@ def test_segments_expand_unless_the_user_says_otherwise(
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
-FAULTS = """
-import resource, torch
-from fp8stack.training.memory_check import keep_freed_memory
+def faults_before_and_after(rank: int) -> tuple[int, int]:
+    """How often memory is faulted in before and after `keep_freed_memory`."""
 
-def faults():
-    def work():
+    def work() -> None:
         held = [torch.ones(24, 2**18) for _ in range(4)]  # 24 MiB each
-    work()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        work()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        del held
 
-torch.set_num_threads(1)
-without = faults()
-assert keep_freed_memory()
-print(without, faults())
-"""
+    def faults() -> int:
+        work()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            work()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    without = faults()
+    assert keep_freed_memory()
+    return without, faults()
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
-def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
-    )
-    before, after = map(int, done.stdout.split())
+@pytest.mark.skipif(any(name.startswith("MALLOC_") for name in os.environ), reason="set outside")
+def test_freed_memory_is_kept_and_not_faulted_in_again():
+    ((before, after),) = in_ranks(faults_before_and_after, 1)
     assert before >= 10 * 48  # 96 MiB each time, in pages of 2 MiB at most
     assert after < before / 10
     assert after < 100

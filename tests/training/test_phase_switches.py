@@ -19,6 +19,7 @@ from fp8stack.training.dataloader import batches
 from fp8stack.training.metrics.console import describe_run
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
+from tests.support.cases import case
 from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +86,10 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "fp16"])
+@pytest.mark.parametrize(
+    "recipe",
+    [case(x, quick=x in ("delayed", "fp16")) for x in ("delayed", "current", "mxfp8", "fp16")],
+)
 def test_a_run_resumed_within_each_phase_repeats_to_the_bit(command, phases, recipe):
     saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
     flags = ["--config", phases, "--recipe", recipe]

@@ -17,6 +17,7 @@ from fp8stack.analysis.compare.intervals import (
     standard_error,
     student_factor,
 )
+from tests.support.cases import case
 
 # Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, column 0.975.
 TABLE = {
@@ -65,7 +66,7 @@ def martingale(samples: np.ndarray, mean: float) -> float:
     return weighted / float(density(np.zeros(1))[0])
 
 
-@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.parametrize("n", [case(4, quick=True), case(9, quick=False)])
 def test_an_always_valid_interval_ends_where_the_mixture_of_likelihoods_says(n):
     samples = np.random.default_rng(n).normal(3.0, 2.0, n)
     interval = mean_interval(samples.tolist(), always_valid=True)

@@ -45,6 +45,7 @@ def is_alive(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_path):
     run = tmp_path / "c" / "runs" / "fp32-seed0"
     killed = Child(WORDS, tmp_path)

@@ -123,9 +123,8 @@ def compiled_checks() -> list[Check]:
 
 
 SHORT = (
-    "to e", "scales and inverses", "rowwise, values", "block, values", "mxfp6_e2m3, values",
-    "nvfp4, bytes", "nvfp4, values", "fp8_state", "mxfp8 by emulate", "nvfp4 by emulate",
-    "block by emulate",
+    "bf16 to e4m3", "fp32 to e5m2", "scales and inverses", "rowwise, values", "mxfp6_e2m3, values",
+    "nvfp4, values", "fp8_state of torch, compiled, max", "mxfp8 by emulate",
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from tests.data.prepare.test_pipeline import (
     require,
     written,
 )
+from tests.support.cases import case
 from tests.support.small_tokenizers import trained
 
 
@@ -75,7 +76,7 @@ def test_the_number_of_processes_changes_nothing(mixed, tmp_path):
     assert len(contents(tmp_path / "1")) > 8
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [case(seed, quick=seed == 0) for seed in range(3)])
 def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monkeypatch):
     prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
     rng, cuts = random.Random(seed), 0
@@ -193,13 +194,16 @@ def wait_until(condition: Any, limit_s: float = 180) -> None:
         time.sleep(0.01)
 
 
+STOPPED = "Stopped. Progress is saved; the same command continues.\n"
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("signal_number", "group", "code", "message"),
     [
-        (signal.SIGKILL, False, -signal.SIGKILL, ""),
-        (signal.SIGTERM, False, 75, "Stopped. Progress is saved; the same command continues.\n"),
-        (signal.SIGINT, True, 75, "Stopped. Progress is saved; the same command continues.\n"),
+        case(signal.SIGKILL, False, -signal.SIGKILL, "", quick=True),
+        case(signal.SIGTERM, False, 75, STOPPED, quick=False),
+        case(signal.SIGINT, True, 75, STOPPED, quick=True),
     ],
 )
 def test_a_command_that_is_killed_goes_on_and_leaves_nothing(

@@ -17,6 +17,7 @@ from tests.faults.numeric import numeric_rows
 from tests.faults.numeric.numeric_faults import VALUES, Fault, places
 from tests.faults.numeric.numeric_rows import FP8, RECIPES, transient
 from tests.faults.numeric.small_runs import Recorder, digest_of, events, small_run, trained
+from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
@@ -157,7 +158,7 @@ def alternating(place: str, **more: Any) -> Fault:
     return Fault(place=place, value=NAN, steps=range(11, 100, 2), most=INF, **more)
 
 
-@pytest.mark.parametrize("log_every", [1, 10])
+@pytest.mark.parametrize("log_every", [case(1, quick=False), case(10, quick=True)])
 def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_every, tmp_path):
     keys = {"steps": 80, "save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
     run = spoilt(tmp_path, "delayed", [alternating("input", only_in_fp8=True)], **keys)
@@ -194,7 +195,10 @@ def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_nam
     assert numeric_rows.persistent(tmp_path, recipe, place) == ""
 
 
-@pytest.mark.parametrize(("recipe", "place"), [*((r, "input") for r in FP8), ("delayed", "amax")])
+@pytest.mark.parametrize(
+    ("recipe", "place"),
+    [*(case(r, "input", quick=r in ("delayed", "mxfp8")) for r in FP8), ("delayed", "amax")],
+)
 def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place, tmp_path):
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 

@@ -26,6 +26,7 @@ from fp8stack.training.init_from import nearest_preset, same_source, with_source
 from fp8stack.training.load import find_source
 from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
+from tests.support.cases import case
 from tests.support.hf_models import (
     LAYOUT,
     SHAPES,
@@ -242,7 +243,7 @@ OPTIONAL = (
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("arcee", "qwen3_moe"))],
+    [case(name, quick=name == "llama") for name in ("gpt2", "llama", "qwen3_moe", "arcee")],
 )
 def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
@@ -271,7 +272,7 @@ def test_every_key_of_every_json_type_is_read_or_refused_in_one_line(name, tmp_p
         *(("llama", key) for key in ("vocab_size", "intermediate_size", "num_hidden_layers")),
     ],
 )
-@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("size", [case(n, quick=n == 2**31) for n in (2**31 - 1, 2**31, 2**40)])
 def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
     hf_model_of(name).save_pretrained(tmp_path)
     config_json(tmp_path, **{key: size})

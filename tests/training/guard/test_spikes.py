@@ -13,12 +13,13 @@ from tests.conftest import metrics
 from tests.faults.case import Outcome
 from tests.faults.numeric import numeric_rows
 from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, spikes
+from tests.support.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp32", "delayed", pytest.param("current", marks=pytest.mark.slow)]
+    "recipe", [case(name, quick=name == "delayed") for name in ("fp32", "delayed", "current")]
 )
 def test_all_of_twenty_tenfold_losses_are_caught_and_no_clean_step_is(recipe, tmp_path):
     outcome = spiked(tmp_path, recipe, SPIKES, steps=160)

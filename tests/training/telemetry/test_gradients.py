@@ -23,6 +23,7 @@ from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
 from tests.support.backend_models import grad
+from tests.support.cases import case
 from tests.support.small_loop import SmallLoop, host_reads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -199,7 +200,10 @@ def test_an_injected_fault_is_named(
     assert "Needs attention" in verdict(analysis)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [case(x, quick=x in ("fp16", "delayed")) for x in ("fp32", "fp16", "delayed", "mxfp8")],
+)
 def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
     small = loop(tmp_path, recipe, model_overrides=FOUR)
     small.advance(10)

@@ -26,6 +26,7 @@ from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.training.metrics import trackers
 from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
 from tests.conftest import TINY, Command, refusal
+from tests.support.cases import case
 from tests.support.grouped_models import Grouped, passed
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -363,7 +364,9 @@ def test_numbers_are_named_by_figure_and_operand() -> None:
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [case(name, quick=name in ("delayed", "block")) for name in RECIPES]
+)
 def test_a_sampled_pass_asks_a_device_for_no_number(recipe: str, backend: str) -> None:
     hardware = Hardware("cuda", (10, 0) if recipe == "mxfp8" else (9, 0))
     config = CONFIG.model_copy(update={"width": 128})
