@@ -197,7 +197,7 @@ def test_nearly_all_work_of_linears_and_experts_is_in_fp8(name):
         for layer in plan.layers
         if layer.name != "lm_head" and not within_blocks({layer.name}) & routers
     ]
-    total = sum(layer.work for layer in layers) + plan.beside_work
+    total = sum(layer.work for layer in layers) + plan.work_outside_linears
     assert sum(layer.fp8_work for layer in layers) >= 0.99 * total
 
 
