@@ -30,7 +30,7 @@ def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
 
 
 def weights_for(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `weights` of another run for a new one: biases of routers begin anew where only one of
+    """The `weights` of another run for `model`: biases of routers begin anew where only one of
     the two has them."""
     new = {name: model.get_buffer(name).detach().cpu() for name in model.config.buffer_shapes()}
     biases = {name for name in weights if name.endswith(".balance_bias")}
