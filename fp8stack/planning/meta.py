@@ -139,7 +139,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     for lender in (backend, *backend._lenders.values()):
         if plan.backend == "te" and isinstance(lender, TorchBackend):
             lender.matmul = _any_gemm
-            lender.fp8_grouped_linear = partial(GroupedByTE, lender)
+            lender.fp8_grouped_linear = partial(_grouped_linear, lender, plan)
             lender.follow = partial(_follow, lender)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
@@ -155,6 +155,19 @@ def gather_weights(backend: Backend) -> None:
             lender._layers = [
                 x for x in lender._layers if x.quantizers["weight"].quantizer.per_tensor
             ]
+
+
+def _grouped_linear(
+    lender: TorchBackend,
+    plan: Plan,
+    layer: LayerPlan,
+    size: GroupedSize,
+    operands: LayerOperands,
+) -> nn.Module:
+    """See `Backend.fp8_grouped_linear`; `plan` names the backend that computes the layer."""
+    if plan.runs(plan.layer(layer.name)) == "te":
+        return GroupedByTE(lender, layer, size, operands)
+    return TorchBackend.fp8_grouped_linear(lender, layer, size, operands)
 
 
 class GroupedByTE(QuantizedLinear):
