@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.layers.backend import Backend
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form, multiply
+from fp8stack.layers.emulate import Emulated, EmulatedOperand, Form, multiply
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
 from fp8stack.layers.kernels.grouped_gemm import (
     by_grouped_mm,
@@ -37,7 +38,8 @@ class GroupedForm(NamedTuple):
     Attributes:
         turned, in_bf16: see `emulate.Form`.
         multiple: see `GroupRounding`.
-        by_row: whether each row has a factor, and not each group.
+        by_row: whether each row of a row copy has a factor, and not each group.
+        fp8: the dtype that holds the values, if it is FP8 and they carry no scales.
         packed, shape: see `emulate.Form`.
     """
 
@@ -45,6 +47,7 @@ class GroupedForm(NamedTuple):
     in_bf16: bool
     multiple: int = 1
     by_row: bool = False
+    fp8: torch.dtype | None = None
     packed: GroupedOperand | None = None
     shape: tuple[int, ...] | None = None
 
@@ -78,10 +81,13 @@ class GroupedOperand(EmulatedOperand):
         self.round_rows = _of_groups(self.rounding)
         self.round_columns = _of_groups(self.rounding_across)
         self.round_both = _of_groups(self.at_once)
-        by_row = self.along is not None and self.along.block == "row"
-        self.row_form = GroupedForm(False, self.rows.in_bf16, by_row=by_row)
         multiple = 1 if self.round_columns is None else self.round_columns.multiple
-        self.column_form = GroupedForm(True, self.columns.in_bf16, multiple)
+        by_row = self.along is not None and self.along.block == "row"
+        fp8, fp8_across = _fp8_of(self.along), _fp8_of(self.across)
+        self.row_form = GroupedForm(False, self.rows.in_bf16, 1, by_row, fp8)
+        self.column_form = GroupedForm(
+            True, self.columns.in_bf16, multiple, by_row=False, fp8=fp8_across
+        )
         self.packing = None
         if self.packs and isinstance(self.across, Quantizer) and self.bytes_of_rows is None:
             self.packing = GroupPacking(rounding(self.across, [0]))
@@ -116,6 +122,13 @@ class GroupedOperand(EmulatedOperand):
         return EmulatedGroups(values, factor, self.column_form, copy.ends)
 
 
+def _fp8_of(quantizer: object) -> torch.dtype | None:
+    """`GroupedForm.fp8` of a copy."""
+    if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
+        return None
+    return FORMATS[quantizer.format].dtype
+
+
 def _of_groups(rule: Rounding | None) -> GroupRounding | None:
     return None if rule is None else GroupRounding(rule)
 
@@ -125,7 +138,7 @@ class GroupedEmulation:
 
     Copy = EmulatedGroups
 
-    def __init__(self, backend: EmulateBackend, *, save_fp8: bool = False) -> None:
+    def __init__(self, backend: Backend, *, save_fp8: bool = False) -> None:
         self._backend = backend
         self._save_fp8 = save_fp8
         self.gemm_count = 0

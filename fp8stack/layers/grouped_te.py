@@ -32,6 +32,8 @@ class TEGroupedLinear(GroupedLinear):
         multiple = self.backend.group_multiple
         places = spans(ends, len(x), multiple)
         padded = [-(-(stop - start) // multiple) * multiple for start, stop in places]
+        if not any(padded):  # TE 2.20 may hang (TransformerEngine pull request 3019)
+            padded[0] = multiple
         rows = _rows_of(places, x.device) if sum(padded) != len(x) else None
         if rows is not None:
             x = _Spread.apply(x, rows, sum(padded))  # type: ignore[no-untyped-call]

@@ -216,28 +216,37 @@ def _loss_workspace(setting: Setting) -> int:
 def _block_workspace(setting: Setting) -> int:
     """Temporary memory of a block's backward pass, most of it in the MLP: the gradients before and
     after its activation or, by then, the emulator's float32 casts of a gradient (in blocks a source
-    and two layouts); and two gradients of the residual stream, float32."""
+    and two layouts); and two gradients of the residual stream, float32. Experts have as many rows
+    as tokens times experts per token; by then the float32 gradients of their outputs are freed."""
     plan, c = setting.plan, DTYPES[setting.plan.compute_dtype].itemsize
-    wide = plan.layer("blocks.0.mlp.up").out_features
-    gradients = c * (wide + plan.layer("blocks.0.mlp.down").in_features)
+    copies = [0]
     for layer in plan.layers:
         if layer.quantizers is not None and plan.runs(layer) == "emulate":
-            copies = 1 if layer.quantizers.turned("grad_output") else 3
-            gradients = max(gradients, 4 * copies * wide)
-    return setting.sequences * setting.context * (gradients + 2 * 4 * setting.config.width)
+            copies.append(1 if layer.quantizers.turned("grad_output") else 3)
+    largest = 0
+    for up in plan.layers:
+        path, _, name = up.name.rpartition(".")
+        if name == "up":
+            inner = plan.layer(f"{path}.down").in_features
+            gradients = max(c * (up.out_features + inner), 4 * max(copies) * up.out_features)
+            largest = max(largest, round(up.active * (up.groups or 1)) * gradients)
+    return setting.sequences * setting.context * (largest + 2 * 4 * setting.config.width)
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
     """Delayed scaling: for each quantizer a history as long as the longest, four float32 (its
     scale, target, amax, and the scale of the pass before), a bool, and two places, int64; and two
     flags. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
-    token of the model's context and element of a head."""
-    total, lengths = 0, []
+    token of the model's context and element of a head. Experts: biases that balance their load, and
+    for each router the tokens of each expert, int64, and a loss."""
+    total, lengths = float_bytes(config.buffer_shapes()), []
+    if config.experts is not None:
+        total += len(config.routers) * (8 * config.experts.count + FLOAT)
     for layer in plan.layers:
         if layer.quantizers is not None:
             total += 8 * layer.quantizers.stochastic
             casts = layer.quantizers.casts.values()
-            lengths += [q.history_length for q in casts if q.delayed]
+            lengths += [q.history_length for q in casts if q.delayed] * (layer.groups or 1)
     slots = plan.recipe.attention_slots.values()
     lengths += config.layers * [quantizer.history_length for quantizer in slots]
     if lengths:
@@ -250,16 +259,17 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
 def _gathered(setting: Setting, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
     time; a block's whole gradient exists until it is summed over ranks. Weights with one scale per
-    tensor are gathered as FP8 bytes by `torch`."""
+    tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
+    block = f"blocks.{setting.config.layers - 1}."
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
-    first = {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
+    last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
     as_bytes = 0
     for layer in setting.plan.layers:
         weight = None if layer.quantizers is None else layer.quantizers.weight
         low = weight is not None and weight.per_tensor and setting.plan.runs(layer) == "torch"
-        if low and layer.name.startswith("blocks.0.") and layer.out_features % setting.ranks == 0:
+        if low and layer.name.startswith(block) and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
-    return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)
+    return float_bytes(root) + 2 * (float_bytes(last) - as_bytes) + float_bytes(last)
 
 
 # Parameters and optimizer state

@@ -18,21 +18,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from fp8stack.common.formats import Quantizers
+from fp8stack.common.formats import OPERANDS, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.backend import DTYPES
+from fp8stack.layers.delayed import Slot
+from fp8stack.layers.grouped import GroupedSize
 from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.layers.torch import TorchBackend
+from fp8stack.layers.linear import QuantizedLinear, _Multiply
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.torch import ScaledOperand, TorchBackend
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
@@ -134,6 +139,8 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     for lender in (backend, *backend._lenders.values()):
         if plan.backend == "te" and isinstance(lender, TorchBackend):
             lender.matmul = _any_gemm
+            lender.fp8_grouped_linear = partial(_grouped_linear, lender, plan)
+            lender.follow = partial(_follow, lender)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
@@ -148,6 +155,103 @@ def gather_weights(backend: Backend) -> None:
             lender._layers = [
                 x for x in lender._layers if x.quantizers["weight"].quantizer.per_tensor
             ]
+
+
+def _grouped_linear(
+    lender: TorchBackend,
+    plan: Plan,
+    layer: LayerPlan,
+    size: GroupedSize,
+    operands: LayerOperands,
+) -> nn.Module:
+    """See `Backend.fp8_grouped_linear`; `plan` names the backend that computes the layer."""
+    if plan.runs(plan.layer(layer.name)) == "te":
+        return GroupedByTE(lender, layer, size, operands)
+    return TorchBackend.fp8_grouped_linear(lender, layer, size, operands)
+
+
+class GroupedByTE(QuantizedLinear):
+    """Takes the place of a grouped linear that Transformer Engine computes. Its weight has the
+    matrices of all groups, one below the other, and each operand is cast with the first group's
+    scale: the bytes are the same but for a few scales."""
+
+    def __init__(
+        self, lender: TorchBackend, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> None:
+        groups, inputs, outputs, bias = size
+        slots: Any = {place: _FirstOf(slot) for place, slot in operands.slots.items()}
+        draws = None if operands.draws is None else lender.draws.layer(f"{layer.name}.0")
+        of_all = LayerOperands(operands.quantizers, slots, draws)
+        quantizers = {name: ScaledOperand(name, of_all) for name in OPERANDS}
+        gemms = _GroupedGemms(lender, groups)
+        super().__init__((inputs, groups * outputs, bias), gemms, of_all, quantizers)
+        quantizers["weight"].layer = self
+        self._groups = groups
+
+    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
+        """See `GroupedLinear.forward`."""
+        x, grad = input.to(self.compute_dtype), torch.is_grad_enabled()
+        bias = None if self.bias is None else self.bias.view(self._groups, -1)[0]
+        record = self.delayed is not None and self.delayed.records(grad)
+        needs = (grad, grad)
+        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, bias, self, needs, record, len(x), False
+        )
+        return y
+
+
+class _FirstOf:
+    """The first slot of a vector of them."""
+
+    def __init__(self, slots: Slot) -> None:
+        self._slots = slots
+
+    def scale(self) -> Tensor:
+        return self._slots.scale()[0]
+
+    def to_cast(self, record: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        scales, recorded, counts = self._slots.to_cast(record)
+        return scales[0], None if recorded is None else recorded[0], counts
+
+
+class _GroupedGemms:
+    """A torch backend whose GEMMs multiply each group by its matrix."""
+
+    def __init__(self, lender: TorchBackend, groups: int) -> None:
+        self.lender = lender
+        self._groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lender, name)
+
+    def matmul(
+        self,
+        a: Scaled,
+        b: Scaled,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accumulation: bool = False,
+    ) -> Tensor:
+        """See `GemmBackend.matmul`."""
+        groups, first, second, turn = self._groups, a.data, b.data, "neither"
+        if fast_accumulation:  # y
+            second, turn = second.unflatten(0, (groups, -1)), "b"
+        elif out_dtype == torch.float32:  # dw
+            first, second, turn = first.t(), second.t(), "a"
+        else:  # dx
+            second = second.unflatten(1, (groups, -1)).permute(1, 2, 0)
+        ends = torch.empty(groups, dtype=torch.int32)
+        gemm = torch.ops.fp8stack.emulated_grouped_gemm
+        scales = a.inv_scale, b.inv_scale
+        y: Tensor = gemm(first, second, ends, turn, 1, *scales, False, bias, False, out_dtype)
+        return y.flatten(0, -2)
+
+
+def _follow(lender: TorchBackend, model: nn.Module) -> None:
+    """See `Backend.follow`; weights of groups are kept too."""
+    TorchBackend.follow(lender, model)
+    lender._layers += [x for x in model.modules() if isinstance(x, GroupedByTE)]
 
 
 def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:

@@ -29,6 +29,7 @@ IN_COMPUTE_DTYPE = {
     "attention": "the GEMMs of attention; its softmax and its sums are fp32 in torch's kernels",
     "activation": "elementwise: memory is what it takes",
     "branch dropout": "elementwise",
+    "dispatch": "rows are copied to the experts of their tokens, and back",
 }
 """Operations in the compute dtype, and why that suffices. The GEMMs of a linear take FP8 operands
 where the plan has it in FP8; attention is fp32 if the recipe says so."""
@@ -40,6 +41,7 @@ IN_FP32 = {
     "norm": "a mean and a variance over a row",
     "rope": "angles of thousands of radians",
     "residual": "small terms add up over all layers",
+    "routing": "a softmax that chooses experts, and sums of their outputs, which it weights",
     "loss": "softmax and logarithm over the vocabulary",
     "gradient accumulation": "small terms add up over micro-batches",
     "loss scaling": "scales beyond the range of fp16",
@@ -134,7 +136,8 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
     recipe = plan.recipe
     reason = IN_FP32.get(name, "")
     if name == "linear":
-        yield from _linear(plan, path, config.bias and path != "lm_head")
+        without_bias = path == "lm_head" or path in config.routers
+        yield from _linear(plan, path, config.bias and not without_bias)
     if name in ("linear", "cast"):
         return
     if name == "attention":
@@ -163,7 +166,8 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
 
 def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
     """Yield the three GEMMs of a linear, and the gradient of its bias."""
-    layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
+    layer = plan.layer(path)
+    dtype = stored_dtype(plan.compute_dtype if layer.fp8 else layer.precision)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
     exact = layer.fp8 and plan.runs(layer) in ("torch", "emulate")
     gradient = "fp32" if exact else dtype
@@ -185,7 +189,7 @@ def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
 def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
     """The dtypes of the operands of one of a linear's GEMMs."""
     if layer.quantizers is None:
-        return plan.compute_dtype, plan.compute_dtype
+        return layer.precision, layer.precision
     first, second = layer.quantizers.gemms[gemm]
     if second == "forward":
         second = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
@@ -264,6 +268,11 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
                 of_module.sort(key=lambda x: (x.to_fp8 and x.runs == "backward", x.what == "bias"))
         elif plan.recipe.fp8_attention and "attention" in names:
             of_module += _of_attention(path, plan)
+        elif "dispatch" in names and stored_dtype(plan.compute_dtype) != "fp32":
+            # Gradients of a row's copies are summed in float32.
+            cast = Cast(path=path, what="", source="fp32", target=plan.compute_dtype)
+            for rows in ("rows for experts", "rows from experts"):
+                of_module.append(replace(cast, what=rows + GRADIENT, runs="backward"))
         casts += of_module
     return casts
 

@@ -161,7 +161,7 @@ def traced_work(
     kinds = kinds_of(plan)
     firsts = tuple(first for first, *_ in kinds)
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
-    traces += [(len(kind) - 1, (*firsts, kind[0])) for kind in kinds if len(kind) > 1]
+    traces += [(len(kind) - 1, tuple(sorted((*firsts, kind[0])))) for kind in kinds if kind[1:]]
     for times, blocks in traces:
         traced = trace(config, plan, batch, context, blocks=blocks, backward=True)
         yield from ((times, work) for work in ideal_work(traced))
@@ -280,10 +280,12 @@ def predict_all(
     for name in ["bf16", *fp8]:
         recipe = load_recipe(name, {"head": True} if ceiling and name != "bf16" else {})
         plan = plan_for(config, recipe, hardware)
-        if plan.is_fp8 == (name != "bf16") and (plan.native or name == "bf16"):
+        emulated = [la.sentence for la in plan.layers if la.fp8 and plan.runs(la) == "emulate"]
+        native = plan.native and not emulated
+        if plan.is_fp8 == (name != "bf16") and (native or name == "bf16"):
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
-            left_out[name] = plan.reasons[0]
+            left_out[name] = emulated[0] if plan.native and emulated else plan.reasons[0]
     return Roofline(
         model=model,
         gpu=gpu,

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.layers.backend import DTYPES
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.model.mixture import MixtureMLP
 from fp8stack.precision import Plan
 
 _ATEN: Any = torch.ops.aten
-_OPERATIONS = {"": "positions", "attention": "rope", "mlp": "activation"}
+_OPERATIONS = {"": "positions", "attention": "rope"}
+_OPERATIONS |= dict.fromkeys(("mlp", "experts", "shared"), "activation")
 _OPERATIONS |= {name: name for name in ("embedding", "loss")}
 _OUTPUTS = {"attention": "attention's output", "mlp": "mlp's output", "lm_head": "logits"}
 _OUTPUTS |= {"embedding": "residual stream"}
+_OUTPUTS |= {"experts": "experts' output", "shared": "shared experts' output"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
@@ -73,7 +77,8 @@ class TensorNames:
     def leave(self, path: str, output: Any) -> None:
         """Name the output of the module at `path`."""
         if name := _OUTPUTS.get(path.rpartition(".")[2]):
-            self[output] = name
+            # A mixture of experts gives its routing too.
+            self[output if isinstance(output, Tensor) else output[0]] = name
 
     def inherit(self, func: Any, path: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
         """Name the outputs of an operator, and return the name that it inherits."""
@@ -111,20 +116,24 @@ def step_of(
     Returns:
         None for casts within a GEMM or within Transformer Engine, and for casts to the same dtype.
     """
-    is_linear = isinstance(module, nn.Linear)
+    is_linear = isinstance(module, (nn.Linear, GroupedLinear))
     operands = [x for x in inputs if x.is_floating_point()]
     dtypes = tuple(dict.fromkeys(map(_dtype_name, operands)))
     if func is not _ATEN._to_copy.default:
         if is_linear:
             return TracedStep(path=path, name="linear")
-        return TracedStep(
-            path=path, name=_operation_of(path), operands=dtypes, output=_dtype_name(output)
-        )
+        operation = _operation_of(path)
+        if isinstance(module, MixtureMLP):
+            operation = "dispatch" if func is _ATEN.index_select.default else "routing"
+        elif path == "" and output.ndim < 2:  # the losses of routers join the loss
+            path = operation = "loss"
+        return TracedStep(path=path, name=operation, operands=dtypes, output=_dtype_name(output))
     back = torch.is_grad_enabled() and operands[0].requires_grad
     if is_linear:
         layer, name = plan.layer(path), "input"
         if isinstance(operands[0], nn.Parameter):
-            name = "weight" if operands[0].ndim == 2 else "bias"
+            of_weight = 3 if isinstance(module, GroupedLinear) else 2
+            name = "weight" if operands[0].ndim == of_weight else "bias"
         # Outside of autograd a quantized GEMM casts its operands itself, except the bias.
         if (layer.fp8 and plan.runs(layer) == "te") or not (back or name == "bias"):
             return None

@@ -19,8 +19,9 @@ def needed_multiple(plan: Plan) -> int:
     return _TF32 if plan.compute_dtype == "tf32" else plan.vocabulary_multiple
 
 
-def size_notes(config: GPTConfig, plan: Plan) -> list[str]:
-    """A sentence for each size that is not a multiple of what the plan's GEMMs need, or of 64."""
+def size_notes(config: GPTConfig, plan: Plan, tokens: int | None = None) -> list[str]:
+    """A sentence for each size that is not a multiple of what the plan's GEMMs need, or of 64; and
+    one if an expert gets fewer than 64 rows of a micro-batch of so many `tokens`, on average."""
     multiple = needed_multiple(plan)
     if multiple == 1:
         return []
@@ -35,11 +36,23 @@ def size_notes(config: GPTConfig, plan: Plan) -> list[str]:
         best = padded_vocabulary(config, BEST)
         notes.append(_best("vocabulary", padded, best))
     precision = "FP8" if plan.is_fp8 else plan.compute_dtype
-    for name, size in (("width", config.width), ("mlp_width", config.hidden)):
+    sizes = {"width": config.width}
+    if not all(map(config.has_experts, range(config.layers))):
+        sizes["mlp_width"] = config.hidden
+    if config.experts is not None:
+        sizes["experts.width"] = config.experts.width
+    for name, size in sizes.items():
         if size % multiple:
             notes.append(_too_odd(name, size, multiple, f"{precision} GEMMs want"))
         elif size % BEST:
             notes.append(_best(name, size, _up(size, BEST)))
+    if config.experts is not None and tokens is not None:
+        rows = tokens * config.experts.per_token // config.experts.count
+        if rows < BEST:
+            notes.append(
+                f"an expert gets {rows} rows of a micro-batch on average; from {BEST} on, tensor "
+                "cores are used well: take a larger micro-batch (--accumulate)"
+            )
     multiple = _ATTENTION[plan.attention]
     if config.head_dim % multiple:
         wish = f"attention in {plan.attention} wants"

@@ -88,7 +88,7 @@ def trace(
         context: tokens per sequence.
         save_fp8: see `build_backend`.
         gathers: whether each pass gathers weights from the ranks (FSDP2).
-        blocks: the indices of the plan's blocks to run; None: the first of each kind.
+        blocks: the indices of the plan's blocks to run, in order; None: the first of each kind.
         backward: whether to run the backward pass too, with a loss in one chunk and attention in
             one kernel; else with a loss in two chunks where it has many.
 
@@ -129,7 +129,11 @@ def _traced(
     chunk: int,
 ) -> Trace:
     blocks_plan = meta.blocks_like(plan, [first for first, *_ in kinds])
-    small = config.model_copy(update={"layers": len(kinds), "context": context})
+    changes: dict[str, object] = {"layers": len(kinds), "context": context}
+    if config.experts is not None:
+        dense = sum(not config.has_experts(first) for first, *_ in kinds)
+        changes["experts"] = config.experts.model_copy(update={"first_dense": dense})
+    small = config.model_copy(update=changes)
     composed = not backward and meta.composes_attention(config, plan)
     with meta.without_memory(plan):
         model = gpt.GPT(small, meta.backend_of(blocks_plan, save_fp8=save_fp8), seed=None)

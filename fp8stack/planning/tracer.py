@@ -298,8 +298,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             a, b = inputs[1:3] if name == "aten::addmm" else inputs[:2]
             packed = a.dtype == torch.uint8  # two elements to a byte
             facts["rate"] = "half" if a.itemsize > 1 else "fp4" if packed else "fp8"
-            inner = math.isqrt(a.numel() * b.numel() // outputs[0].numel())
-            facts["flops"] = 2 * outputs[0].numel() * inner * (2 if packed else 1)
+            product = outputs[0]
+            if "grouped" in name:  # each row is multiplied by the matrix of its group
+                multiplications = a.numel() * (b if product.ndim == 3 else product).shape[1]
+            else:
+                inner = math.isqrt(a.numel() * b.numel() // product.numel())
+                multiplications = product.numel() * inner
+            facts["flops"] = 2 * multiplications * (2 if packed else 1)
         elif name.startswith("aten::_scaled_dot_product"):
             q, k = inputs[:2] if node is None else inputs[1:3]
             facts["rate"] = "fp8_attention" if self._plan.recipe.fp8_attention else "attention"

@@ -59,32 +59,6 @@ KERNELS = {
     )
 }
 
-
-UNGROUPED = {
-    "torch": "the torch backend has no grouped GEMMs",
-}
-"""The backends that hand grouped linears over, and the reason. What they could use, by source:
-
-torch 2.13, `F.scaled_grouped_mm` (aten/native/cuda/GroupedBlas.cpp; fprop and dgrad are its case
-2d-3d, wgrad 2d-2d). Compute capability 9.0 and 10.0. `offs` int32 on the device; sizes divisible by
-16; the output bfloat16 without a bias; no meta function (`_scaled_grouped_mm` has one), no CPU
-kernel.
-- E4M3 times E4M3 with float32 scales by row: rowwise. One scale per tensor is a row of equal ones,
-  so fprop of delayed and current; their dgrad and wgrad have E5M2 operands, which it refuses.
-  In wgrad, each group's rows must be divisible by 16.
-- MXFP8, MXFP4 and NVFP4 with scales in blocks of 128x4, for each group by itself: builds with
-  FBGEMM (USE_FBGEMM_GENAI), for 10.0.
-- no scales in blocks of 128: block.
-
-Transformer Engine 2.20.2 has `GroupedLinear` (module/grouped_linear.py), see `TEGroupedLinear`. The
-path with splits on the host, which is used, takes every recipe; it casts all weights, also of
-groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4: 128;
-`get_align_size_for_quantization`). Its other path, with splits on the device, leaves out delayed
-scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3 (Hopper:
-13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its Hadamard
-transform) from 10.0.
-"""
-
 _FLOAT32 = ("float32", "power_of_two")  # scale formats that are stored in float32
 
 SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
@@ -146,3 +120,45 @@ def feature_multiple(quantizers: Quantizers, backend: str) -> int:
     if kernel == "block" and backend == "torch":
         return 128
     return KERNELS[kernel].feature_multiple if kernel else 16
+
+
+def lacking_grouped_gemm(
+    backend: str, quantizers: Quantizers, capability: tuple[int, int] | None
+) -> str:
+    """The reason that a backend with a GEMM for these operands has none for groups of rows, whose
+    grouped linears are emulated; "" if it has. By source:
+
+    torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
+    10.0; fewer than 1024 groups, sizes divisible by 16; to bfloat16, without a bias; no kernel for
+    CPUs. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. Of two matrices,
+    as in wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
+    `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
+    in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
+
+    Transformer Engine 2.20.2 has `GroupedLinear` (module/grouped_linear.py), see `TEGroupedLinear`.
+    The path with splits on the host, which is used, takes every recipe; it casts all weights, also
+    of groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4:
+    128; `get_align_size_for_quantization`). Its other path, with splits on the device, leaves out
+    delayed scaling, custom recipes and `backward_override`; it needs 9.0 to 11.0 and cuBLASLt 13.3
+    (Hopper: 13.4, current 13.5, block 13.6); block is for Hopper alone, MXFP8 and NVFP4 (with its
+    Hadamard transform) from 10.0.
+    """
+    if backend != "torch":
+        return ""
+    if not HOPPER_OR_BLACKWELL.have(capability):
+        return f"torch's grouped FP8 GEMM needs compute capability {HOPPER_OR_BLACKWELL.words}"
+    kernel, x = kernel_of(quantizers), quantizers.input
+    if kernel not in SCALED_AFTERWARDS:
+        return f"the torch backend has no grouped GEMM for {kernel}"
+    if x is None or x.format != "e4m3":
+        return "torch's grouped FP8 GEMM takes E4M3 alone"
+    return ""
+
+
+def emulated_grouped_gemms(backend: str, quantizers: Quantizers) -> str:
+    """The GEMMs that are emulated in a grouped linear that a backend runs, with the reason; "" if
+    there are none."""
+    if backend != "torch":
+        return ""
+    emulated = "wgrad" if kernel_of(quantizers) == "rowwise" else "dgrad and wgrad"
+    return f"{emulated} by bf16 GEMMs on the exact operands: torch's takes E4M3 and gives bf16"

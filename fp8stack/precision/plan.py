@@ -10,7 +10,12 @@ from typing import Any, Literal
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
-from fp8stack.precision.native_gemms import KERNELS, UNGROUPED, feature_multiple, kernel_of
+from fp8stack.precision.native_gemms import (
+    KERNELS,
+    emulated_grouped_gemms,
+    feature_multiple,
+    kernel_of,
+)
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
@@ -35,7 +40,7 @@ class LayerPlan:
         doubt: why quantizing it may not pay.
         quantizers: the quantizers of its operands.
         backend: the backend that runs it, if not the plan's.
-        why: why that backend and not the plan's.
+        why: why that backend and not the plan's, or why some of its GEMMs are emulated.
         active: the share of tokens that the layer multiplies, less than 1 for an expert's; of a
             grouped linear, the mean share that a group multiplies.
         groups: the number of groups of a grouped linear, whose features are those of one group; 0
@@ -95,6 +100,7 @@ class Plan:
         gpu: the name of the GPU, whose rates decide where FP8 pays.
         delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
             them and the reason.
+        ungrouped: quantizers whose grouped linears are emulated, each with the reason.
         layers: the decisions for linear layers, see `for_layers`.
         beside_work: multiplications per token with weights outside linears, such as experts in one
             tensor.
@@ -112,6 +118,7 @@ class Plan:
     strict: bool = False
     gpu: str = ""
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
+    ungrouped: tuple[tuple[Quantizers, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
     beside_work: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
@@ -267,13 +274,17 @@ class Plan:
     def _served_by(
         self, quantizers: Quantizers | None, grouped: bool = False
     ) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers and the reason, if it is not the plan's backend."""
-        if grouped and quantizers is not None and self.backend in UNGROUPED:
-            return "emulate", f"{UNGROUPED[self.backend]}: emulated"
+        """The backend for these quantizers, if it is not the plan's, and the reason for it or for
+        GEMMs that it emulates."""
+        if quantizers is None:
+            return None, ""
+        for table, reason in self.ungrouped if grouped else ():
+            if table == quantizers:
+                return "emulate", f"{reason}: emulated"
         for delegated, backend, reason in self.delegated:
             if delegated == quantizers:
                 return backend, reason
-        return None, ""
+        return None, emulated_grouped_gemms(self.backend, quantizers) if grouped else ""
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """The plan that "auto" gives if no layer can run in FP8."""

@@ -6,7 +6,7 @@ that is not native and every layer that is not in FP8 adds a sentence to the pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import get_args
 
@@ -15,7 +15,13 @@ from fp8stack.common.errors import UnservedAttention, UserError, described, unkn
 from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
-from fp8stack.precision.native_gemms import BLACKWELL, KERNELS, SCALED_AFTERWARDS, kernel_of
+from fp8stack.precision.native_gemms import (
+    BLACKWELL,
+    KERNELS,
+    SCALED_AFTERWARDS,
+    kernel_of,
+    lacking_grouped_gemm,
+)
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 
@@ -184,6 +190,7 @@ def _resolve_fp8(
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
             slow = f"its casts are slower than they could be: {hardware.numba_problem}"
             reasons.append(OfBackend(slow))
+        delegated = _delegated(recipe, backend, hardware)
         half = native or (capability is not None and capability >= (8, 0))
         plan = Plan(
             asked=requested,
@@ -193,7 +200,8 @@ def _resolve_fp8(
             device=hardware.device,
             compute_dtype="bf16" if half else "fp32",
             reasons=tuple(reasons),
-            delegated=_delegated(recipe, backend, hardware),
+            delegated=delegated,
+            ungrouped=_ungrouped(recipe, backend, delegated, hardware),
         )
         return plan, reason if substitutes else ""
 
@@ -266,6 +274,21 @@ def _delegated(
             elif problem:
                 delegated.append((table, "emulate", f"{problem}: emulated"))
     return tuple(delegated)
+
+
+def _ungrouped(
+    recipe: Recipe,
+    backend: BackendName,
+    delegated: Collection[tuple[Quantizers, BackendName, str]],
+    hardware: Hardware,
+) -> tuple[tuple[Quantizers, str], ...]:
+    """The quantizers whose backend has no GEMMs for groups of rows, each with the reason."""
+    backends = {table: of_table for table, of_table, _ in delegated}
+    reasons = {
+        table: lacking_grouped_gemm(backends.get(table, backend), table, hardware.capability)
+        for table in recipe.tables
+    }
+    return tuple((table, reason) for table, reason in reasons.items() if reason)
 
 
 def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:

@@ -95,17 +95,17 @@ def test_tensors_are_those_of_each_linear_alone() -> None:
 def test_a_grouped_linear_shows_what_a_loop_of_linears_over_its_groups_casts(sizes) -> None:
     grouped = Grouped("delayed")
     loop = Loop("delayed", grouped)
-    seen: list[dict[tuple[str, str], Tensor]] = []
+    operands: list[dict[tuple[str, str], Tensor]] = []
     for model in (grouped, loop):
         records: Seen = []
         with observing(model, keep(records), outputs=True):
             passed(model, sizes, torch.float32)
-        seen.append({(path, operand): tensor for path, operand, tensor in records})
-        assert len(seen[-1]) == len(records) == 4 * 5
-    assert seen[0].keys() == seen[1].keys()
-    for place, tensor in seen[0].items():
-        assert torch.equal(tensor, seen[1][place])
-    x = seen[0]["up.1", "input"]
+        operands.append({(path, operand): tensor for path, operand, tensor in records})
+        assert len(operands[-1]) == len(records) == 4 * 5
+    assert operands[0].keys() == operands[1].keys()
+    for place, tensor in operands[0].items():
+        assert torch.equal(tensor, operands[1][place])
+    x = operands[0]["up.1", "input"]
     quantizers = grouped.plan.layer("up.1").quantizers
     assert quantizers is not None
     assert quantizers.input is not None

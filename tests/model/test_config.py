@@ -88,6 +88,19 @@ def test_a_width_that_does_not_divide_is_named_with_the_next_that_does():
     ]
 
 
+def test_an_experts_width_and_its_rows_of_a_micro_batch_are_noted():
+    experts = {"count": 8, "per_token": 2, "width": 48}
+    config = load_config("gpt-nano-moe", {"experts": experts})
+    plan = plan_for(config, "delayed", assumed("9.0"))
+    width = "experts.width 48 is no multiple of 64, which suits tensor cores best; 64 is one"
+    assert size_notes(config, plan, 256) == [width]
+    assert size_notes(config, plan, 248) == [
+        width,
+        "an expert gets 62 rows of a micro-batch on average; from 64 on, tensor cores are used "
+        "well: take a larger micro-batch (--accumulate)",
+    ]
+
+
 PADDED = [
     "vocabulary 50257 is padded to 50264, a multiple of 8; the padding is no token and stays zero",
     "vocabulary 50264 is no multiple of 64, which suits tensor cores best; 50304 is one",

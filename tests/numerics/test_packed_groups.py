@@ -32,8 +32,8 @@ def test_each_group_is_packed_by_itself(quantizer, stacked) -> None:
     start = 0
     for number, group in enumerate(groups):
         drawn = RandomBits(1, int(streams[number]), counter) if bits is not None else None
-        known = None if scale is None else scale[number]
-        alone = quantize(group, quantizer, 0, drawn, scale=known)
+        scale_of_group = None if scale is None else scale[number]
+        alone = quantize(group, quantizer, 0, drawn, scale=scale_of_group)
         expected, factor = unpack(alone)
         stop = start + len(expected)
         of_group = values[number] if stacked else values[start:stop]

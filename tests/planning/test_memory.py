@@ -17,7 +17,7 @@ from bench.cost.activations import Live, kept_bytes
 from fp8stack.layers import build_backend
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import QuantizedLinear
-from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.estimate import PhaseEstimate
 from fp8stack.planning.memory import Setting, estimate, optimizer_bytes
@@ -32,6 +32,7 @@ from tests.support.study_recipes import BACKWARD_HIGH, NEAREST, NO_HADAMARD
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
 Estimated = Callable[..., dict[str, Any]]
+EXPERTS = Experts(count=4, per_token=2, width=64, shared=1, first_dense=1, bias=0.1)
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "nano": {
@@ -41,6 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {
         "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "kv_heads": 2,
         "bias": False, "tied": False, "mlp_width": 352,
+    },
+    "mixture": {
+        "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": "width",
+        "bias": False, "tied": False, "experts": EXPERTS,
     },
     "odd": {"width": 96, "qk_norm": True, "activation": "gelu", "bias": False, "dropout": 0.1},
 }  # fmt: skip
@@ -85,10 +90,18 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
 
 
 def saved_bytes(model: GPT, setting: Setting) -> int:
-    """The bytes of tensors that a forward pass leaves, except the loss; and of the tokens."""
+    """The bytes of tensors that a forward pass leaves, except the loss and the load of experts; and
+    of the tokens."""
     shape = setting.sequences, setting.context + 1
     tokens = torch.randint(model.config.vocabulary, shape)
-    return kept_bytes(model, tokens) + tokens.nbytes
+    kept = kept_bytes(model, tokens) + tokens.nbytes
+    return kept - sum(tensor.nbytes for tensor in loads_of(model))
+
+
+def loads_of(model: GPT) -> list[Tensor]:
+    """What the routers report of a micro-batch."""
+    record = model.routing
+    return [x for x in (record.counts, record.balance) if x is not None]
 
 
 def id_of(tensor: Tensor) -> int:
@@ -208,7 +221,8 @@ def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypa
     [
         ("gpt2", "fp32", "none", 1), ("gpt2", "bf16", "block", 1), ("llama", "delayed", "none", 2),
         ("llama", "fp32", "selective", 2), ("llama", "mxfp8", "none", 1),
-        ("nano", "bf16", "none", 2),
+        ("nano", "bf16", "none", 2), ("mixture", "bf16", "none", 1),
+        ("mixture", "delayed", "block", 2),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_step_is_estimated_within_a_tenth(
@@ -304,6 +318,22 @@ def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_ran
     tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     draws: Any = model.stochastic_rounding
     tensors += draws.state_dict().values()
+    assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_experts_have_a_history_each_and_biases_and_a_load():
+    model, setting = build("mixture", "delayed", "emulate")
+    loss_of(model, setting)
+    delayed: Any = model.delayed_scaling
+    assert delayed.history.history.shape[1] == 3 * (8 + 2 * 4)  # 8 linears, and 2 for experts
+    tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
+    tensors += [*delayed.history.all_recorded, delayed.first_scales, delayed.first]
+    tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
+    tensors += [
+        *model.buffers(),
+        *loads_of(model),
+        *(x for t in model._rotations.values() for x in t),
+    ]
     assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8stack.layers import build_backend
 from fp8stack.layers.backend import DTYPES
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.operations import Operation, casts_of, operations_of, trace_of
 from fp8stack.planning.steps import TracedStep, merged_steps
@@ -38,10 +38,12 @@ LLAMA = GPTConfig(
     **SIZES, kv_heads=2, mlp_width=128, norm="rmsnorm", activation="swiglu", positions="rope",
     qk_norm=True, bias=False, tied=False,
 )  # fmt: skip
+EXPERTS = Experts(count=4, per_token=2, width=32, shared=1, first_dense=1, router_z=0.1)
 STYLES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "dropout": LLAMA.model_copy(update={"dropout": 0.1, "qk_norm": False}),
+    "mixture": LLAMA.model_copy(update={"qk_norm": "width", "experts": EXPERTS}),
 }
 # Recipe, backend, and the compute dtype of an FP8 recipe, which on a GPU is bf16.
 RUNS = [
@@ -63,7 +65,8 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     plan = plan_for(config, load_recipe(recipe, keys), Hardware("cpu", cpu_bf16=True), backend)
     if dtype is None:
         return plan
-    layers = [la if la.fp8 else replace(la, precision=dtype) for la in plan.layers]
+    keeps = {la.name for la in plan.layers if la.fp8} | {*config.routers}
+    layers = [la if la.name in keeps else replace(la, precision=dtype) for la in plan.layers]
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
@@ -72,7 +75,8 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
     tokens = torch.randint(config.vocabulary, (B, T + 1))
-    recorder = Recorder(model, rows=B * T)
+    chosen = 1 if config.experts is None else config.experts.per_token
+    recorder = Recorder(model, B * T, B * T * chosen)
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()

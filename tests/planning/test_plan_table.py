@@ -42,8 +42,20 @@ def test_every_operation_is_in_one_of_the_lists_and_every_entry_is_used():
     )
     names = Counter(name for _, name in rows("fp16", config=config))
     names += Counter(name for _, name in rows("delayed"))
+    names += Counter(name for _, name in rows("bf16", config=load_config("gpt-nano-moe")))
     assert set(names) == set(IN_COMPUTE_DTYPE) | set(IN_FP32)
     assert not set(IN_COMPUTE_DTYPE) & set(IN_FP32)
+
+
+def test_experts_are_planned_as_one_layer_and_their_router_is_float32():
+    planned = rows("delayed", config=load_config("gpt-nano-moe"))
+    router = planned["blocks.0.mlp.router", "fprop"]
+    assert (router.operands, router.output) == (("fp32", "fp32"), "fp32")
+    assert planned["blocks.0.mlp.experts.up", "dgrad"].operands == ("e5m2", "e4m3")
+    assert planned["blocks.0.mlp.experts", "activation"].output == "bf16"
+    assert planned["blocks.0.mlp", "dispatch"].output == "bf16"
+    assert planned["blocks.0.mlp", "routing"].output == "fp32"
+    assert not {path for path, name in planned if name == "positions"}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])

@@ -15,7 +15,7 @@ import pytest
 
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.presets import names
-from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary, plan_for
+from fp8stack.model.config import Experts, GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.planning import roofline
 from fp8stack.planning.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
 from fp8stack.planning.trace import Trace, trace
@@ -231,6 +231,46 @@ def test_bytes_of_quantized_layers_by_hand(recipe):
         for k, n in ((d, 3 * d), (d, d), (d, h), (h, d))
     )
     assert got["GEMMs"] == pytest.approx(layers * gemms, rel=0.03 if recipe == "block" else 1e-3)
+
+
+def planned(config: GPTConfig, recipe: str) -> Plan:
+    return plan_for(config, recipe, assumed("10.0") if recipe == "nvfp4" else HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [("gpt-nano-moe", "delayed"), ("olmoe-7b", "bf16"), case("deepseek-16b", "nvfp4", quick=False)],
+)
+def test_gemms_of_experts_do_the_operations_of_the_experts_that_are_chosen(model, recipe):
+    config, tokens = load_config(model), 4 * 128
+    sizes = {"batch": 4, "context": 128, "rates": FLOPS}
+    got = seconds(predict(config, planned(config, recipe), H200, **sizes))
+    useful = got["GEMMs"] + got["head and loss"] + 6 / 7 * got["attention"]
+    assert useful == pytest.approx(tokens * config.flops_per_token(128), rel=1e-12)
+    # By hand: attention's four matrices, three of each expert that a token meets, and the router.
+    if model == "olmoe-7b":
+        d, h, chosen, experts, layers = 2048, 1024, 8, 64, 16
+        assert got["GEMMs"] == 6 * tokens * layers * (4 * d * d + chosen * 3 * d * h + d * experts)
+
+
+def test_gemms_of_experts_read_the_weights_of_all_and_the_rows_of_those_chosen():
+    experts = Experts(count=8, per_token=2, width=256, first_dense=2)
+    config, tokens, d, h = WIDE.model_copy(update={"experts": experts}), 4 * 64, 128, 384
+    sizes = {"batch": 4, "context": 64, "rates": BYTES}
+    got = seconds(predict(config, planned(config, "delayed"), H200, **sizes))
+
+    def gemms(rows: int, k: int, n: int, groups: int = 1) -> int:
+        """Operands of a byte, y and dx in bf16, dw in float32."""
+        weights = groups * k * n
+        moved = (rows * k + weights + 2 * rows * n) + (rows * n + weights + 2 * rows * k)
+        return moved + rows * (k + n) + 4 * weights
+
+    attention = gemms(tokens, d, 3 * d) + gemms(tokens, d, d)
+    dense = gemms(tokens, d, h) + gemms(tokens, h, d)
+    mixture = gemms(2 * tokens, d, 256, 8) + gemms(2 * tokens, 256, d, 8)
+    mixture += 3 * 4 * (tokens * d + d * 8 + tokens * 8)  # the router's, in float32
+    assert got["GEMMs"] == pytest.approx(4 * attention + 2 * (dense + mixture), rel=2e-3)
+    assert got["optimizer"] == 36 * config.parameters()
 
 
 def test_blocks_of_several_kinds_are_counted_one_by_one():

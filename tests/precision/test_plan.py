@@ -1319,7 +1319,7 @@ def test_recipes_are_in_the_order_of_what_runs_them():
 
 
 def test_strict_refuses_to_emulate_a_grouped_linear() -> None:
-    plan = resolve("current", H100, "torch", strict=True)
+    plan = resolve("block", H100, "torch", strict=True)
     with pytest.raises(UserError, match="experts does not run as asked: the torch backend has no"):
         plan.for_layers({"experts": (64, 64)}, grouped={"experts": 4})
 
@@ -1361,11 +1361,36 @@ def test_a_grouped_linear_works_for_the_tokens_of_all_its_groups() -> None:
     assert up.to_json()["groups"] == 8
 
 
+DGRAD_TOO = "dgrad and wgrad by bf16 GEMMs on the exact operands: torch's takes E4M3 and gives bf16"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "backend", "runs", "reason"),
+    [
+        ("delayed", H100, "te", None, ""),
+        ("block", H100, "te", None, ""),
+        ("mxfp8", B200, "te", None, ""),
+        ("current", H100, "torch", None, DGRAD_TOO),
+        ("delayed", B200, "torch", None, DGRAD_TOO),
+        ("rowwise", H100, "torch", None, DGRAD_TOO.removeprefix("dgrad and ")),
+        ("mxfp8", B200, "torch", "emulate", "the torch backend has no grouped GEMM for mxfp8"),
+        ("nvfp4", B200, "torch", "emulate", "the torch backend has no grouped GEMM for nvfp4"),
+        ("current", L4, "torch", "emulate", "torch's grouped FP8 GEMM needs compute capability"),
+        ("rowwise", RTX5090, "torch", "emulate", "needs compute capability 9.0 or 10.x"),
+        ("current", CPU, "torch", "emulate", "torch's grouped FP8 GEMM needs compute capability"),
+    ],
+)
+def test_what_runs_a_grouped_linear_and_why(recipe, machine, backend, runs, reason) -> None:
+    plan = resolve(recipe, machine, backend).for_layers({"up": (128, 128)}, grouped={"up": 8})
+    layer = plan.layer("up")
+    assert layer.backend == runs
+    assert reason in layer.why
+    assert bool(reason) == bool(layer.why) == any("up:" in line for line in plan.reasons)
+
+
 def test_the_summary_says_once_that_groups_of_many_blocks_are_emulated() -> None:
     plan = resolve("current", H100, "torch").for_layers(MIXTURE, grouped=EXPERTS)
     assert plan.summary()[1:-1] == [
-        f"  because 2 layers blocks.*.{name}: current, the torch backend has no grouped GEMMs: "
-        "emulated"
-        for name in ("up", "down")
+        f"  because 2 layers blocks.*.{name}: current, {DGRAD_TOO}" for name in ("up", "down")
     ]
     assert len(plan.reasons) == 4

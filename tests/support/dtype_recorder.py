@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.layers.emulate import EmulateBackend
+from fp8stack.layers.grouped import QuantizedGroupedLinear
+from fp8stack.layers.grouped_emulation import GroupedEmulation
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.torch import TorchBackend
 
@@ -24,12 +26,13 @@ SHORT = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-GEMMS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm.")
+GEMMS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm.", "fp8stack.grouped_gemm.")
 FP8 = ("e2m1", "e5m2", "e4m3")
 
 
 class Recorder(TorchDispatchMode):
-    """Records the passes of `model` that run in the context, on `rows` rows.
+    """Records the passes of `model` that run in the context, with inputs of linears of so many
+    `rows`.
 
     Attributes:
         gemms: the number of GEMMs by name, operands and output.
@@ -37,7 +40,7 @@ class Recorder(TorchDispatchMode):
         quantized: the number of quantized operands of linears by path, operand and pass.
     """
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    def __init__(self, model: nn.Module, *rows: int) -> None:
         super().__init__()
         self.rows = rows
         self.gemms: Counter[tuple[str, tuple[str, ...], str]] = Counter()
@@ -46,7 +49,7 @@ class Recorder(TorchDispatchMode):
         self._paths_of_quantizers = {
             id(quantizers): path
             for path, module in model.named_modules()
-            if isinstance(module, QuantizedLinear)
+            if isinstance(module, (QuantizedLinear, QuantizedGroupedLinear))
             for quantizers in module.quantizers.values()
         }
         self._inside = 0  # the depth of operations that count as one, whatever they call
@@ -57,8 +60,10 @@ class Recorder(TorchDispatchMode):
         """Watch until the end of the context."""
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(EmulateBackend, "matmul", self._gemm()),
+            mock.patch.object(EmulateBackend, "matmul", self._gemm(EmulateBackend.matmul)),
+            mock.patch.object(GroupedEmulation, "matmul", self._gemm(GroupedEmulation.matmul)),
             mock.patch.object(EmulateBackend, "cast", self._quantize(EmulateBackend.cast)),
+            mock.patch.object(GroupedEmulation, "cast", self._quantize(GroupedEmulation.cast)),
             mock.patch.object(TorchBackend, "quantize", self._quantize(TorchBackend.quantize)),
             self,
         ):
@@ -77,12 +82,8 @@ class Recorder(TorchDispatchMode):
 
         return attention
 
-    def _gemm(self) -> Any:
-        real = EmulateBackend.matmul
-
-        def gemm(
-            this: EmulateBackend, a: Any, b: Any, out_dtype: torch.dtype, **more: Any
-        ) -> Tensor:
+    def _gemm(self, real: Any) -> Any:
+        def gemm(this: Any, a: Any, b: Any, out_dtype: torch.dtype, **more: Any) -> Tensor:
             self._inside += 1
             operands = tuple(_held(x.values) for x in (a, b))
             y = real(this, a, b, out_dtype, **more)
@@ -111,7 +112,8 @@ class Recorder(TorchDispatchMode):
         return quantize
 
     def _note_gemm(self, operands: tuple[str, ...], y: Tensor) -> None:
-        backward = "dgrad" if len(y) == self.rows else "wgrad"
+        # A gradient of grouped weights has three dimensions.
+        backward = "dgrad" if y.ndim == 2 and len(y) in self.rows else "wgrad"
         name = "fprop" if _pass() == "forward" else backward
         self.gemms[name, operands, dtypes(y)[0]] += 1
 

@@ -41,8 +41,8 @@ def sharded(rank: int, recipe: str, groups: int) -> list[list[Tensor]]:
             optimizer.zero_grad()
         tensors += fp8_state(trained).values()
         for parameter in trained.parameters():
-            whole: Any = parameter.detach()
-            tensors.append(whole.full_tensor() if trained is model else whole)
+            values: Any = parameter.detach()
+            tensors.append(values.full_tensor() if trained is model else values)
         results.append(tensors)
     return results
 

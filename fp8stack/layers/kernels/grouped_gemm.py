@@ -109,7 +109,12 @@ def by_grouped_mm(a: Tensor, b: Tensor, ends: Tensor, turn: str) -> Tensor:
     """`grouped_gemm` without a bias by torch's own kernel, which does not wait for `ends`."""
     first = a.t() if turn == "a" else a
     second = b.transpose(-2, -1) if turn == "b" else b
-    return F.grouped_mm(first, second, offs=ends)
+    y = F.grouped_mm(first, second, offs=ends)
+    if turn != "a":
+        return y
+    # On 10.0, groups without rows got other values than 0 (pytorch issue 172439, open in 2026).
+    sizes = ends.diff(prepend=torch.zeros_like(ends[:1]))
+    return y.masked_fill_((sizes == 0)[:, None, None], 0)
 
 
 def sum_groups(x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fp8stack.layers.kernels.grouped_gemm import (
     by_grouped_mm,
@@ -52,3 +53,15 @@ def test_a_bias_is_that_of_the_group_and_sums_are_over_its_rows() -> None:
 def test_a_cpu_takes_the_loop() -> None:
     x = normal(24, 72).bfloat16()
     assert not takes_grouped_mm(x, x)
+
+
+def test_a_group_without_rows_has_a_product_of_zeros_whatever_the_kernel_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leaves_memory(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.full((4, a.shape[0], b.shape[1]), torch.nan)
+
+    monkeypatch.setattr(F, "grouped_mm", leaves_memory)
+    dw = by_grouped_mm(normal(24, 40), normal(24, 72), ENDS, "a")
+    assert not dw[1].any()
+    assert dw[[0, 2, 3]].isnan().all()

@@ -1,0 +1,147 @@
+"""Grouped linears on torch's grouped FP8 GEMM: a stand-in makes the checks of the CUDA source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.layers import fp8_state
+from fp8stack.layers.compiler import compiled
+from fp8stack.layers.grouped_torch import GroupedTorch
+from tests.support.backend_models import H100, grad, normal, same
+from tests.support.grouped_models import Grouped, ends_of
+
+IN, OUT = 64, 96
+SIZES = [[5, 0, 20, 7], [16, 16, 0, 32], [0, 0, 0, 9], [0, 0, 0, 0]]
+FP8_GEMMS = {"delayed": 1, "current": 1, "rowwise": 2}  # fprop, and dgrad of rowwise
+
+
+class Gemm:
+    """`torch._scaled_grouped_mm` of rows by matrices, with the checks of GroupedBlas.cpp and
+    ScaledGroupMM.cu, and of the function for tensors without memory."""
+
+    def __init__(self) -> None:
+        self.fast: list[bool] = []
+        self.meta: Any = torch._scaled_grouped_mm
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        *,
+        offs: Tensor,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+    ) -> Tensor:
+        assert a.ndim == 2
+        assert b.ndim == 3
+        assert a.dtype == b.dtype == torch.float8_e4m3fn
+        assert a.stride() == (a.shape[1], 1)
+        assert b.stride()[-2:] == (1, b.shape[1])
+        assert a.shape[1] == b.shape[1]
+        assert not any(size % 16 for size in (a.shape[1], *b.shape[1:]))
+        assert offs.dtype == torch.int32
+        assert offs.shape == (len(b),)
+        for scale, shape in ((scale_a, a.shape[:1]), (scale_b, (len(b), b.shape[2]))):
+            assert scale.dtype == torch.float32
+            assert scale.shape == shape
+            assert scale.is_contiguous()
+        assert out_dtype == torch.bfloat16
+        assert len(b) < 1024
+        self.fast.append(use_fast_accum)
+        on_meta: list[Any] = [x.to("meta") for x in (a, b, scale_a, scale_b)]
+        shaped = self.meta(*on_meta, offs=offs.to("meta"), out_dtype=out_dtype)
+        places = [0, *offs.tolist()]
+        y = torch.empty(shaped.shape)
+        for group, matrix in enumerate(b.float()):
+            rows = slice(places[group], places[group + 1])
+            y[rows] = a[rows].float() @ matrix * scale_a[rows, None] * scale_b[group]
+        return y.to(out_dtype)
+
+
+@pytest.fixture
+def gemm(monkeypatch) -> Gemm:
+    stand_in = Gemm()
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
+    return stand_in
+
+
+def grouped(recipe: str, backend: str, **options: Any) -> Grouped:
+    return Grouped(recipe, backend=backend, hardware=H100, size=(IN, OUT), **options)
+
+
+def results(model: Any, up: Any, sizes: list[int], seed: int) -> list[Tensor]:
+    up.zero_grad()
+    x = normal(sum(sizes), IN, seed=seed).requires_grad_()
+    y = model(x, ends_of(sizes))
+    y.backward(normal(*y.shape, seed=seed + 1).to(y.dtype))
+    return [y.detach(), grad(x), *(grad(parameter) for parameter in up.parameters())]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", FP8_GEMMS)
+def test_outputs_and_gradients_follow_the_emulators(gemm, recipe, bias) -> None:
+    by_torch, emulated = (grouped(recipe, name, bias=bias) for name in ("torch", "emulate"))
+    assert type(by_torch.up.backend) is GroupedTorch
+    for seed, sizes in enumerate(SIZES):
+        pairs = zip(
+            results(by_torch, by_torch.up, sizes, seed),
+            results(emulated, emulated.up, sizes, seed),
+            strict=True,
+        )
+        y, dx, *gradients = pairs
+        # Rounded to bfloat16 once, or twice where there is a bias.
+        torch.testing.assert_close(*y, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(*dx, rtol=2**-7, atol=2**-12)
+        for tensor, expected in gradients:  # in float32
+            assert torch.equal(tensor, expected)
+    assert same(fp8_state(by_torch), fp8_state(emulated))
+    with_rows = sum(any(sizes) for sizes in SIZES)
+    assert len(gemm.fast) == with_rows * FP8_GEMMS[recipe]
+    assert sum(gemm.fast) == with_rows  # forward alone
+
+
+def test_columns_are_saved_as_bytes(gemm) -> None:
+    model = grouped("rowwise", "torch")
+    assert all(model.up.quantizers[name].packs for name in ("input", "weight"))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_code_is_compiled_once_for_groups_of_any_sizes(gemm, recipe, monkeypatch) -> None:
+    torch.compiler.reset()
+    eager, model = grouped(recipe, "torch"), grouped(recipe, "torch")
+    operator = torch.library.custom_op(
+        f"tests::grouped_gemm_of_{recipe}",
+        lambda a, b, scale_a, scale_b, offs, fast: gemm(
+            a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+        ),
+        mutates_args=(),
+        schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, bool fast)"
+        " -> Tensor",
+    )
+    operator.register_fake(
+        lambda a, b, scale_a, scale_b, offs, fast: a.new_empty(
+            (a.shape[0], b.shape[2]), dtype=torch.bfloat16
+        )
+    )
+
+    def multiply(
+        a: Any, b: Any, sa: Any, sb: Any, *, offs: Any, out_dtype: Any, use_fast_accum: bool
+    ) -> Any:
+        return operator(a, b, sa, sb, offs, use_fast_accum)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
+    run = compiled(model, "aot_eager")
+    counter = torch._dynamo.utils.counters["stats"]
+    for seed, sizes in enumerate(([5, 33, 16, 1], [0, 54, 0, 1], [20, 20, 10, 5], [1, 2, 3, 49])):
+        expected = results(eager, eager.up, sizes, seed)
+        for tensor, target in zip(results(run, model.up, sizes, seed), expected, strict=True):
+            assert torch.equal(tensor, target)
+        if seed == 1:
+            graphs = counter["unique_graphs"]
+    assert counter["unique_graphs"] == graphs
