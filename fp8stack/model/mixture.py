@@ -104,6 +104,12 @@ class _Gather(torch.autograd.Function):
         return rows.sum(1, dtype=torch.float32).to(dy.dtype), None, None
 
 
+def gather(x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
+    """The rows `x[places]`, see `_Gather`: [copies, D] in the dtype of `x`."""
+    y: Tensor = _Gather.apply(x, places, copies)  # type: ignore[no-untyped-call]
+    return y
+
+
 class ExpertsMLP(nn.Module):
     """The experts: grouped linears `up` [X, 2 F or F, D] and `down` [X, D, F] around an activation,
     with inner width F; SwiGLU's gate comes first."""
@@ -159,9 +165,9 @@ class MixtureMLP(nn.Module):
         _, order = torch.sort(choice.experts.flatten(), stable=True)
         inverse_NK = torch.argsort(order).view(-1, per_token)
         offsets = counts.cumsum(0).to(torch.int32)
-        rows = _Gather.apply(x_ND, order // per_token, inverse_NK)
+        rows = gather(x_ND, order // per_token, inverse_NK)
         outputs = self.experts(rows, offsets)
-        y = _Gather.apply(outputs, inverse_NK.flatten(), order[:, None])
+        y = gather(outputs, inverse_NK.flatten(), order[:, None])
         y_BTKD = y.view(*choice.weights.shape, -1).float()
         return (y_BTKD * choice.weights[..., None]).sum(2)
 

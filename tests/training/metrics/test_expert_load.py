@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, recipe: str = "delayed", **flags: Any) -> SmallLoop:
     (folder / "shape.toml").write_text(SHAPE)
-    sizes = {"model": str(folder / "shape.toml"), "model_overrides": {"layers": 2}}
+    sizes: dict[str, Any] = {"model": str(folder / "shape.toml"), "model_overrides": {"layers": 2}}
     return SmallLoop(folder / "r", recipe, **sizes, **flags)
 
 
