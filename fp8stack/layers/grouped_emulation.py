@@ -251,9 +251,7 @@ def _emulated_gemm(
         return by_grouped_mm(a, b, ends, turn)
     a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
 
-    def multiply_group(
-        group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None
-    ) -> Tensor:
+    def multiply(group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None) -> Tensor:
         of_a = None if a_factor is None else a_factor[place if by_row else group]
         of_b = None if b_factor is None else b_factor[group]
         return EmulateBackend.matmul(
@@ -265,7 +263,7 @@ def _emulated_gemm(
         )
 
     shape = output_shape(a, b, ends, turn)
-    return each_group(a, b, ends, multiple, multiply_group, a.new_empty(shape, dtype=out_dtype))
+    return each_group(a, b, ends, multiple, multiply, a.new_empty(shape, dtype=out_dtype))
 
 
 def _fake_emulated_gemm(

@@ -139,7 +139,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
             delegate.matmul = _any_gemm
-            delegate.fp8_grouped_linear = partial(GroupedByTE, delegate)
+            delegate.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
             delegate.register_hooks = partial(_register_hooks, delegate)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
@@ -155,6 +155,19 @@ def gather_weights(backend: Backend) -> None:
             delegate._layers = [
                 x for x in delegate._layers if x.quantizers["weight"].quantizer.per_tensor
             ]
+
+
+def _grouped_linear(
+    lender: TorchBackend,
+    plan: Plan,
+    layer: LayerPlan,
+    size: GroupedSize,
+    operands: LayerOperands,
+) -> nn.Module:
+    """See `Backend.fp8_grouped_linear`; `plan` names the backend that computes the layer."""
+    if plan.runs(plan.layer(layer.name)) == "te":
+        return GroupedByTE(lender, layer, size, operands)
+    return TorchBackend.fp8_grouped_linear(lender, layer, size, operands)
 
 
 class GroupedByTE(QuantizedLinear):

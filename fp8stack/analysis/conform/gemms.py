@@ -209,7 +209,7 @@ def linear(
     called = context.compiled(layer) if compiled else layer
     for _ in range(3 if chosen.delayed else 1):  # until the scales are found
         draws = getattr(getattr(layer, "operands", None), "draws", None)
-        results = _once(layer, called, x, {"y": dy})
+        results = one_pass(layer, called, x, {"y": dy})
     for name in ("weight", "bias")[: 1 + shape.bias]:
         results[f"d{name[0]}"] = results.pop(f"d {name}")
     expected = _expected(context, chosen, shape, tensors, draws, results, backend)
@@ -240,7 +240,7 @@ def _operands(shape: Shape, seed: int, wide: bool) -> dict[str, Tensor]:
     return {name: value.bfloat16() for name, value in operands.items()}
 
 
-def _once(model: nn.Module, called: Any, x: Tensor, dys: dict[str, Tensor]) -> dict[str, Tensor]:
+def one_pass(model: nn.Module, called: Any, x: Tensor, dys: dict[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of one pass, by the names in `dys`, "dx", and the gradient of each parameter."""
     mark_weights_changed(model)
     x = x.detach().clone().requires_grad_()
@@ -372,8 +372,8 @@ def fused(context: Context, recipe: str, backend: str) -> Facts:
     }
     model, exact, x = model.to(context.device), exact.to(context.device), x.to(context.device)
     for _ in range(3 if chosen.delayed else 1):
-        results = _once(model, model, x, dys)
-    expected = _once(exact, exact, x, dys)
+        results = one_pass(model, model, x, dys)
+    expected = one_pass(exact, exact, x, dys)
     ratios = {name: agreement_db(results[name], value) for name, value in expected.items()}
     holds = all(value >= QUANTIZED_DB for value in ratios.values())
     return {"holds": holds, "unquantized_db": ratios}

@@ -15,6 +15,7 @@ from fp8stack.analysis.conform.casts import casts, scales
 from fp8stack.analysis.conform.checks import Check, Context, Facts, brief, broken, run_check
 from fp8stack.analysis.conform.gemms import gemms
 from fp8stack.analysis.conform.golden import golden
+from fp8stack.analysis.conform.grouped_linears import grouped_linears
 from fp8stack.analysis.conform.histories import histories
 from fp8stack.analysis.conform.quantizers import quantizers
 from fp8stack.analysis.conform.scale_layouts import layouts
@@ -30,6 +31,7 @@ GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "layouts": layouts,
     "histories": histories,
     "gemms": gemms,
+    "groups": grouped_linears,
     "attention": attention,
     "golden": golden,
 }

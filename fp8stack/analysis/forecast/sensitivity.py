@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
-from fp8stack.layers.linear import LowPrecisionLinear
-from fp8stack.layers.observe import Place, observing
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.observe import Place, fp8_linears, observing
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import RandomBits
@@ -155,11 +155,7 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     quantized = GPT(model.config, backend)
     quantized.load_state_dict(model.state_dict(), strict=False)
     quantized.to(next(model.parameters()).device)
-    linears = {
-        path: module
-        for path, module in quantized.named_modules()
-        if isinstance(module, LowPrecisionLinear) and module.in_fp8
-    }
+    linears = fp8_linears(quantized)
     exact = all(
         (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
         for path in linears
@@ -180,10 +176,11 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
 
 
 class OperandRecorder:
-    """The operands of a model's linears in one forward and backward pass."""
+    """The operands of a model's linears in one forward and backward pass, those of a grouped linear
+    by group."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, Place], Tensor] = {}
+        self._tensors: dict[tuple[str, Place], list[Tensor]] = {}
         self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
 
     @classmethod
@@ -194,11 +191,12 @@ class OperandRecorder:
         layers = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, nn.Linear) and path in paths
+            if isinstance(module, nn.Linear | GroupedLinear) and path in paths
         }
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
-            operands._tensors[path, place] = x.clone()
+            of_layer = path.rpartition(".")[0] if isinstance(layer, GroupedLinear) else path
+            operands._tensors.setdefault((of_layer, place), []).append(x.clone())
 
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         with torch.enable_grad(), observing(model, observe, layers=layers):
@@ -215,7 +213,7 @@ class OperandRecorder:
 
     def size(self, path: str) -> int:
         """The number of elements of the layer's weight."""
-        return self._tensors[path, "weight"].numel()
+        return sum(matrix.numel() for matrix in self._tensors[path, "weight"])
 
     def backward_error(self, path: str, table: Quantizers) -> float:
         """The sum of the relative squared errors of a backward GEMM's two operands, averaged over
@@ -236,11 +234,12 @@ class OperandRecorder:
             return 0.0
         key = (path, operand, quantizer, dim)
         if key not in self._errors:
-            x = self._tensors[path, operand]
-            bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
-            figures = quantization_error(
-                x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
-            )
-            signal, noise = float(figures[SIGNAL]), float(figures[NOISE])
+            signal = noise = 0.0
+            for x in self._tensors[path, operand]:
+                bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+                figures = quantization_error(
+                    x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
+                )
+                signal, noise = signal + float(figures[SIGNAL]), noise + float(figures[NOISE])
             self._errors[key] = noise / signal if signal else 0.0
         return self._errors[key]

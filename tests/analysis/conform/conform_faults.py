@@ -27,6 +27,7 @@ from fp8stack.numerics import (
     blocks,
     cast,
     fused,
+    groups,
     hadamard,
     quantized,
     rounding,
@@ -270,6 +271,15 @@ FAULTS: dict[str, tuple[str, Put]] = {
             lambda exact, amax, format, rounding: exact(
                 amax, format, "floor" if rounding == "rceil" else rounding
             ),
+        ),
+    ),
+    "the last row of a group counts to the next": (
+        "groups: current by emulate",
+        after(
+            groups, "spans",
+            lambda places, ends, rows, *x: [
+                (max(start - 1, 0), stop - (stop < rows)) for start, stop in places
+            ],
         ),
     ),
     "a block is transposed": (
