@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
-from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.layers.observe import Place, observing
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
@@ -158,7 +159,7 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     linears = {
         path: module
         for path, module in quantized.named_modules()
-        if isinstance(module, LowPrecisionLinear) and module.in_fp8
+        if isinstance(module, LowPrecisionLayer) and module.in_fp8
     }
     exact = all(
         (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
@@ -180,10 +181,11 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
 
 
 class OperandRecorder:
-    """The operands of a model's linears in one forward and backward pass."""
+    """The operands of a model's linears in one forward and backward pass. A grouped linear, such as
+    the experts of a mixture, has as many of each as groups."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, Place], Tensor] = {}
+        self._tensors: dict[tuple[str, Place], list[Tensor]] = {}
         self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
 
     @classmethod
@@ -194,11 +196,12 @@ class OperandRecorder:
         layers = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, nn.Linear) and path in paths
+            if isinstance(module, (nn.Linear, GroupedLinear)) and path in paths
         }
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
-            operands._tensors[path, place] = x.clone()
+            of_layer = path if path in layers else path.rpartition(".")[0]  # without the group
+            operands._tensors.setdefault((of_layer, place), []).append(x.clone())
 
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         with torch.enable_grad(), observing(model, observe, layers=layers):
@@ -215,7 +218,7 @@ class OperandRecorder:
 
     def size(self, path: str) -> int:
         """The number of elements of the layer's weight."""
-        return self._tensors[path, "weight"].numel()
+        return sum(weight.numel() for weight in self._tensors[path, "weight"])
 
     def backward_error(self, path: str, table: Quantizers) -> float:
         """The sum of the relative squared errors of a backward GEMM's two operands, averaged over
@@ -236,11 +239,13 @@ class OperandRecorder:
             return 0.0
         key = (path, operand, quantizer, dim)
         if key not in self._errors:
-            x = self._tensors[path, operand]
-            bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
-            figures = quantization_error(
-                x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
-            )
-            signal, noise = float(figures[SIGNAL]), float(figures[NOISE])
+            signal = noise = 0.0
+            for x in self._tensors[path, operand]:
+                if x.numel():  # an expert may get no token
+                    bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+                    generator = bits if quantizer.stochastic else None
+                    figures = quantization_error(x, quantizer, dim=dim, generator=generator)
+                    signal += float(figures[SIGNAL])
+                    noise += float(figures[NOISE])
             self._errors[key] = noise / signal if signal else 0.0
         return self._errors[key]
