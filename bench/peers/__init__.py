@@ -33,7 +33,7 @@ def shape_of(config: GPTConfig, multiple: int = 1) -> Shape:
         hidden=config.hidden,
         llama=config.activation == "swiglu",
         tied=config.tied,
-        qk_norm=config.qk_norm,
+        qk_norm=config.qk_norm is True,
         norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
     )

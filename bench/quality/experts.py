@@ -1,5 +1,5 @@
-"""The loss of a mixture of experts by recipe: `fp8stack compare` of gpt-nano-moe, and the gaps to
-fp32 beside their limits."""
+"""Losses of a mixture of experts in every recipe: `fp8stack compare` of gpt-nano-moe, and the gaps
+to fp32 beside their limits."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def _with_experts(plan: Plan, config: GPTConfig, experts: Experts) -> Plan:
 def _require_fp8_attention(config: GPTConfig, attention: str, hardware: Hardware) -> None:
     """Raise a UserError if the FP8 attention kernels do not support a GPT's shape."""
     multiple, widths = FP8_ATTENTION[attention].widths_on(hardware.capability)
-    width = config.head_width
+    width = config.head_dim
     if width % multiple or width > 128:
         raise UnservedAttention(f"attention = '{attention}' needs heads of {widths}, not {width}")
     if config.dropout:

@@ -55,6 +55,22 @@ class Router(nn.Linear):
             return F.linear(input.float(), self.weight.float())
 
 
+class _Chosen(torch.autograd.Function):
+    """The scores of the chosen experts, [B, T, K]. Those of a token are different experts, so that
+    the gradient writes each element once; torch's `gather` would add atomically on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_BTX: Tensor, experts_BTK: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_BTK)
+        ctx.shape = scores_BTX.shape
+        return scores_BTX.gather(-1, experts_BTK)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTK: Tensor) -> tuple[Tensor, None]:
+        (experts_BTK,) = ctx.saved_tensors
+        return dy_BTK.new_zeros(ctx.shape).scatter(-1, experts_BTK, dy_BTK), None
+
+
 def choose(logits_BTX: Tensor, config: Experts, bias: Tensor | None) -> tuple[Choice, Routing]:
     """Choose the experts of tokens.
 
@@ -75,7 +91,7 @@ def choose(logits_BTX: Tensor, config: Experts, bias: Tensor | None) -> tuple[Ch
         ranked_BTX = ranked_BTX + bias
     order_BTX = torch.sort(ranked_BTX, dim=-1, descending=True, stable=True).indices
     experts_BTK = order_BTX[..., : config.per_token]
-    weights_BTK = scores_BTX.gather(-1, experts_BTK)
+    weights_BTK: Tensor = _Chosen.apply(scores_BTX, experts_BTK)  # type: ignore[no-untyped-call]
     if config.normalize:
         weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
     every_expert = torch.arange(config.count, device=logits_BTX.device)
@@ -102,6 +118,12 @@ class _Gather(torch.autograd.Function):
         (copies,) = ctx.saved_tensors
         rows = dy.index_select(0, copies.flatten()).view(*copies.shape, dy.shape[-1])
         return rows.sum(1, dtype=torch.float32).to(dy.dtype), None, None
+
+
+def gather(x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
+    """The rows `x[places]`, see `_Gather`: [copies, D] in the dtype of `x`."""
+    y: Tensor = _Gather.apply(x, places, copies)  # type: ignore[no-untyped-call]
+    return y
 
 
 class ExpertsMLP(nn.Module):
@@ -147,21 +169,22 @@ class MixtureMLP(nn.Module):
         """[B, T, D] float32 -> [B, T, D] float32: the sum of the chosen experts' outputs times
         their routing weights, and of the shared experts' output."""
         choice, routing = choose(self.router(x_BTD), self.config, self.balance_bias)
-        y_BTD = self._mixed(x_BTD, choice, routing.counts)
+        y_BTD = self._mixed(x_BTD, choice)
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(x_BTD).float()
         return y_BTD, routing
 
-    def _mixed(self, x_BTD: Tensor, choice: Choice, counts: Tensor) -> Tensor:
+    def _mixed(self, x_BTD: Tensor, choice: Choice) -> Tensor:
         per_token = self.config.per_token
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1]).to(self.experts.up.compute_dtype)
         # The token and the expert of a copy: copy n K + k is token n's for its expert k.
-        _, order = torch.sort(choice.experts.flatten(), stable=True)
+        sorted_experts, order = torch.sort(choice.experts.flatten(), stable=True)
         inverse_NK = torch.argsort(order).view(-1, per_token)
-        offsets = counts.cumsum(0).to(torch.int32)
-        rows = _Gather.apply(x_ND, order // per_token, inverse_NK)
+        every_expert = torch.arange(self.config.count, device=x_BTD.device)
+        offsets = torch.searchsorted(sorted_experts, every_expert, right=True, out_int32=True)
+        rows = gather(x_ND, order // per_token, inverse_NK)
         outputs = self.experts(rows, offsets)
-        y = _Gather.apply(outputs, inverse_NK.flatten(), order[:, None])
+        y = gather(outputs, inverse_NK.flatten(), order[:, None])
         y_BTKD = y.view(*choice.weights.shape, -1).float()
         return (y_BTKD * choice.weights[..., None]).sum(2)
 

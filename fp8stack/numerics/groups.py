@@ -9,6 +9,7 @@ the ends, for which it waits on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,12 @@ def split_groups(x: Tensor, ends: Tensor | None) -> list[Tensor]:
     """The matrix of each group: views."""
     if ends is None:
         return list(x.unbind())
-    return [x[start:stop] for start, stop in spans(ends, len(x))]
+    return split_rows(x, [stop - start for start, stop in spans(ends, len(x))])
+
+
+def split_rows(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The first rows of `x` in matrices of these numbers of rows: views."""
+    return list(x.split_with_sizes([*sizes, len(x) - sum(sizes)]))[:-1]
 
 
 def multiple_of(rule: Rounding) -> int:
@@ -170,33 +176,35 @@ def _round_groups(
     results = _results(x, ends, rounding, bf16)
     groups = split_groups(x, ends)
     largest = torch.zeros(len(groups), dtype=torch.float32, device=x.device)
-    numbers = [] if streams is None else streams.tolist()
-    start = 0
+    numbers = [0] * len(groups) if streams is None else streams.tolist()
+    nothing = [None] * len(groups)
+    scales = nothing if scale is None else scale.unbind()
+    recorded = largest.unbind() if amaxes else nothing
+    sizes = [rounding.shape(*group.shape)[0] for group in groups]
+    memories = [
+        split_rows(memory, sizes) if by_row and ends is not None else memory.unbind()
+        for memory, by_row in results
+    ]
     for place, group in enumerate(groups):
-        stop = start + rounding.shape(*group.shape)[0]
-        targets = [
-            memory[slice(start, stop) if by_row and ends is not None else place]
-            for memory, by_row in results
-        ]
-        scale_of_group = None if scale is None else scale[place]
-        recorded = largest[place] if amaxes else None
-        number = 0 if counter is None else numbers[place]
+        targets = [memory[place] for memory in memories]
+        of_group = scales[place], recorded[place], None
         if fused.implementation(group) is fused.round:
-            drawn = counter, seed, number, first_row
-            fused.round(group, rule, scale_of_group, recorded, None, *drawn, into=targets)
+            drawn = counter, seed, numbers[place], first_row
+            fused.round(group, rule, *of_group, *drawn, into=targets)
         else:
-            bits = None if counter is None else RandomBits(seed, number, counter, first_row)
-            copies = rounding.round(group, bits, scale_of_group, recorded, None, bf16)
+            bits = None
+            if counter is not None:
+                bits = RandomBits(seed, numbers[place], counter, first_row)
+            copies = rounding.round(group, bits, *of_group, bf16)
             tensors = [tensor for copy in copies for tensor in copy if tensor is not None]
             for target, tensor in zip(targets, tensors, strict=True):
                 target.copy_(tensor)
-        start = stop
-    memories = [memory for memory, _ in results]
     if ends is not None:
         for memory, by_row in results:
             if by_row:
-                memory[start:] = 0
-    return [*memories, largest] if amaxes else memories
+                memory[sum(sizes) :] = 0
+    rounded = [memory for memory, _ in results]
+    return [*rounded, largest] if amaxes else rounded
 
 
 round_groups = operator_on_any_device("round_groups", _fake_round_groups)(_round_groups)

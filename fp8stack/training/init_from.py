@@ -16,7 +16,7 @@ from fp8stack.planning.run_config import RunConfig, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
 
-FREE = {"dropout": True, "init_std": True, "experts": {"balance", "bias", "router_z"}}
+FREE: Any = {"dropout": True, "init_std": True, "experts": {"balance", "bias", "router_z"}}
 """Keys that may differ from the source's: initialization, dropout and losses of routers."""
 
 
@@ -30,7 +30,7 @@ def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
 
 
 def weights_for(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `weights` of another run for a new one: biases of routers begin anew where only one of
+    """The `weights` of another run for `model`: biases of routers begin anew where only one of
     the two has them."""
     new = {name: model.get_buffer(name).detach().cpu() for name in model.config.buffer_shapes()}
     biases = {name for name in weights if name.endswith(".balance_bias")}
@@ -50,12 +50,13 @@ def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
 
 def _explicit(shape: GPTConfig) -> dict[str, Any]:
     """The keys of a shape, with defaults that depend on other keys filled in."""
-    keys = dict.fromkeys(GPTConfig.model_fields) | shape.model_dump(mode="json")
+    keys: dict[str, Any] = dict.fromkeys(GPTConfig.model_fields)
+    keys |= shape.model_dump(mode="json") | _sizes(shape)
     if shape.experts is not None:
         keys["experts"] = shape.experts.model_dump(mode="json", exclude_none=True)
         if shape.experts.bias is None:
             keys["experts"]["balance"] = shape.experts.balance_coefficient
-    return keys | _sizes(shape)
+    return keys
 
 
 def _sizes(shape: GPTConfig) -> dict[str, int]:

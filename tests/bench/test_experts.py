@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch):
     def fake(words: list[str], folder: Path, count: int, timeout_s: float) -> list[SimpleNamespace]:
         commands.append(words)
         (folder / "comparison").mkdir()
-        (folder / "comparison" / "compare.json").write_text(experts.json.dumps({"recipes": rows}))
+        (folder / "comparison" / "compare.json").write_text(json.dumps({"recipes": rows}))
         return [SimpleNamespace(code=0)]
 
     monkeypatch.setattr(experts, "run_ranks", fake)

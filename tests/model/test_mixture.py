@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from fp8stack.layers import build_backend
 from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.mixture import MixtureMLP, choose
-from tests.support.backend_models import CPU, adam, grad, gradients
+from tests.support.backend_models import CPU, adam, grad, gradients, machine
 from tests.support.cases import case
+from tests.support.te.te_stand_in import installed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,6 +255,30 @@ def learned_in_fp32() -> float:
 def test_a_mixture_learns_in_every_recipe_as_in_fp32(recipe, learned_in_fp32):
     near = 0.05 if recipe == "nvfp4" else 0.02
     assert learned(recipe) == pytest.approx(learned_in_fp32, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        case("delayed", "te", quick=True),
+        case("mxfp8", "te", quick=False),
+        case("current", "torch", quick=True),
+        case("delayed", "torch", quick=False),
+    ],
+)
+def test_the_backends_of_gpus_train_a_mixture_as_the_emulator_does(recipe, backend):
+    config = shape({"shared": 1}, width=64)
+    losses = {}
+    with installed():
+        for name in ("emulate", backend):
+            hardware = CPU if name != "te" else machine(recipe)
+            plan = replace(plan_for(config, recipe, hardware, name), device="cpu")
+            model = GPT(config, build_backend(plan))
+            assert plan.layer("blocks.0.mlp.experts.up").fp8
+            losses[name] = [float(trained_once(model)) for _ in range(2)]
+            assert grad(mixture(model).experts.up.weight).any()
+            assert grad(mixture(model).router.weight).any()
+    assert losses[backend] == pytest.approx(losses["emulate"], rel=2e-3)
 
 
 def test_the_first_weights_are_the_same_in_every_recipe():

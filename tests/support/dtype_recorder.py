@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         def gemm(this: Any, a: Any, b: Any, out_dtype: torch.dtype, **more: Any) -> Tensor:
             self._inside += 1
             operands = tuple(_held(x.values) for x in (a, b))
-            y = real(this, a, b, out_dtype, **more)
+            y = real(a, b, out_dtype, **more)
             self._inside -= 1
             self._note_gemm(operands, y)
             return y

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.linear import LowPrecisionLayer
-from fp8stack.layers.observe import Place, observing
+from fp8stack.layers.observe import Place, fp8_linears, observing
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import RandomBits
@@ -156,11 +155,7 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     quantized = GPT(model.config, backend)
     quantized.load_state_dict(model.state_dict(), strict=False)
     quantized.to(next(model.parameters()).device)
-    linears = {
-        path: module
-        for path, module in quantized.named_modules()
-        if isinstance(module, LowPrecisionLayer) and module.in_fp8
-    }
+    linears = fp8_linears(quantized)
     exact = all(
         (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
         for path in linears
@@ -181,8 +176,8 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
 
 
 class OperandRecorder:
-    """The operands of a model's linears in one forward and backward pass. A grouped linear, such as
-    the experts of a mixture, has as many of each as groups."""
+    """The operands of a model's linears in one forward and backward pass, those of a grouped linear
+    by group."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, Place], list[Tensor]] = {}
@@ -196,11 +191,11 @@ class OperandRecorder:
         layers = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, (nn.Linear, GroupedLinear)) and path in paths
+            if isinstance(module, nn.Linear | GroupedLinear) and path in paths
         }
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
-            of_layer = path if path in layers else path.rpartition(".")[0]  # without the group
+            of_layer = path.rpartition(".")[0] if isinstance(layer, GroupedLinear) else path
             operands._tensors.setdefault((of_layer, place), []).append(x.clone())
 
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -218,7 +213,7 @@ class OperandRecorder:
 
     def size(self, path: str) -> int:
         """The number of elements of the layer's weight."""
-        return sum(weight.numel() for weight in self._tensors[path, "weight"])
+        return sum(matrix.numel() for matrix in self._tensors[path, "weight"])
 
     def backward_error(self, path: str, table: Quantizers) -> float:
         """The sum of the relative squared errors of a backward GEMM's two operands, averaged over
@@ -241,11 +236,10 @@ class OperandRecorder:
         if key not in self._errors:
             signal = noise = 0.0
             for x in self._tensors[path, operand]:
-                if x.numel():  # an expert may get no token
-                    bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
-                    generator = bits if quantizer.stochastic else None
-                    figures = quantization_error(x, quantizer, dim=dim, generator=generator)
-                    signal += float(figures[SIGNAL])
-                    noise += float(figures[NOISE])
+                bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+                figures = quantization_error(
+                    x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
+                )
+                signal, noise = signal + float(figures[SIGNAL]), noise + float(figures[NOISE])
             self._errors[key] = noise / signal if signal else 0.0
         return self._errors[key]

@@ -12,7 +12,7 @@ from fp8stack.analysis.report.summary import headline
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import FORMATS
-from fp8stack.model.config import load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.planning.run_config import training_preset
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.precision.rules import shipped
@@ -33,10 +33,16 @@ def models() -> list[Row]:
             "context": config.context,
             "vocabulary": config.vocabulary,
             "lr": training_preset(name).get("lr"),
-            "shape of": "Llama" if config.positions == "rope" else "GPT-2",
+            "shape of": _family(config),
         }
         for name, config in sorted(configs, key=lambda pair: pair[1].parameters())
     ]
+
+
+def _family(config: GPTConfig) -> str:
+    """The kind of model, with the number of its experts."""
+    family = "Llama" if config.positions == "rope" else "GPT-2"
+    return family if config.experts is None else f"{family}, {config.experts.count} experts"
 
 
 def recipes(hardware: Hardware) -> list[Row]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.numerics.fused import needs_operator
-from fp8stack.numerics.groups import spans, split_groups
+from fp8stack.numerics.groups import spans, split_groups, split_rows
 from fp8stack.numerics.operators import operator_on_any_device
 
 Gemm = Callable[[int, Tensor, Tensor, slice, Tensor | None], Tensor]
@@ -28,16 +28,21 @@ def each_group(
     [rows, N], `a` [rows, M] by `b` [rows, N] give [groups, M, N]. Groups of `a`, and of such `b`,
     start at multiples of `multiple`, and are padded to it."""
     rows = len(a) - len(ends) * (multiple - 1)
-    for group, (start, stop) in enumerate(spans(ends, rows, multiple)):
-        place = slice(start, start + -(-(stop - start) // multiple) * multiple)
-        matrix = b[group] if b.ndim == 3 else b[place]
-        target = out[place] if b.ndim == 3 else out[group]
+    sizes = [-(-(stop - start) // multiple) * multiple for start, stop in spans(ends, rows)]
+    by_matrix = b.ndim == 3
+    matrices = b.unbind() if by_matrix else split_rows(b, sizes)
+    targets = split_rows(out, sizes) if by_matrix else out.unbind()
+    groups = zip(split_rows(a, sizes), matrices, targets, strict=True)
+    start = 0
+    for group, (matrix, other_matrix, target) in enumerate(groups):
         # No copy where the memory is aligned as that of a new tensor would be.
         direct = target.is_cpu and not target.data_ptr() % 64
-        matrices = aligned(a[place]), aligned(matrix)
-        product = multiply(group, *matrices, place, target if direct else None)
+        operands = aligned(matrix), aligned(other_matrix)
+        place = slice(start, start + sizes[group])
+        product = multiply(group, *operands, place, target if direct else None)
         if product is not target:
             target.copy_(product)
+        start = place.stop
     return out
 
 

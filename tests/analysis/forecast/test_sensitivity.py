@@ -236,3 +236,14 @@ def test_vocabularies_that_are_padded_or_taken_in_parts_are_measured(vocabulary)
     sensitivity = measured(GPT(shape, backend), text, "mxfp8")["mxfp8"]
     assert sensitivity.forward > 0
     assert sensitivity.backward > 0
+
+
+def test_experts_are_measured_by_group_as_one_layer(windows):
+    experts = {"count": 4, "per_token": 2, "width": 32}
+    config = GPTConfig.model_validate(SHAPE.model_dump() | {"layers": 1, "experts": experts})
+    mixture = GPT(config, build_backend(plan_for(config, "fp32", CPU))).eval()
+    result = measured(mixture, windows, "mxfp8")["mxfp8"]
+    up = "blocks.0.mlp.experts.up"
+    assert result.sizes[up] == 4 * 64 * 64
+    assert 0 < result.layers[up] < result.forward
+    assert 0 < result.backward_layers[up] < 1

@@ -58,7 +58,7 @@ def nano(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", presets.names("models"))
 def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
     preset = load_config(name)
-    small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
+    small: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
     small |= {"kv_heads": 2} if preset.kv_heads else {}
     small |= {"mlp_width": 40} if preset.mlp_width else {}
     small |= {"head_width": 16} if preset.head_width else {}

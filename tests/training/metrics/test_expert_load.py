@@ -43,7 +43,7 @@ FLAGS = [
     "pretrain", "--model", "shape.toml", "--device", "cpu", "--seed", "5", "--batch", "4",
     "--steps", "6", "--save-every", "3", "--eval-every", "6", "--lr", "1e-2",
     "--set", "sample_tokens=0", "--set", "eval_windows=2", "--set", "telemetry_every=3",
-    "--set", "warmup_steps=2", "--set", "check_memory=false",
+    "--set", "warmup_steps=2",
 ]  # fmt: skip
 BIAS = "blocks.1.mlp.balance_bias"
 
@@ -56,8 +56,8 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, recipe: str = "delayed", **flags: Any) -> SmallLoop:
     (folder / "shape.toml").write_text(SHAPE)
-    sizes = {"model": str(folder / "shape.toml"), "model_overrides": {"layers": 2}}
-    return SmallLoop(folder / "r", recipe, **sizes, check_memory=False, **flags)
+    sizes: dict[str, Any] = {"model": str(folder / "shape.toml"), "model_overrides": {"layers": 2}}
+    return SmallLoop(folder / "r", recipe, **sizes, **flags)
 
 
 def biases(run: Path, step: int = 6) -> Tensor:
