@@ -96,8 +96,8 @@ def equals_loop(context: Context, recipe: str, backend: str) -> Facts:
     sizes = sum(ROWS), FEATURES
     x, dy = (torch.randn(sizes, generator=generator) / magnitudes for _ in range(2))
     x, dy = x.to(context.device), dy.to(context.device)
-    for part in (model, loop):
-        part.to(context.device)
+    for network in (model, loop):
+        network.to(context.device)
     results: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     for _ in range(3 if chosen.delayed else 1):  # until the scales are found

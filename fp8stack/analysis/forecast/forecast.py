@@ -15,7 +15,7 @@ from fp8stack.common.hub import path_in
 from fp8stack.common.io import write_atomically
 from fp8stack.common.terminal import warn
 from fp8stack.layers import build_backend
-from fp8stack.model.config import plan_for
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Recipe, load_recipe, probe
@@ -159,7 +159,7 @@ def forecast(
                 warn(note)
     law = fitted()
     source, tokens = find_trained(request)
-    if reason := law.beyond(source.shape.parameters(), tokens):
+    if reason := uncovered(law, source.shape, tokens):
         if require_covered:
             raise UserError(f"No recipe can be tuned for {quoted(request.run)}: {reason}.")
         warn(f"cannot tell the gap of any recipe: {reason}; divergences are measured")
@@ -177,10 +177,17 @@ def forecast(
     return Forecast(trained=trained, law=law, measured=measured, recipes=forecasts)
 
 
+def uncovered(law: Law, shape: GPTConfig, tokens: int | None, forward: float = 0.0) -> str:
+    """Explain in a few words why the law does not apply; "" if it does. For `tokens` and `forward`
+    see `Law.beyond`."""
+    if shape.experts is not None:
+        return "the law is of models without experts, and this has some"
+    return law.beyond(shape.parameters(), tokens, forward)
+
+
 def expected(name: str, measured: Sensitivity, trained: TrainedModel, law: Law) -> Expected:
     """The loss gap that the law predicts from a recipe's sensitivity."""
-    parameters = trained.model.config.parameters()
-    reason = law.beyond(parameters, trained.tokens, measured.forward)
+    reason = uncovered(law, trained.model.config, trained.tokens, measured.forward)
     worst = tuple(sorted(measured.layers, key=lambda path: -measured.layers[path])[:WORST])
     remaining = measured.without(worst)
     return Expected(

@@ -85,6 +85,12 @@ def test_the_law_says_what_it_does_not_cover(parameters, tokens, forward, reason
     assert bool(text) == bool(reason)
 
 
+def test_the_law_does_not_cover_a_mixture_of_experts():
+    config = load_config("gpt-nano-moe")
+    text = forecasts.uncovered(LAW, config, 2 * config.parameters())
+    assert text == "the law is of models without experts, and this has some"
+
+
 def test_the_law_that_comes_with_the_package_is_one():
     law = laws.fitted()
     assert 0.3 < law.forward < 5

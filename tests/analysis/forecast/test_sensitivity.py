@@ -19,7 +19,7 @@ from fp8stack.analysis.forecast.sensitivity import (
 )
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers import build_backend
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import Experts, GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import dequantize, quantize
 from fp8stack.precision import Hardware, load_recipe
@@ -155,6 +155,24 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
         sensitivity.backward_layers[path] * size for path, size in sensitivity.sizes.items()
     )
     assert sensitivity.backward == pytest.approx(total / sum(sensitivity.sizes.values()))
+
+
+def test_experts_are_measured_as_one_layer_each_quantized_by_itself(windows):
+    experts = Experts(count=6, per_token=1, width=32)
+    config = SHAPE.model_copy(update={"layers": 1, "experts": experts})
+    mixture = GPT(config, build_backend(plan_for(config, "fp32", CPU))).eval()
+    path = "blocks.0.mlp.experts.up"
+    (sensitivity,) = measured(mixture, windows[:1], "current").values()
+    assert {path, "blocks.0.mlp.experts.down"} < set(sensitivity.layers)
+    assert sensitivity.sizes[path] == 6 * 64 * 64
+    assert sensitivity.forward > 0
+    assert sensitivity.backward_layers[path] > 0
+    weight = mixture.get_parameter(f"{path}.weight").detach()
+    quantizer = Quantizer(amax="current")
+    noise = sum((as_quantized(x, quantizer) - x).double().square().sum() for x in weight)
+    operands = OperandRecorder.of(mixture, windows[:1], {path})
+    expected = float(noise / weight.double().square().sum())
+    assert operands._error(path, "weight", quantizer, 1) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_pass_that_is_not_quantized_costs_nothing(model, windows):
