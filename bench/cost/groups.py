@@ -61,10 +61,9 @@ class _Loop(nn.Module):
             backend.linear(path, *shape, bias=False) for path, shape in shapes.items()
         )
         backend.attach(self)
-        self.rows = size.rows
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = zip(self.layers, x.split(self.rows), strict=True)
+        groups = zip(self.layers, x.chunk(len(self.layers)), strict=True)
         return torch.cat([layer(rows) for layer, rows in groups])
 
 

@@ -12,7 +12,6 @@ from fp8stack.common.errors import UserError, described
 from fp8stack.layers.backend import Backend, fp8_state, load_fp8_state
 from fp8stack.layers.emulate import EmulateBackend
 from fp8stack.layers.grouped_emulation import GroupedEmulation
-from fp8stack.layers.grouped_torch import GroupedTorch
 from fp8stack.layers.operands import Draws
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.precision.plan import Plan
@@ -50,9 +49,7 @@ def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
 
         return TEBackend(plan, draws=draws)
     if plan.backend == "torch":
-        by_torch = TorchBackend(plan, draws=draws)
-        by_torch.grouped = GroupedTorch(by_torch, save_fp8=True)
-        return by_torch
+        return TorchBackend(plan, draws=draws)
     if plan.backend == "emulate":
         emulated = EmulateBackend(plan, save_fp8=save_fp8, draws=draws)
         emulated.grouped = GroupedEmulation(emulated, save_fp8=save_fp8)

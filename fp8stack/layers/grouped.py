@@ -232,6 +232,8 @@ class QuantizedGroupedLinear(GroupedLinear):
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """See `GroupedLinear.multiply`."""
+        if torch.compiler.is_compiling() and self.backend.keeps_weights:
+            self.backend.weights.layer_runs()
         grad = torch.is_grad_enabled()
         needs = grad and x.requires_grad, grad and self.weight.requires_grad
         record = self.delayed is not None and self.delayed.records(self.training and grad)
@@ -243,6 +245,8 @@ class QuantizedGroupedLinear(GroupedLinear):
     def backward_ran(self, record: bool) -> None:
         """See `GemmLayer.backward_ran`."""
         self.operands.backward_ran()
+        if self.backend.keeps_weights:
+            self.backend.weights.backward_ran()
         if record and self.delayed is not None:
             self.delayed.backward_ran()
 

@@ -137,6 +137,8 @@ class GroupedEmulation:
     """The casts and GEMMs of emulated grouped linears, a `GroupedBackend` and a `GemmBackend`."""
 
     Copy = EmulatedGroups
+    Operand = GroupedOperand
+    keeps_weights = False  # see `Backend`
 
     def __init__(self, backend: Backend, *, save_fp8: bool = False) -> None:
         self._backend = backend
@@ -154,9 +156,7 @@ class GroupedEmulation:
     ) -> QuantizedGroupedLinear:
         """See `GroupedBackend.linear`."""
         bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
-        quantizers = {
-            name: GroupedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
-        }
+        quantizers = {name: self.Operand(name, operands, bf16, self._save_fp8) for name in OPERANDS}
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 
     def cast(

@@ -8,16 +8,86 @@ are emulated on the exact values.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fp8stack.layers.grouped_emulation import EmulatedGroups, GroupedEmulation
+from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
+from fp8stack.layers.grouped_emulation import EmulatedGroups, GroupedEmulation, GroupedOperand
+from fp8stack.layers.linear import Call
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.weight_cache import CachedWeight
+from fp8stack.layers.weight_changes import WeightChanges, own_weight, version_of
+from fp8stack.precision.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from fp8stack.layers.torch import TorchBackend
 
 _E4M3 = torch.float8_e4m3fn
 
 
+class CachedGroups(GroupedOperand):
+    """The rounding of an operand, see `GroupedOperand`.
+
+    Attributes:
+        cached: the copies of a weight, used until it changes.
+        layer: the layer, if this is its weight.
+    """
+
+    cached: CachedWeight | None = None
+    layer: QuantizedGroupedLinear | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"cached": None}  # a copy quantizes for itself
+
+
 class GroupedTorch(GroupedEmulation):
-    """The casts of `GroupedEmulation`, and FP8 GEMMs where torch has them."""
+    """The casts of `GroupedEmulation`, and FP8 GEMMs where torch has them. Columns are saved as
+    bytes, and weights cast once until they change."""
+
+    Operand = CachedGroups
+    keeps_weights = True
+
+    def __init__(self, backend: TorchBackend) -> None:
+        super().__init__(backend, save_fp8=True)
+        self._torch = backend
+
+    @property
+    def weights(self) -> WeightChanges:
+        """See `Backend`."""
+        return self._torch.weights
+
+    def linear(
+        self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+    ) -> QuantizedGroupedLinear:
+        """See `GroupedBackend.linear`."""
+        linear = super().linear(layer, size, operands)
+        linear.quantizers["weight"].layer = linear
+        return linear
+
+    def cast(
+        self, x: Groups | Tensor, quantizers: Any, with_columns: bool, call: Call
+    ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
+        """See `GemmBackend.cast`."""
+        if quantizers.cached is not None and self._torch.serves(quantizers, quantizers.cached):
+            rows, columns = quantizers.cached.copies
+            return rows, columns if with_columns else None
+        return super().cast(x, quantizers, with_columns, call)
+
+    def keep_weight(self, layer: QuantizedGroupedLinear, record: bool) -> None:
+        """Cast the weight of a layer, to be used until it changes, if it is whole here."""
+        quantizers: CachedGroups = layer.quantizers["weight"]
+        quantizers.cached = None
+        stored = own_weight(layer)
+        if not layer.in_fp8 or stored is None or isinstance(stored, DTensor):
+            return
+        call = Call(record, 0, has_bias=False)
+        rows, columns = super().cast(layer.weight, quantizers, True, call)
+        if rows.form.fp8 == _E4M3:
+            rows = rows._replace(values=rows.values.to(_E4M3))
+        quantizers.cached = CachedWeight((rows, columns), version_of(stored))
 
     def matmul(
         self,
@@ -29,8 +99,7 @@ class GroupedTorch(GroupedEmulation):
         fast_accumulation: bool = False,
     ) -> Tensor:
         """See `GemmBackend.matmul`. The bias is added after the rounding to bfloat16."""
-        is_e4m3 = a.form.fp8 == b.form.fp8 == _E4M3
-        if a.form.turned or not is_e4m3 or out_dtype != torch.bfloat16 or not len(a.values):
+        if a.form.turned or not a.form.fp8 == b.form.fp8 == _E4M3:
             return super().matmul(a, b, out_dtype, bias=bias, fast_accumulation=fast_accumulation)
         if b.form.packed is not None:
             b = b.form.packed.unpack_groups(b)
@@ -40,6 +109,8 @@ class GroupedTorch(GroupedEmulation):
         rows, weight = a.values.to(_E4M3), b.values.to(_E4M3)
         if b.form.turned:  # [groups, out, in] for a GEMM over out, which has to be contiguous
             weight = weight.transpose(-2, -1).contiguous()
+        if not len(rows):
+            return a.values.new_zeros((0, weight.shape[1]), dtype=out_dtype)
         places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         group_of_row = torch.searchsorted(a.ends, places, right=True)
         row_scales = a.factor if a.form.by_row else a.factor[group_of_row]

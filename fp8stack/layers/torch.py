@@ -21,6 +21,8 @@ from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
 from fp8stack.layers.fsdp import FullWeight, ShardedWeight
+from fp8stack.layers.grouped import QuantizedGroupedLinear
+from fp8stack.layers.grouped_torch import CachedGroups, GroupedTorch
 from fp8stack.layers.kernels.fused_casts import (
     Product,
     cast_blocks,
@@ -191,6 +193,8 @@ class TorchBackend(Backend):
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._layers: list[QuantizedLinear] = []
+        self._grouped_layers: list[QuantizedGroupedLinear] = []
+        self.grouped: GroupedTorch = GroupedTorch(self)
         self._cache = WeightCache()
         self._shared: list[QuantizedLinear] = []
         # torch.compile's backend and mode, for the casts of weights that no kernel casts together.
@@ -215,12 +219,12 @@ class TorchBackend(Backend):
         if isinstance(x, FullWeight):
             turned = x.data8.t().contiguous() if with_columns else None
             return _scaled_pair(x.data8, turned, x.scale, None)
-        if quantizers.cached is not None and self._serves(quantizers, quantizers.cached):
+        if quantizers.cached is not None and self.serves(quantizers, quantizers.cached):
             rows, columns = quantizers.cached.copies
             return rows, columns if with_columns else None
         return self.quantize(x, quantizers, with_columns, call)
 
-    def _serves(self, quantizers: ScaledOperand, cached: CachedWeight) -> bool:
+    def serves(self, quantizers: ScaledOperand | CachedGroups, cached: CachedWeight) -> bool:
         """Whether the copies of a weight are up to date."""
         if not self.weights.copied or torch.compiler.is_compiling():
             return self.weights.copied
@@ -346,6 +350,11 @@ class TorchBackend(Backend):
             for layer in model.modules()
             if isinstance(layer, QuantizedLinear) and layer.backend is self
         ]
+        self._grouped_layers = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, QuantizedGroupedLinear) and layer.backend is self.grouped
+        ]
         model.register_forward_pre_hook(self._keep_weights)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
@@ -438,6 +447,8 @@ class TorchBackend(Backend):
                     together.append((layer, weight))
                 else:
                     self.keep_weight(layer, self.weights.first)
+            for grouped_layer in self._grouped_layers:
+                self.grouped.keep_weight(grouped_layer, self.weights.first)
             if together:
                 self._cache.cast(together, self.delayed, self.weights)
         self.weights.made_copies()

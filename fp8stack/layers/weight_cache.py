@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.kernels.weight_casts import KeptWeights
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.weight_changes import Version, WeightChanges, version_of
@@ -19,9 +18,9 @@ from fp8stack.numerics.cast import record_amax
 
 @dataclass
 class CachedWeight:
-    """A weight's copies, for the GEMM over its columns and that over its rows, and its version."""
+    """A weight's copies, as `GemmBackend.cast` gives them, and its version."""
 
-    copies: tuple[Scaled, Scaled]
+    copies: tuple[Any, Any]
     version: Version
 
 

@@ -103,7 +103,7 @@ def split_groups(x: Tensor, ends: Tensor | None) -> list[Tensor]:
 
 def split_rows(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The first rows of `x` in matrices of these numbers of rows: views."""
-    return list(x.split([*sizes, len(x) - sum(sizes)]))[:-1]
+    return list(x.split_with_sizes([*sizes, len(x) - sum(sizes)]))[:-1]
 
 
 def multiple_of(rule: Rounding) -> int:

@@ -117,7 +117,7 @@ def _memory(x: Tensor, groups: int, quantizer: Quantizer) -> list[Tensor]:
 
 
 def _places(sizes: Sequence[int], quantizer: Quantizer) -> Iterator[tuple[slice, slice]]:
-    """Where the bytes and the scales of each group are."""
+    """The rows of the bytes and of the scales of each group."""
     data = scales = 0
     for size in sizes:
         data_rows, scale_rows = _rows_of(size, quantizer)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fp8stack.layers import fp8_state
 from fp8stack.layers.compiler import compiled
 from fp8stack.layers.grouped_torch import GroupedTorch
-from tests.support.backend_models import H100, grad, normal, same
+from fp8stack.numerics import groups
+from tests.support.backend_models import H100, grad, normal, same, saved_tensors
 from tests.support.grouped_models import Grouped, ends_of
 
 IN, OUT = 64, 96
@@ -106,9 +107,36 @@ def test_outputs_and_gradients_follow_the_emulators(gemm, recipe, bias) -> None:
     assert sum(gemm.fast) == with_rows  # forward alone
 
 
-def test_columns_are_saved_as_bytes(gemm) -> None:
-    model = grouped("rowwise", "torch")
-    assert all(model.up.quantizers[name].packs for name in ("input", "weight"))
+@pytest.mark.parametrize("recipe", FP8_GEMMS)
+def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
+    gemm, recipe, monkeypatch
+) -> None:
+    casts: list[Tensor] = []
+    round_groups = groups._round_groups
+
+    def counted(x: Tensor, ends: Tensor | None, *options: Any) -> list[Tensor]:
+        casts.extend([x] if ends is None else [])
+        return round_groups(x, ends, *options)
+
+    monkeypatch.setattr(groups, "_round_groups", counted)
+    model = grouped(recipe, "torch")
+    counts = []
+    for _ in range(2):
+        for _ in range(2):
+            with saved_tensors() as saved:
+                results(model, model.up, SIZES[0], 0)
+        counts.append(len(casts))
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+    assert counts == [1, 2]
+    large = {tensor.dtype for tensor in saved if tensor.numel() > 1000}
+    assert large == {torch.float8_e4m3fn}
+    with torch.no_grad():  # an evaluation has copies of its own
+        expected = grouped(recipe, "torch")
+        expected.load_state_dict(model.state_dict())
+        if recipe != "delayed":
+            x = normal(32, IN)
+            assert torch.equal(model(x, ends_of(SIZES[0])), expected(x, ends_of(SIZES[0])))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
