@@ -285,53 +285,44 @@ class EmulateBackend(Backend):
             return rows, columns._replace(form=quantizers.columns)
         return rows, copies[1]
 
+    @staticmethod
     def matmul(
-        self,
         a: Emulated,
         b: Emulated,
         out_dtype: torch.dtype,
         *,
         bias: Tensor | None = None,
         fast_accumulation: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """See `GemmBackend.matmul`; scaled in float32."""
-        return multiply(a, b, out_dtype, bias)
-
-
-def multiply(
-    a: Emulated,
-    b: Emulated,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`EmulateBackend.matmul`; on a CPU, a product in float32 may be written to `out`."""
-    if b.form.packed is not None:
-        b = b.form.packed.unpack(b)
-    turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
-    scales = []  # factors of the whole output; `rows` and `columns` have one for each
-    for factor in (a.factor, b.factor):
-        if factor is not None and not factor.ndim:
-            scales.append(factor)
-    rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
-    columns = b.factor if b.factor is not None and b.factor.ndim else None
-    if not a.values.is_cpu:
-        a_matrix = a.values.t() if turn == "a" else a.values
-        b_matrix = b.values.t() if turn == "b" else b.values
-        with exact_matmul():  # TF32 would round the operands
-            if a_matrix.dtype == torch.bfloat16:
-                y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
-            else:
-                y = a_matrix @ b_matrix
-        return _scaled(y, scales, rows, columns, bias).to(out_dtype)
-    bias = None if bias is None else bias.float()
-    in_bf16 = a.form.in_bf16 and b.form.in_bf16
-    by_row = rows is not None or columns is not None
-    matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
-    if out is not None:
-        y = _gemm(*matrices, out)
-    else:
-        y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
-    if by_row:
-        y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
-    return y.to(out_dtype)
+        """See `GemmBackend.matmul`; scaled in float32. On a CPU, a product in float32 may be
+        written to `out`."""
+        if b.form.packed is not None:
+            b = b.form.packed.unpack(b)
+        turn = "a" if a.form.turned else "neither" if b.form.turned else "b"
+        scales = []  # factors of the whole output; `rows` and `columns` have one for each
+        for factor in (a.factor, b.factor):
+            if factor is not None and not factor.ndim:
+                scales.append(factor)
+        rows = a.factor[:, None] if a.factor is not None and a.factor.ndim else None
+        columns = b.factor if b.factor is not None and b.factor.ndim else None
+        if not a.values.is_cpu:
+            a_matrix = a.values.t() if turn == "a" else a.values
+            b_matrix = b.values.t() if turn == "b" else b.values
+            with exact_matmul():  # TF32 would round the operands
+                if a_matrix.dtype == torch.bfloat16:
+                    y = torch.mm(a_matrix, b_matrix, out_dtype=torch.float32)
+                else:
+                    y = a_matrix @ b_matrix
+            return _scaled(y, scales, rows, columns, bias).to(out_dtype)
+        bias = None if bias is None else bias.float()
+        in_bf16 = a.form.in_bf16 and b.form.in_bf16
+        by_row = rows is not None or columns is not None
+        matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
+        if out is not None:
+            y = _gemm(*matrices, out)
+        else:
+            y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
+        if by_row:
+            y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
+        return y.to(out_dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.emulate import Emulated, EmulatedOperand, Form, multiply
+from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
 from fp8stack.layers.kernels.grouped_gemm import (
     by_grouped_mm,
@@ -251,21 +251,19 @@ def _emulated_gemm(
         return by_grouped_mm(a, b, ends, turn)
     a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
 
-    def multiply_group(
-        group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None
-    ) -> Tensor:
+    def multiply(group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None) -> Tensor:
         of_a = None if a_factor is None else a_factor[place if by_row else group]
         of_b = None if b_factor is None else b_factor[group]
-        return multiply(
+        return EmulateBackend.matmul(
             Emulated(a, of_a, a_form),
             Emulated(b, of_b, b_form),
             out_dtype,
-            None if bias is None else bias[group],
-            out if out_dtype == torch.float32 else None,
+            bias=None if bias is None else bias[group],
+            out=out if out_dtype == torch.float32 else None,
         )
 
     shape = output_shape(a, b, ends, turn)
-    return each_group(a, b, ends, multiple, multiply_group, a.new_empty(shape, dtype=out_dtype))
+    return each_group(a, b, ends, multiple, multiply, a.new_empty(shape, dtype=out_dtype))
 
 
 def _fake_emulated_gemm(
