@@ -211,14 +211,12 @@ def _decided(
             for reason, (first, *further) in names.items()
         )
         raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({listed}).")
-    reasons = unknown_layouts(module, shapes, mixtures)
-    fresh = replace(fresh, reasons=(*fresh.reasons, *reasons))
-    if fresh.is_fp8:
-        return _with_work(module, fresh, mixtures)
-    if fresh.compute_dtype in ("bf16", "fp16"):
-        return fresh
-    unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
-    return replace(fresh, layers=tuple(unchanged))
+    if not fresh.is_fp8 and fresh.compute_dtype not in ("bf16", "fp16"):
+        unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
+        return replace(fresh, layers=tuple(unchanged))
+    unknown = unknown_layouts(module, shapes, mixtures)
+    fresh = replace(fresh, reasons=(*fresh.reasons, *unknown))
+    return _with_work(module, fresh, mixtures) if fresh.is_fp8 else fresh
 
 
 def _with_work(module: nn.Module, plan: Plan, mixtures: Collection[ExpertModule]) -> Plan:

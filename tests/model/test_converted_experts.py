@@ -20,10 +20,11 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 from fp8stack import UserError, convert, fp8_state, load_fp8_state
 from tests.faults.processes import in_ranks
-from tests.model.test_convert import adamw, in_fp8, plan, reason, train
+from tests.layers.test_grouped_torch import Gemm
+from tests.model.test_convert import adamw, in_fp8, plan, reason, relative, train
 from tests.model.test_experts import FAMILIES, family
 from tests.support import expert_ranks
-from tests.support.backend_models import SHIPPED, grad, gradients, normal, planned, same
+from tests.support.backend_models import H100, SHIPPED, grad, gradients, normal, planned, same
 from tests.support.cases import case
 from tests.support.expert_loops import CLASSES, EXPERTS, INNER, WIDTH, Model, experts_of, pair
 from tests.support.te.te_stand_in import installed
@@ -118,6 +119,24 @@ def test_transformer_engine_computes_the_experts_of_a_model(name) -> None:
         for seed in range(3):
             for computed, target in zip(*(step(model, seed) for model in models), strict=True):
                 torch.testing.assert_close(computed, target, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_torchs_grouped_gemm_computes_the_experts_of_a_model(recipe, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", gemm := Gemm())
+
+    def build(backend: str) -> Any:
+        model = Model(experts_of("GptOssExperts", 64, 32), width=64)
+        return convert(model, planned(recipe, backend, H100))
+
+    model, emulated, fresh = build("torch"), build("emulate"), build("torch")
+    for computed, target in zip(step(model, 0), step(emulated, 0), strict=True):
+        assert relative(computed, target) < 0.04  # bfloat16 turns some codes
+    step(model, 1)
+    assert len(gemm.fast) >= 4
+    fresh.load_state_dict(model.state_dict())  # the first model kept weights that it had cast
+    for computed, target in zip(step(model, 2), step(fresh, 2), strict=True):
+        assert torch.equal(computed, target)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

@@ -36,9 +36,9 @@ def experts_of(name: str, width: int = WIDTH, inner: int = INNER) -> Any:
     module = importlib.import_module(
         f"transformers.models.{CLASSES[name]}.modeling_{CLASSES[name]}"
     )
-    sizes = dict.fromkeys(COUNTS, EXPERTS) | dict.fromkeys(WIDTHS, width)
-    sizes |= dict.fromkeys(INNER_WIDTHS, inner)
-    config = transformers.PreTrainedConfig(**sizes, **OPTIONS)
+    fields = OPTIONS | dict.fromkeys(COUNTS, EXPERTS)
+    fields |= dict.fromkeys(WIDTHS, width) | dict.fromkeys(INNER_WIDTHS, inner)
+    config = transformers.PreTrainedConfig(**fields)
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     experts = getattr(module, name)(config)
