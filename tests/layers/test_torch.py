@@ -470,6 +470,7 @@ def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, h
     assert odd_shapes(run_on(recipe, hardware), dtype) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_compiled_it_is_as_well(run_on, recipe, mode):
@@ -510,6 +511,7 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
 BY_CPP = [pytest.mark.slow, pytest.mark.xfail(raises=InductorError, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=BY_CPP)])
 def test_swizzled_scales_compile_though_inductor_cannot_take_them(

@@ -313,6 +313,7 @@ def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_the_random_bits_of_one(trained):
     mine = trained.folder / "mine.toml"
     mine.write_text('like = "mxfp4"\nrounding = "stochastic"\n')

@@ -216,6 +216,7 @@ for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
 """
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
