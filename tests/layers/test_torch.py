@@ -449,7 +449,7 @@ def run_on(request):
 
 @pytest.mark.parametrize(
     ("recipe", "hardware"),
-    [case(*way, quick=way[0] not in ON_CPUS or way[1] is CPU) for way in RUNS],
+    [case(*way, quick=way[0] == "mxfp8" or way[1] is CPU) for way in RUNS],
     ids=str,
 )
 def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
@@ -530,6 +530,7 @@ def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     assert len(cuda_gemm) == 6
 
 
+@pytest.mark.slow
 def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gemm, monkeypatch):
     """torch 2.11 compiles none."""
     monkeypatch.setattr(scaled_gemms, "_COMPILES_SCALED_MM", False)

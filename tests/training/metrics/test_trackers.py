@@ -151,6 +151,7 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
     assert of_kind(offline, "exit"), "the run was not finished"
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path):
     ids = []
     for resumed in (False, True, False):
