@@ -102,7 +102,7 @@ def trained(
 @pytest.mark.parametrize(
     ("backend", "order"),
     [
-        case(backend, order, quick=backend == "emulate" or order in (together, newest_first))
+        case(backend, order, quick=backend == "emulate" or order is newest_first)
         for backend in BACKENDS
         for order in ORDERS
     ],
