@@ -174,6 +174,7 @@ def test_a_model_that_is_not_known_is_refused_before_anything_is_compiled(tmp_pa
     assert refusal(lambda: runner.run("gpu-code", words)).startswith("No model 'nope'")
 
 
+@pytest.mark.slow
 def test_a_capability_that_is_not_known_is_an_error():
     with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
         gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)

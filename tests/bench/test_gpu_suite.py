@@ -270,6 +270,7 @@ def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
     assert gpu.read_rows(path) == ([{"check": "a"}], "b")
 
 
+@pytest.mark.slow
 def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
     gpu_results = report()

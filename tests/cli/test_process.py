@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.faults.processes import run_ranks
+from tests.support.cases import case
 
 SHORT = [*TINY, "--steps", "2", "--recipe", "fp32", "--device", "cpu"]
 SCRIPT = "import sys; from fp8stack.cli import main; sys.exit(main())"
@@ -66,11 +67,16 @@ def test_training_goes_on_with_a_full_disk_behind_stdout(tmp_path):
     [
         ("list recipes >/dev/full", 4, "fp8stack: output: No space left on device\n"),
         ("list recipes >&-", 0, ""),
-        ("list nonsense >&-", 2, "No kind to list 'nonsense'"),
         ("list nonsense 2>&-", 2, ""),
-        ("list nonsense 2>/dev/full", 2, ""),
-        ("--help >/dev/full", 4, "No space left on device"),
-        ("doctor --capability none >/dev/full", 4, "No space left on device"),
+        *(
+            case(*row, quick=False)
+            for row in (
+                ("list nonsense >&-", 2, "No kind to list 'nonsense'"),
+                ("list nonsense 2>/dev/full", 2, ""),
+                ("--help >/dev/full", 4, "No space left on device"),
+                ("doctor --capability none >/dev/full", 4, "No space left on device"),
+            )
+        ),
         ("list recipes 2>&- | cat", 0, "mxfp8"),
         pytest.param("plan 2>&- | cat", 0, "plan: ", marks=pytest.mark.slow),
         ("list models | (exec <&-; sleep 1; true)", 1, ""),
@@ -114,15 +120,15 @@ def struck(module: str, number: int, *words: str, folder: Path) -> tuple[int, st
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("fp8stack.cli.app", ["list", "recipes"]),
-        ("typer", ["--help"]),
-        ("fp8stack.cli.pretrain", ["pretrain", "--out", "r"]),
-        ("torch", ["eval", "r"]),
-        ("numpy", ["generate", "r"]),
-        ("numpy._core.multiarray", ["report", "r"]),
-        ("pydantic", ["plan"]),
-        ("fp8stack.analysis.compare.comparison", ["compare", "--out", "c"]),
-        ("fp8stack.trained.export", ["export", "r", "--out", "x"]),
+        case("fp8stack.cli.app", ["list", "recipes"], quick=True),
+        case("typer", ["--help"], quick=False),
+        case("fp8stack.cli.pretrain", ["pretrain", "--out", "r"], quick=True),
+        case("torch", ["eval", "r"], quick=True),
+        case("numpy", ["generate", "r"], quick=False),
+        case("numpy._core.multiarray", ["report", "r"], quick=True),
+        case("pydantic", ["plan"], quick=False),
+        case("fp8stack.analysis.compare.comparison", ["compare", "--out", "c"], quick=False),
+        case("fp8stack.trained.export", ["export", "r", "--out", "x"], quick=False),
     ],
 )
 def test_ctrl_c_while_modules_are_imported_is_a_quiet_130(module, words, tmp_path):
@@ -131,7 +137,9 @@ def test_ctrl_c_while_modules_are_imported_is_a_quiet_130(module, words, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("module", ["torch", "numpy._core.multiarray"])
+@pytest.mark.parametrize(
+    "module", [case(x, quick=x == "torch") for x in ("torch", "numpy._core.multiarray")]
+)
 def test_a_signal_while_training_is_imported_is_heeded_at_once(module, number, tmp_path):
     code, errors = struck(module, number, "pretrain", "--out", "r", folder=tmp_path)
     assert code == 75

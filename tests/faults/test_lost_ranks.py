@@ -12,6 +12,7 @@ from tests.faults.rank_rows import BEGUN, not_finite, preempted, rank_twin
 from tests.faults.twins import SMALL, Twin
 
 
+@pytest.mark.slow
 def test_more_than_two_ranks_repeat_to_the_bit_as_well(tmp_path):
     """A sum of three numbers depends on their order, which DDP's buckets must not decide."""
     twin = rank_twin(tmp_path / "3-ddp", 3, "ddp", ["--batch", "6"])

@@ -373,8 +373,8 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
     ("use_reentrant", "recipe", "backend", "save_fp8"),
     [
         *((again, *way, False) for again in (False, True) for way in DELAYED),
-        *((False, *way, False) for way in WAYS if way not in DELAYED),
-        (True, "current", "te", False),
+        *(case(False, *way, False, quick=False) for way in WAYS if way not in DELAYED),
+        case(True, "current", "te", False, quick=False),
         *((again, "delayed", "emulate", True) for again in (False, True)),
     ],
 )

@@ -87,8 +87,8 @@ def trained(recipe: str, activation: str, way: str = "eager", rows: int = 2) -> 
 
 @pytest.mark.parametrize(
     ("recipe", "way"),
-    [*itertools.product(["delayed", "current"], ["eager", "frozen"]), ("delayed", "compiled"),
-     pytest.param("current", "compiled", marks=pytest.mark.slow)],
+    [*itertools.product(["delayed", "current"], ["eager", "frozen"]),
+     *(pytest.param(x, "compiled", marks=pytest.mark.slow) for x in ("delayed", "current"))],
 )  # fmt: skip
 def test_a_fused_mlp_gives_what_its_parts_give(recipe, way, fusing):
     for activation in ACTIVATIONS if way == "eager" else ("swiglu",):

@@ -218,6 +218,7 @@ def losses_of(model: GPT) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]

@@ -352,6 +352,7 @@ def test_a_backend_is_observed_by_the_inner_context_and_then_the_outer(te: objec
 # Compiled code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_a_pass_of_a_compiled_model_is_observed_eagerly(recipe: str) -> None:
     model, eager = gpt(recipe), gpt(recipe)

@@ -99,8 +99,14 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [
+        case(backend, order, quick=backend == "emulate" or order is newest_first)
+        for backend in BACKENDS
+        for order in ORDERS
+    ],
+)
 def test_checkpointing_changes_nothing_in_whatever_order_passes_come(backend, order):
     if backend == "te" and order is twice:
         pytest.skip("TE refuses a second backward pass")
@@ -158,10 +164,11 @@ def test_a_backward_pass_through_two_models_runs_each_again_with_its_own_scales(
         assert same(fp8_state(plain_model), fp8_state(frugal_model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "order"),
     [
-        case(backend, order, quick=(backend, order) == ("torch", newest_first))
+        (backend, order)
         for backend in ("emulate", "torch")
         for order in (together, in_order, newest_first)
     ],

@@ -195,6 +195,7 @@ def test_weights_that_are_computed_are_noticed(change, warnings):
     assert warnings() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_compiled_model_warns_once_and_compiles_no_more_than_that(loaded, warnings):
     torch._dynamo.reset()

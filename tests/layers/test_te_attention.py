@@ -232,7 +232,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("recipe", "options"), OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize("kind", [case("delayed", quick=True), case("current", quick=False)])
 def test_scales_follow_from_the_amaxes_of_earlier_passes(te, recipe, options, kind):
     model = gpt(recipe, kind, **options)
     slots = [f"{path}.{operand}" for path in PATHS for operand in SLOTS[kind]]

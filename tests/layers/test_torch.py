@@ -449,7 +449,7 @@ def run_on(request):
 
 @pytest.mark.parametrize(
     ("recipe", "hardware"),
-    [case(*way, quick=way[0] not in ON_CPUS or way[1] is CPU) for way in RUNS],
+    [case(*way, quick=way[0] == "mxfp8" or way[1] is CPU) for way in RUNS],
     ids=str,
 )
 def test_nothing_hides_a_nan_in_any_pair_of_operands(run_on, recipe, hardware):
@@ -470,6 +470,7 @@ def test_any_number_of_rows_and_dtype_of_weights_is_multiplied(run_on, recipe, h
     assert odd_shapes(run_on(recipe, hardware), dtype) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_compiled_it_is_as_well(run_on, recipe, mode):
@@ -510,6 +511,7 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
 BY_CPP = [pytest.mark.slow, pytest.mark.xfail(raises=InductorError, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=BY_CPP)])
 def test_swizzled_scales_compile_though_inductor_cannot_take_them(
@@ -528,6 +530,7 @@ def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     assert len(cuda_gemm) == 6
 
 
+@pytest.mark.slow
 def test_a_gemm_by_blocks_compiles_where_torch_does_not_compile_its_own(cuda_gemm, monkeypatch):
     """torch 2.11 compiles none."""
     monkeypatch.setattr(scaled_gemms, "_COMPILES_SCALED_MM", False)

@@ -247,6 +247,7 @@ def test_values_of_every_dtype_are_compared(dtype):
         assert filled(model[0], "0")[1] == step + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

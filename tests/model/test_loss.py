@@ -324,6 +324,7 @@ def test_a_chunk_is_a_multiple_of_the_longest_block():
         assert rows == 128 or rows * bytes_ <= 128 * 2**20 < (rows + 128) * bytes_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -153,7 +153,7 @@ def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
-        case(recipe, shape, quick=recipe == "delayed" or shape == "llama")
+        case(recipe, shape, quick=recipe in ("bf16", "delayed") and shape in ("llama", "odd"))
         for recipe in ("fp32", "bf16", "delayed", "mxfp8")
         for shape in SHAPES
     ],
@@ -194,14 +194,10 @@ def test_selective_checkpointing_keeps_the_outputs_of_gemms_and_attention(
 @pytest.mark.parametrize(
     ("recipe", "backend", "head"),
     [
-        ("fp32", "auto", False), ("bf16", "auto", False), ("delayed", "emulate", True),
-        ("delayed", "torch", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("fp16", "auto", False), ("delayed", "emulate", False), ("mxfp8", "emulate", True),
-            )
-        ),
+        case("bf16", "auto", False, quick=True), case("delayed", "torch", True, quick=True),
+        case("fp32", "auto", False, quick=False), case("fp16", "auto", False, quick=False),
+        *(case("delayed", "emulate", head, quick=False) for head in (False, True)),
+        case("mxfp8", "emulate", True, quick=False),
     ],
 )  # fmt: skip
 def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):

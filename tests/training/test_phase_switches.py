@@ -308,7 +308,7 @@ def test_a_phase_that_returns_is_not_compiled_again(tmp_path, monkeypatch):
         {"name": "d"},
     )
     small = SmallLoop(
-        tmp_path / "r", "current", phases=phases, calibration_steps=0, telemetry_every=0,
+        tmp_path / "r", "fp32", phases=phases, calibration_steps=0, telemetry_every=0,
         guard={"quality": 0.0}, steps=8,
     )  # fmt: skip
     for variant in small.run.variants:

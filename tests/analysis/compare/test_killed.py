@@ -72,6 +72,7 @@ def test_a_killed_comparison_leaves_no_process_and_the_same_command_goes_on(tmp_
     assert losses(run) == losses(tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_two_comparisons_do_not_work_in_one_folder(tmp_path):
     first = Child([*WORDS, "--steps", "100000"], tmp_path)
     wait_until((tmp_path / "c" / "runs").exists)

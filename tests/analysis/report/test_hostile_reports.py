@@ -64,8 +64,9 @@ def _poisoned(value: Any, evil: str, key: str = "") -> Any:
     "evil",
     [
         # Tags and an attribute, and what a terminal obeys; all by themselves in the long form.
-        *(EVIL[0] + EVIL[1], EVIL[6]),
-        *(pytest.param(evil, marks=pytest.mark.slow) for evil in EVIL),
+        case(EVIL[0] + EVIL[1], quick=True),
+        case(EVIL[6], quick=False),
+        *(case(evil, quick=False) for evil in EVIL),
     ],
     ids=range(len(EVIL) + 2),
 )

@@ -238,6 +238,7 @@ def test_a_command_that_is_killed_goes_on_and_leaves_nothing(
     assert contents(tmp_path / "out") == large[1]
 
 
+@pytest.mark.slow
 def test_processes_find_each_other_where_temporary_files_have_long_paths(
     large, tmp_path, monkeypatch
 ):

@@ -24,6 +24,7 @@ from fp8stack.analysis.conform.check_inputs import fp32_values
 from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.precision import toolchain
+from tests.support.cases import case
 from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
 from tests.support.triton_code import launched_on_a_cpu, ptx_of
 
@@ -122,7 +123,8 @@ def test_the_operator_is_as_torch_wants_it(shape, across, record):
     torch.library.opcheck(torch.ops.fp8stack.cast_product.default, arguments)
 
 
-def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows():
+@pytest.mark.parametrize("backend", [case("aot_eager", quick=True), case("inductor", quick=False)])
+def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows(backend):
     def norm_and_cast(x: Tensor, scales: Tensor, recorded: Tensor):
         data, transposed, amax = cast_transpose(x / 2, scales[1], "e5m2")
         assert amax is not None
@@ -130,7 +132,7 @@ def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows():
         return data, transposed
 
     scales = torch.tensor([1.0, 3.7])
-    compiled = torch.compile(norm_and_cast, fullgraph=True, dynamic=True)
+    compiled = torch.compile(norm_and_cast, fullgraph=True, dynamic=True, backend=backend)
     for rows in (20, 33):
         x = torch.randn(rows, 48).to(torch.bfloat16)
         expected = fp8_codes(to_numpy(x / 2), 3.7, "e5m2")
@@ -218,7 +220,7 @@ def test_the_transpose_is_an_operator():
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+@pytest.mark.parametrize("capability", [case(n, quick=n == 90) for n in (89, 90, 100, 120)])
 def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, monkeypatch):
     from fp8stack.layers.kernels import triton_kernels
 

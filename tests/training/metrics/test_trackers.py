@@ -151,6 +151,7 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
     assert of_kind(offline, "exit"), "the run was not finished"
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path):
     ids = []
     for resumed in (False, True, False):
@@ -216,6 +217,7 @@ for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
 """
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
