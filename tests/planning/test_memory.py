@@ -323,7 +323,7 @@ def test_experts_have_a_history_each_and_biases_and_a_load():
     delayed: Any = model.delayed_scaling
     assert delayed.history.history.shape[1] == 3 * (8 + 2 * 4)  # 8 linears, and 2 for experts
     tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
-    tensors += [*delayed.history.all_recorded, delayed.first_scales, delayed.first]
+    tensors += [*delayed.history.all_recorded, delayed.weight_scales, delayed.first]
     tensors += [delayed.weights.flag, *(slot._column for slot in delayed.slots.values())]
     tensors += [
         *model.buffers(),

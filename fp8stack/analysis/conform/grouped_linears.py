@@ -81,7 +81,7 @@ def equals_loop(context: Context, recipe: str, backend: str) -> Facts:
     paths = [f"linear.{group}" for group in range(len(ROWS))]
     loop = LoopModel(backend_for(plan, dict.fromkeys(paths, (FEATURES, FEATURES))), paths)
     grouped = plan.for_layers({"linear": (FEATURES, FEATURES)}, grouped={"linear": len(ROWS)})
-    if grouped.runs(grouped.layers[0]) != backend:
+    if grouped.backend_of(grouped.layers[0]) != backend:
         raise Skipped(grouped.layers[0].why)
     model = GroupsModel(build_backend(grouped))
     generator = torch.Generator().manual_seed(context.seed + 7)
