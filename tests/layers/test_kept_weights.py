@@ -107,17 +107,12 @@ def up_of(model: GPT) -> QuantizedLinear:
     return up
 
 
-def few_differences() -> list[str]:
-    return interpreted_differences("delayed", "block", "mxfp8")
-
-
-def interpreted_differences(*names: str) -> list[str]:
-    """The tensors that differ with and without the kernels, of all forms or of the named ones."""
+def interpreted_differences() -> list[str]:
+    """The tensors that differ with and without the kernels, of all forms."""
     makers: dict[str, Callable[[], dict[str, Tensor]]]
     makers = {name: partial(everything, name) for name in ("delayed", "current")}
     makers |= {"block": lambda: blocks_only("block", H200), "turned": turned}
     makers["mxfp8"] = lambda: blocks_only("mxfp8", B200)
-    makers = {name: makers[name] for name in names or makers}
     wrong = []
     for name, make in makers.items():
         expected = make()

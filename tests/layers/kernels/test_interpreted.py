@@ -14,7 +14,6 @@ WORK = (
     "tests.layers.kernels.test_fused_casts:interpreted_differences",
     "tests.layers.kernels.test_nvfp4:interpreted_differences",
     "tests.layers.kernels.test_weight_casts:few_differences",
-    "tests.layers.test_kept_weights:few_differences",
 )
 ALL = (
     "tests.analysis.conform.test_checks:interpreted_weights",
