@@ -35,7 +35,7 @@ from fp8stack.layers.grouped import GroupedSize
 from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.layers.linear import QuantizedLinear, _Multiply
+from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.torch import ScaledOperand, TorchBackend
 from fp8stack.model.config import GPTConfig
@@ -138,9 +138,10 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     backend = build_backend(native, save_fp8=save_fp8)
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
-            delegate.matmul = _any_gemm
-            delegate.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
-            delegate.register_hooks = partial(_register_hooks, delegate)
+            changed: Any = delegate
+            changed.matmul = _any_gemm
+            changed.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
+            changed.register_hooks = partial(_register_hooks, delegate)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.sharing.group = None  # no exchange with other ranks
@@ -184,12 +185,12 @@ class GroupedByTE(QuantizedLinear):
         of_all = LayerOperands(operands.quantizers, slots, draws)
         quantizers = {name: ScaledOperand(name, of_all) for name in OPERANDS}
         gemms = _GroupedGemms(lender, groups)
-        super().__init__((inputs, groups * outputs, bias), gemms, of_all, quantizers)
+        super().__init__(Size(inputs, groups * outputs, bias), gemms, of_all, quantizers)
         quantizers["weight"].layer = self
         self._groups = groups
 
-    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
-        """See `GroupedLinear.forward`."""
+    def forward(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """See `GroupedLinear.forward`; groups of any rows are as much work."""
         x, grad = input.to(self.compute_dtype), torch.is_grad_enabled()
         bias = None if self.bias is None else self.bias.view(self._groups, -1)[0]
         record = self.delayed is not None and self.delayed.records(grad)
@@ -236,11 +237,11 @@ class _GroupedGemms:
         """See `GemmBackend.matmul`."""
         groups, first, second, turn = self._groups, a.data, b.data, "neither"
         if fast_accumulation:  # y
-            second, turn = second.unflatten(0, (groups, -1)), "b"
+            second, turn = second.view(groups, -1, second.shape[1]), "b"
         elif out_dtype == torch.float32:  # dw
             first, second, turn = first.t(), second.t(), "a"
         else:  # dx
-            second = second.unflatten(1, (groups, -1)).permute(1, 2, 0)
+            second = second.view(len(second), groups, -1).permute(1, 2, 0)
         ends = torch.empty(groups, dtype=torch.int32)
         gemm = torch.ops.fp8stack.emulated_grouped_gemm
         scales = a.inv_scale, b.inv_scale

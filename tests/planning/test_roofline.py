@@ -245,8 +245,7 @@ def planned(config: GPTConfig, recipe: str) -> Plan:
 )
 def test_gemms_of_experts_do_the_operations_of_the_experts_that_are_chosen(model, recipe):
     config, tokens = load_config(model), 4 * 128
-    sizes = {"batch": 4, "context": 128, "rates": FLOPS}
-    got = seconds(predict(config, planned(config, recipe), H200, **sizes))
+    got = seconds(predict(config, planned(config, recipe), H200, batch=4, context=128, rates=FLOPS))
     useful = got["GEMMs"] + got["head and loss"] + 6 / 7 * got["attention"]
     assert useful == pytest.approx(tokens * config.flops_per_token(128), rel=1e-12)
     # By hand: attention's four matrices, three of each expert that a token meets, and the router.
@@ -258,8 +257,9 @@ def test_gemms_of_experts_do_the_operations_of_the_experts_that_are_chosen(model
 def test_gemms_of_experts_read_the_weights_of_all_and_the_rows_of_those_chosen():
     experts = Experts(count=8, per_token=2, width=256, first_dense=2)
     config, tokens, d, h = WIDE.model_copy(update={"experts": experts}), 4 * 64, 128, 384
-    sizes = {"batch": 4, "context": 64, "rates": BYTES}
-    got = seconds(predict(config, planned(config, "delayed"), H200, **sizes))
+    got = seconds(
+        predict(config, planned(config, "delayed"), H200, batch=4, context=64, rates=BYTES)
+    )
 
     def gemms(rows: int, k: int, n: int, groups: int = 1) -> int:
         """Operands of a byte, y and dx in bf16, dw in float32."""

@@ -67,7 +67,7 @@ class LoopModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
-        pairs = zip(self.linears, x.split(ROWS), strict=True)
+        pairs = zip(self.linears, torch.split(x, list(ROWS)), strict=True)
         return torch.cat([linear(rows.clone()) for linear, rows in pairs if len(rows)])
 
 
