@@ -39,7 +39,7 @@ def measure(arguments: argparse.Namespace) -> Report:
             "case": "gpt-nano-moe",
             "arm": row["recipe"],
             "val_loss": round(row["val_loss"], 6),
-            "gap_percent": None if row["gap_percent"] is None else round(row["gap_percent"], 4),
+            "gap_percent": row["gap_percent"] and round(row["gap_percent"]["mean"], 4),
             "limit_percent": LIMITS.get(row["recipe"], LIMIT),
         }
         for row in compared["recipes"]

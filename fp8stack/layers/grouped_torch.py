@@ -8,7 +8,7 @@ are emulated on the exact values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.weight_cache import CachedWeight
 from fp8stack.layers.weight_changes import WeightChanges, own_weight, version_of
 from fp8stack.precision.plan import LayerPlan
-
-if TYPE_CHECKING:
-    from fp8stack.layers.torch import TorchBackend
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -45,19 +42,20 @@ class CachedGroups(GroupedOperand):
 
 class GroupedTorch(GroupedEmulation):
     """The casts of `GroupedEmulation`, and FP8 GEMMs where torch has them. Columns are saved as
-    bytes, and weights cast once until they change."""
+    bytes, and weights cast once until they change. `backend` is the `TorchBackend`."""
 
     Operand = CachedGroups
     keeps_weights = True
 
-    def __init__(self, backend: TorchBackend) -> None:
+    def __init__(self, backend: Any) -> None:
         super().__init__(backend, save_fp8=True)
         self._torch = backend
 
     @property
     def weights(self) -> WeightChanges:
         """See `Backend`."""
-        return self._torch.weights
+        weights: WeightChanges = self._torch.weights
+        return weights
 
     def linear(
         self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands

@@ -135,7 +135,7 @@ def lacking_grouped_gemm(
     `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
     in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
 
-    Transformer Engine 2.20.2 has `GroupedLinear` (module/grouped_linear.py), see `TEGroupedLinear`.
+    Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
     The path with splits on the host, which is used, takes every recipe; it casts all weights, also
     of groups without rows, and wants each group's rows to be divisible by 16 (MXFP8: 32, NVFP4:
     128; `get_align_size_for_quantization`). Its other path, with splits on the device, leaves out

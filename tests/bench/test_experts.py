@@ -17,8 +17,8 @@ def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch):
     commands: list[list[str]] = []
     rows = [
         {"recipe": "fp32", "val_loss": 2.0, "gap_percent": None},
-        {"recipe": "delayed", "val_loss": 2.01, "gap_percent": 0.5},
-        {"recipe": "nvfp4", "val_loss": 2.06, "gap_percent": 3.0},
+        {"recipe": "delayed", "val_loss": 2.01, "gap_percent": {"mean": 0.5}},
+        {"recipe": "nvfp4", "val_loss": 2.06, "gap_percent": {"mean": 3.0}},
     ]
 
     def fake(words: list[str], folder: Path, count: int, timeout_s: float) -> list[SimpleNamespace]:
