@@ -235,7 +235,7 @@ class QuantizedGroupedLinear(GroupedLinear):
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """See `GroupedLinear.multiply`."""
         if torch.compiler.is_compiling() and self.backend.caches_weights:
-            self.backend.weights.layer_runs()
+            self.backend.weights.note_compiled_call()
         grad = torch.is_grad_enabled()
         needs = grad and x.requires_grad, grad and self.weight.requires_grad
         record = self.delayed is not None and self.delayed.records(self.training and grad)

@@ -159,16 +159,16 @@ def gather_weights(backend: Backend) -> None:
 
 
 def _grouped_linear(
-    lender: TorchBackend,
+    backend: TorchBackend,
     plan: Plan,
     layer: LayerPlan,
     size: GroupedSize,
     operands: LayerOperands,
 ) -> nn.Module:
     """See `Backend.fp8_grouped_linear`; `plan` names the backend that computes the layer."""
-    if plan.runs(plan.layer(layer.name)) == "te":
-        return GroupedByTE(lender, layer, size, operands)
-    return TorchBackend.fp8_grouped_linear(lender, layer, size, operands)
+    if plan.backend_of(plan.layer(layer.name)) == "te":
+        return GroupedByTE(backend, layer, size, operands)
+    return TorchBackend.fp8_grouped_linear(backend, layer, size, operands)
 
 
 class GroupedByTE(QuantizedLinear):
@@ -177,14 +177,14 @@ class GroupedByTE(QuantizedLinear):
     scale: the bytes are the same but for a few scales."""
 
     def __init__(
-        self, lender: TorchBackend, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
+        self, backend: TorchBackend, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
     ) -> None:
         groups, inputs, outputs, bias = size
         slots: Any = {place: _FirstOf(slot) for place, slot in operands.slots.items()}
-        draws = None if operands.draws is None else lender.draws.layer(f"{layer.name}.0")
+        draws = None if operands.draws is None else backend.draws.layer(f"{layer.name}.0")
         of_all = LayerOperands(operands.quantizers, slots, draws)
         quantizers = {name: ScaledOperand(name, of_all) for name in OPERANDS}
-        gemms = _GroupedGemms(lender, groups)
+        gemms = _GroupedGemms(backend, groups)
         super().__init__(Size(inputs, groups * outputs, bias), gemms, of_all, quantizers)
         quantizers["weight"].layer = self
         self._groups = groups
@@ -218,12 +218,12 @@ class _FirstOf:
 class _GroupedGemms:
     """A torch backend whose GEMMs multiply each group by its matrix."""
 
-    def __init__(self, lender: TorchBackend, groups: int) -> None:
-        self.lender = lender
+    def __init__(self, backend: TorchBackend, groups: int) -> None:
+        self._backend = lender
         self._groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.lender, name)
+        return getattr(self._backend, name)
 
     def matmul(
         self,

@@ -19,7 +19,11 @@ from fp8stack.planning.steps import TracedStep
 from fp8stack.planning.trace import Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
-from fp8stack.precision.native_gemms import SCALED_AFTERWARDS, kernel_of
+from fp8stack.precision.native_gemms import (
+    SCALED_AFTERWARDS,
+    emulated_grouped_gemms,
+    kernel_of,
+)
 
 IN_COMPUTE_DTYPE = {
     "fprop": "the GEMM of a linear's forward pass, y = x w^T: where the time goes",
@@ -194,22 +198,28 @@ def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
     if second == "forward":
         second = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
     # Operands that are not quantized are rounded to the compute dtype, except a float32 weight.
-    is_plain_weight = gemm != "wgrad" and _holder(plan, layer) == "fp32"
+    is_plain_weight = gemm != "wgrad" and _holder(plan, layer, gemm) == "fp32"
     plain = "fp32" if is_plain_weight else plan.compute_dtype
-    name = name_of(plan, layer, first, plan.compute_dtype)
-    return name, name_of(plan, layer, second, plain)
+    name = name_of(plan, layer, first, plan.compute_dtype, gemm)
+    return name, name_of(plan, layer, second, plain, gemm)
 
 
-def name_of(plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str) -> str:
-    """The dtype of an operand of a quantized layer; `plain` if it has no quantizer."""
-    holder = _holder(plan, layer)
+def name_of(
+    plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str, gemm: str = "fprop"
+) -> str:
+    """The dtype of an operand of a quantized layer in a GEMM; `plain` if it has no quantizer."""
+    holder = _holder(plan, layer, gemm)
     name = plain if quantizer is None else quantizer.format
     return name if holder in ("", name) else f"{name} in {holder}"
 
 
-def _holder(plan: Plan, layer: LayerPlan) -> str:
+def _holder(plan: Plan, layer: LayerPlan, gemm: str) -> str:
     """The dtype that the emulator holds operands in; "" in other backends."""
-    return plan.emulated_dtype(layer) if plan.backend_of(layer) == "emulate" else ""
+    backend, emulated = plan.backend_of(layer), False
+    if layer.groups and layer.quantizers is not None:  # the sentence begins with the GEMMs
+        gemms, _, _ = emulated_grouped_gemms(backend, layer.quantizers).partition(" by ")
+        emulated = gemm in gemms
+    return plan.emulated_dtype(layer) if backend == "emulate" or emulated else ""
 
 
 def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:

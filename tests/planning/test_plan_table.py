@@ -58,6 +58,14 @@ def test_experts_are_planned_as_one_layer_and_their_router_is_float32():
     assert not {path for path, name in planned if name == "positions"}
 
 
+def test_gemms_of_experts_that_torch_emulates_take_values_of_fp8():
+    planned = rows("rowwise", config=load_config("gpt-nano-moe"))
+    up = {name: planned["blocks.0.mlp.experts.up", name] for name in ("fprop", "dgrad", "wgrad")}
+    assert up["fprop"].operands == up["dgrad"].operands == ("e4m3", "e4m3")
+    assert up["wgrad"].operands == ("e4m3 in bf16", "e4m3 in bf16")
+    assert "wgrad by bf16 GEMMs on the exact operands" in up["wgrad"].why
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_the_lists_say_what_is_low_and_what_is_float32(recipe):
     for (_, name), operation in rows(recipe).items():

@@ -58,11 +58,10 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watch until the end of the context."""
+        matmul = staticmethod(self._gemm(EmulateBackend.matmul))
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(
-                EmulateBackend, "matmul", staticmethod(self._gemm(EmulateBackend.matmul))
-            ),
+            mock.patch.object(EmulateBackend, "matmul", matmul),
             mock.patch.object(GroupedEmulation, "matmul", self._gemm(GroupedEmulation.matmul)),
             mock.patch.object(EmulateBackend, "cast", self._quantize(EmulateBackend.cast)),
             mock.patch.object(GroupedEmulation, "cast", self._quantize(GroupedEmulation.cast)),
@@ -85,12 +84,13 @@ class Recorder(TorchDispatchMode):
         return attention
 
     def _gemm(self, real: Any) -> Any:
-        def gemm(*args: Any, **more: Any) -> Tensor:
+        def gemm(*arguments: Any, **options: Any) -> Tensor:
             self._inside += 1
-            operands = tuple(_held(x.values) for x in args[-3:-1])
-            y = real(*args, **more)
+            operands = tuple(_held(x.values) for x in arguments[-3:-1])
+            y: Tensor = real(*arguments, **options)
             self._inside -= 1
-            self._note_gemm(operands, y)
+            if not self._inside:  # groups are multiplied one by one
+                self._note_gemm(operands, y)
             return y
 
         return gemm
