@@ -32,7 +32,7 @@ BUDGETS = {"casts": 110.0, "histories": 75.0, "golden": 45.0, "layers": 90.0, "l
 CONFORM = {
     "casts": ("casts", "scales", "quantizers", "layouts", "golden"),
     "histories": ("histories",),
-    "layers": ("gemms", "attention"),
+    "layers": ("gemms", "groups", "attention"),
 }
 GRACE = 15.0  # a section starts no case after its budget, and is stopped this much later
 

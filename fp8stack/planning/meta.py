@@ -219,7 +219,7 @@ class _GroupedGemms:
     """A torch backend whose GEMMs multiply each group by its matrix."""
 
     def __init__(self, backend: TorchBackend, groups: int) -> None:
-        self._backend = lender
+        self._backend = backend
         self._groups = groups
 
     def __getattr__(self, name: str) -> Any:

@@ -67,16 +67,16 @@ def spread(model: GPT, factor: float = 50) -> GPT:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_outputs_and_gradients_are_those_of_transformers(normalize):
     model = spread(built(shape({"normalize": normalize})))
-    ours = mixture(model)
+    mixture_mlp = mixture(model)
     config = Qwen3MoeConfig(
         hidden_size=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
         norm_topk_prob=normalize, hidden_act="silu",
     )  # fmt: skip
-    theirs = Qwen3MoeSparseMoeBlock(config)
+    reference = Qwen3MoeSparseMoeBlock(config)
     pairs = {
-        theirs.gate.weight: ours.router.weight,
-        theirs.experts.gate_up_proj: ours.experts.up.weight,
-        theirs.experts.down_proj: ours.experts.down.weight,
+        reference.gate.weight: mixture_mlp.router.weight,
+        reference.experts.gate_up_proj: mixture_mlp.experts.up.weight,
+        reference.experts.down_proj: mixture_mlp.experts.down.weight,
     }
     with torch.no_grad():
         for their, our in pairs.items():
@@ -84,8 +84,8 @@ def test_the_outputs_and_gradients_are_those_of_transformers(normalize):
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(3, 8, 32, generator=generator) for _ in range(2))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    y, _ = ours(inputs[0])
-    expected = theirs(inputs[1])
+    y, _ = mixture_mlp(inputs[0])
+    expected = reference(inputs[1])
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-7)
     y.backward(dy)
     expected.backward(dy)
@@ -153,8 +153,8 @@ def test_micro_batches_have_the_gradients_of_the_batch():
     together, apart = built(shape({"balance": 1.0})), built(shape({"balance": 1.0}))
     trained_once(together, rows=4)
     x = tokens(4)
-    for part in x.chunk(4):
-        (apart(part, (5 * part + 3) % 64) / 4).backward()
+    for micro_batch in x.chunk(4):
+        (apart(micro_batch, (5 * micro_batch + 3) % 64) / 4).backward()
     for name, gradient in gradients(together).items():
         torch.testing.assert_close(grad(apart.get_parameter(name)), gradient, rtol=1e-4, atol=1e-7)
     assert together.routing.counts is not None

@@ -94,8 +94,8 @@ def saved_bytes(model: GPT, setting: Setting) -> int:
     of the tokens."""
     shape = setting.sequences, setting.context + 1
     tokens = torch.randint(model.config.vocabulary, shape)
-    kept = kept_bytes(model, tokens) + tokens.nbytes
-    return kept - sum(tensor.nbytes for tensor in loads_of(model))
+    with_loads = kept_bytes(model, tokens) + tokens.nbytes
+    return with_loads - sum(tensor.nbytes for tensor in loads_of(model))
 
 
 def loads_of(model: GPT) -> list[Tensor]:

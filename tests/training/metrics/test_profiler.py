@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8stack.training.metrics import profiler
+from fp8stack.training.step import Step
 from tests.conftest import TINY, losses, metrics
 from tests.support.small_loop import SmallLoop
 
@@ -162,7 +163,7 @@ def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
 def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, monkeypatch):
     now, write = [0.0], profiler.write
     small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
-    train_step = small.loop.train_step
+    train_step = Step.__call__
 
     def slow_step(*args: Any) -> Any:
         now[0] += 2
@@ -173,7 +174,7 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, m
         return write(*args)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(small.loop, "train_step", slow_step)
+    monkeypatch.setattr(Step, "__call__", slow_step)
     monkeypatch.setattr(profiler, "write", slow_write)
     small.loop.metrics.restart_clock()
     small.advance(2)
