@@ -409,8 +409,8 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "gemms: rowwise by emulate*",
         instead(
             emulate, "_scaled",
-            lambda exact, y, scales, rows, columns, bias, **options: exact(
-                y, scales, *(p if p is None else p.flip(0) for p in (rows, columns)), bias, **options
+            lambda exact, y, scales, rows, columns, *last, **more: exact(
+                y, scales, *(p if p is None else p.flip(0) for p in (rows, columns)), *last, **more
             ),
         ),
     ),
