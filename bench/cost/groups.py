@@ -1,4 +1,4 @@
-"""A grouped linear beside a loop of linears over its groups, which gives the same numbers."""
+"""Times of a grouped linear and of a loop of linears over its groups, whose results are equal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses of a mixture of experts in every recipe: `fp8stack compare` of gpt-nano-moe, and the gaps
-to fp32 beside their limits."""
+"""Losses of a mixture of experts in every recipe: `fp8stack compare` of gpt-nano-moe, with
+the gap of each to fp32 and its limit."""
 
 from __future__ import annotations
 

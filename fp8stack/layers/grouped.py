@@ -1,8 +1,8 @@
 """A linear for each group of rows, such as the experts of a mixture.
 
-A `GroupedLinear` computes what a loop of linears over the groups computes, to the bit, each of them
-quantized by itself. Its three GEMMs are those of a `QuantizedLinear`, and so is its code: a backend
-of GEMMs (`GemmBackend`) casts and multiplies `Groups` in place of matrices.
+A `GroupedLinear` equals, to the bit, a loop of linears over the groups, each with its own
+quantizers. It runs the code of a `QuantizedLinear`: a backend of GEMMs (`GemmBackend`) casts and
+multiplies `Groups` instead of matrices.
 """
 
 from __future__ import annotations
@@ -51,6 +51,22 @@ class Groups(NamedTuple):
     def sum(self, dim: int, dtype: torch.dtype) -> Tensor:
         """The sums over the rows of each group, [groups, columns]; `dim` is 0."""
         return sum_groups(self.rows, self.ends, dtype)
+
+
+def sort_by_group(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The order of rows by their group, and the ends of the groups.
+
+    Args:
+        groups: the group of each row, int64, of any shape.
+        count: the number of groups. Rows of a higher number come last and belong to no group.
+
+    Returns:
+        The indices of `groups.flatten()` in order, those of one group as they were: int64 [rows];
+        and the ends, int32 [count].
+    """
+    sorted_groups, order = groups.reshape(-1).sort(stable=True)
+    numbers = torch.arange(count, device=groups.device, dtype=groups.dtype)
+    return order, torch.searchsorted(sorted_groups, numbers, right=True, out_int32=True)
 
 
 class GroupedLinear(LowPrecisionLayer):
@@ -243,14 +259,6 @@ class QuantizedGroupedLinear(GroupedLinear):
             x, self.weight, self.bias, ends, self, needs, record
         )
         return y
-
-    def backward_ran(self, record: bool) -> None:
-        """See `GemmLayer.backward_ran`."""
-        self.operands.backward_ran()
-        if self.backend.caches_weights:
-            self.backend.weights.backward_ran()
-        if record and self.delayed is not None:
-            self.delayed.backward_ran()
 
 
 class GroupedBackend(Protocol):

@@ -5,7 +5,7 @@ On a GPU, groups whose product needs no factor are multiplied by torch's bfloat1
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -266,20 +266,8 @@ def _emulated_gemm(
     return each_group(a, b, ends, multiple, multiply, a.new_empty(shape, dtype=out_dtype))
 
 
-def _fake_emulated_gemm(
-    a: Tensor,
-    b: Tensor,
-    ends: Tensor,
-    turn: str,
-    multiple: int,
-    a_factor: Tensor | None,
-    b_factor: Tensor | None,
-    by_row: bool,
-    bias: Tensor | None,
-    in_bf16: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty(output_shape(a, b, ends, turn), dtype=out_dtype)
+def _fake_emulated_gemm(a: Tensor, b: Tensor, ends: Tensor, turn: str, *options: Any) -> Tensor:
+    return a.new_empty(output_shape(a, b, ends, turn), dtype=options[-1])
 
 
 _operator = operator_on_any_device("emulated_grouped_gemm", _fake_emulated_gemm)(_emulated_gemm)

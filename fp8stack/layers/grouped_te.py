@@ -12,11 +12,11 @@ from fp8stack.numerics.groups import spans
 
 
 class TEGroupedLinear(GroupedLinear):
-    """A grouped linear that TE's `GroupedLinear` computes, which is lent a weight and a bias for
-    each group. The state dict has those of all groups as one tensor, as in every backend.
+    """A grouped linear that TE's `GroupedLinear` computes. TE's module has a weight and a bias for
+    each group, views of this layer's parameters; the state dict is the same in every backend.
 
-    TE reads the sizes of groups on the host, for which a GPU is waited for. Each group is padded
-    with rows of zeros to what TE's GEMMs take.
+    TE reads the sizes of the groups on the host, which synchronizes with a GPU. Each group is
+    padded with rows of zeros to a multiple that TE's GEMMs accept.
     """
 
     in_fp8 = True

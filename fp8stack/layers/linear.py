@@ -284,10 +284,8 @@ class GemmLayer(Protocol):
     quantizers: dict[Operand, Any]
     compute_dtype: torch.dtype
     weight: Any
-
-    def backward_ran(self, record: bool) -> None:
-        """Called at the end of this layer's backward pass; `record` says whether it recorded
-        amaxes."""
+    operands: LayerOperands
+    delayed: DelayedScaling | None
 
 
 class ForwardPass(NamedTuple):
@@ -369,7 +367,11 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
         db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
         backend.gemm_count += (dx is not None) + (dw is not None)
-    layer.backward_ran(call.record)
+    layer.operands.backward_ran()
+    if backend.caches_weights:
+        backend.weights.backward_ran()
+    if call.record and layer.delayed is not None:
+        layer.delayed.backward_ran()
     return dx, dw, db
 
 
@@ -443,11 +445,3 @@ class QuantizedLinear(LowPrecisionLinear):
             x, weight, self.bias, self, needs, record, rows, self.backend.after_norm
         )
         return y[:rows] if missing else y
-
-    def backward_ran(self, record: bool) -> None:
-        """See `GemmLayer.backward_ran`."""
-        self.operands.backward_ran()
-        if self.backend.caches_weights:
-            self.backend.weights.backward_ran()
-        if record and self.delayed is not None:
-            self.delayed.backward_ran()

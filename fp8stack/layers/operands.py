@@ -31,7 +31,7 @@ class Draws:
         self.layers: dict[str, LayerDraws] = {}
 
     def layer(self, path: str, groups: int = 0) -> LayerDraws:
-        """The counter of the layer at a module path; `groups` are those of a grouped linear."""
+        """The counter of the layer at a module path, of a grouped linear if it has `groups`."""
         return self.layers.setdefault(path, LayerDraws(self.seed, path, groups))
 
     def move(self, device: torch.device) -> None:

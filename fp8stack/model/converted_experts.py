@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers import Backend
-from fp8stack.layers.grouped import GroupedLinear, GroupedSize
+from fp8stack.layers.grouped import GroupedLinear, GroupedSize, sort_by_group
 from fp8stack.model.expert_layouts import INTERFACE, ExpertWeight, uses_interface
 from fp8stack.model.subclasses import subclass
 
@@ -203,7 +203,7 @@ def run_experts(
         )
     has_gate = getattr(experts, "has_gate", True)
     up = experts.gate_up_proj_linear if has_gate else experts.up_proj_linear
-    order, ends = sort_by_expert(top_k_index, up.groups)
+    order, ends = sort_by_group(top_k_index, up.groups)
     rows = hidden_states[order // top_k_index.shape[-1]]
     inner = up(rows, ends)
     inner = experts._apply_gate(inner) if has_gate else experts.act_fn(inner)
@@ -211,14 +211,6 @@ def run_experts(
     if getattr(experts, "has_post_expert_norm", False):
         outputs = experts.post_expert_norm(outputs)
     return _weighted_sum(outputs, order, top_k_weights).to(hidden_states.dtype)
-
-
-def sort_by_expert(top_k_index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The pairs of a token and one of its experts, sorted by expert and then by token: int64
-    [tokens * k]; and the ends of the experts' groups, int32 [groups]."""
-    experts, order = top_k_index.reshape(-1).sort(stable=True)
-    numbers = torch.arange(groups, device=experts.device, dtype=experts.dtype)
-    return order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
 
 def _weighted_sum(outputs: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -289,7 +281,7 @@ class ExpertsWithIdentities(ConvertedExperts):
 
     def multiply(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `run_experts`."""
-        order, ends = sort_by_expert(top_k_index, self.gate_up_proj_linear.groups)
+        order, ends = sort_by_group(top_k_index, self.gate_up_proj_linear.groups)
         rows = hidden_states[order // top_k_index.shape[-1]]
         routed, unchanged = rows.tensor_split([int(ends[-1])])
         gate, up = self.gate_up_proj_linear(routed, ends).chunk(2, dim=-1)

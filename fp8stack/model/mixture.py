@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.layers import Backend
+from fp8stack.layers.grouped import sort_by_group
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import no_autocast
 from fp8stack.model.config import Experts, GPTConfig
@@ -56,8 +57,8 @@ class Router(nn.Linear):
 
 
 class _Chosen(torch.autograd.Function):
-    """The scores of the chosen experts, [B, T, K]. Those of a token are different experts, so that
-    the gradient writes each element once; torch's `gather` would add atomically on a GPU."""
+    """The scores of the chosen experts, [B, T, K]. The experts of a token differ, so that the
+    gradient writes each element once; torch's `gather` would add atomically on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, scores_BTX: Tensor, experts_BTK: Tensor) -> Tensor:
@@ -177,11 +178,9 @@ class MixtureMLP(nn.Module):
     def _mixed(self, x_BTD: Tensor, choice: Choice) -> Tensor:
         per_token = self.config.per_token
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1]).to(self.experts.up.compute_dtype)
-        # The token and the expert of a copy: copy n K + k is token n's for its expert k.
-        sorted_experts, order = torch.sort(choice.experts.flatten(), stable=True)
+        # Copy n K + k of a token is the one of token n for its expert k.
+        order, offsets = sort_by_group(choice.experts, self.config.count)
         inverse_NK = torch.argsort(order).view(-1, per_token)
-        every_expert = torch.arange(self.config.count, device=x_BTD.device)
-        offsets = torch.searchsorted(sorted_experts, every_expert, right=True, out_int32=True)
         rows = gather(x_ND, order // per_token, inverse_NK)
         outputs = self.experts(rows, offsets)
         y = gather(outputs, inverse_NK.flatten(), order[:, None])

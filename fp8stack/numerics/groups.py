@@ -55,22 +55,22 @@ class GroupRounding:
             padded, they begin at multiples of `multiple`, and the values end in rows of zeros.
             And the amaxes of the groups, float32 [groups], if `amaxes`, for a known scale.
         """
-        counter = streams = None
-        seed: int = 0
-        first_row: Any = 0
-        if bits is not None:
-            assert isinstance(bits.stream, Tensor)
-            counter, seed, streams, first_row = bits.counter, bits.seed, bits.stream, bits.first_row
         run = round_groups if fused.needs_operator(x) else _round_groups
-        tensors = run(
-            x, ends, self._number, scale, counter, seed, streams, int(first_row), bf16, amaxes
-        )
+        tensors = run(x, ends, self._number, scale, *drawn_from(bits), bf16, amaxes)
         largest = tensors[-1] if amaxes else None
         step = 2 if self._has_factor else 1
         copies = []
         for i in range(0, len(tensors) - amaxes, step):
             copies.append(Rounded(tensors[i], tensors[i + 1] if self._has_factor else None))
         return copies, largest
+
+
+def drawn_from(bits: RandomBits | None) -> tuple[Tensor | None, int, Tensor | None, int]:
+    """The counter, seed, streams and first row of the bits of groups, as arguments of operators."""
+    if bits is None:
+        return None, 0, None, 0
+    assert isinstance(bits.stream, Tensor)
+    return bits.counter, bits.seed, bits.stream, int(bits.first_row)
 
 
 def spans(ends: Tensor, rows: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -143,18 +143,8 @@ def _results(x: Tensor, ends: Tensor | None, rule: Rounding, bf16: bool) -> list
     return results
 
 
-def _fake_round_groups(
-    x: Tensor,
-    ends: Tensor | None,
-    rule: int,
-    scale: Tensor | None,
-    counter: Tensor | None,
-    seed: int,
-    streams: Tensor | None,
-    first_row: int,
-    bf16: bool,
-    amaxes: bool,
-) -> list[Tensor]:
+def _fake_round_groups(x: Tensor, ends: Tensor | None, rule: int, *options: Any) -> list[Tensor]:
+    *_, bf16, amaxes = options
     results = [result.memory for result in _results(x, ends, rule_of(rule), bf16)]
     groups = len(x) if ends is None else len(ends)
     return [*results, x.new_empty(groups, dtype=torch.float32)] if amaxes else results

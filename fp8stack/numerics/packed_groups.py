@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.numerics import fused
-from fp8stack.numerics.groups import multiple_of, rule_of, spans, split_groups
+from fp8stack.numerics.groups import drawn_from, multiple_of, rule_of, spans, split_groups
 from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.numerics.quantized import Quantized, quantize, unpack
 from fp8stack.numerics.random import RandomBits
@@ -53,13 +53,8 @@ class GroupPacking:
         scale: Tensor | None = None,
     ) -> PackedGroups:
         """`quantize` each group of `x`; for the arguments see `GroupRounding.round`."""
-        counter, seed, streams, first_row = None, 0, None, 0
-        if bits is not None:
-            assert isinstance(bits.stream, Tensor)
-            counter, seed, streams = bits.counter, bits.seed, bits.stream
-            first_row = int(bits.first_row)
         run = pack_groups if fused.needs_operator(x) else _pack_groups
-        return PackedGroups(*run(x, ends, self._number, scale, counter, seed, streams, first_row))
+        return PackedGroups(*run(x, ends, self._number, scale, *drawn_from(bits)))
 
     def unpack(
         self, packed: PackedGroups, ends: Tensor | None, shape: Sequence[int], bf16: bool = False
@@ -151,16 +146,7 @@ def _pack_groups(
     return memory
 
 
-def _fake_pack_groups(
-    x: Tensor,
-    ends: Tensor | None,
-    rule: int,
-    scale: Tensor | None,
-    counter: Tensor | None,
-    seed: int,
-    streams: Tensor | None,
-    first_row: int,
-) -> list[Tensor]:
+def _fake_pack_groups(x: Tensor, ends: Tensor | None, rule: int, *options: Any) -> list[Tensor]:
     return _memory(x, len(x) if ends is None else len(ends), rule_of(rule).quantizer)
 
 

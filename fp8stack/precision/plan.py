@@ -62,7 +62,7 @@ class LayerPlan:
 
     @property
     def work(self) -> float:
-        """Multiplications per token in each of the layer's three GEMMs, those of all groups."""
+        """Multiplications per token in each of the layer's three GEMMs, for all groups."""
         return self.in_features * self.out_features * self.active * (self.groups or 1)
 
     @property

@@ -30,8 +30,8 @@ def tokenizer_to_begin_with(source: Trained, config: RunConfig) -> Path | None:
 
 
 def weights_for(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `weights` of another run for `model`: biases of routers begin anew where only one of
-    the two has them."""
+    """The `weights` of another run for `model`: biases of routers start from their initial
+    values if only one of the two models has them."""
     new = {name: model.get_buffer(name).detach().cpu() for name in model.config.buffer_shapes()}
     biases = {name for name in weights if name.endswith(".balance_bias")}
     return new | {name: weights[name] for name in weights if name in new or name not in biases}

@@ -99,7 +99,7 @@ def saved_bytes(model: GPT, setting: Setting) -> int:
 
 
 def loads_of(model: GPT) -> list[Tensor]:
-    """What the routers report of a micro-batch."""
+    """The counts and losses that routers report for a micro-batch."""
     record = model.routing
     return [x for x in (record.counts, record.balance) if x is not None]
 

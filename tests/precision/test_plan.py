@@ -1353,7 +1353,7 @@ def test_a_grouped_linear_works_for_the_tokens_of_all_its_groups() -> None:
     qkv, up = plan.layer("blocks.0.qkv"), plan.layer("blocks.0.up")
     assert (qkv.groups, up.groups) == (0, 8)
     assert qkv.work == 64 * 192
-    for groups, chosen in ((8, 2), (16, 2), (16, 16)):  # experts, and those of a token
+    for groups, chosen in ((8, 2), (16, 2), (16, 16)):  # experts, and experts per token
         assert (
             dataclasses.replace(up, groups=groups, active=chosen / groups).work == 64 * 128 * chosen
         )

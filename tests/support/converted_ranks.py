@@ -12,6 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fp8stack import Hardware, UserError, convert, fp8_state, resolve
+from tests.support.average_gradients import average_gradients
 
 # use_orig_params of FSDP1, or None for FSDP2; the backend; whether each block is a unit of its own
 WRAPS = [(True, "torch", False), (False, "torch", True), (False, "torch", False),
@@ -59,10 +60,8 @@ def fsdp(rank: int, use_orig_params: bool | None, backend: str, nested: bool) ->
                 loss = trained(x(10 * step + 2 * micro_step + rank)).square().mean()
                 loss.backward()
                 losses.append(loss.item())
-            for p in twin.parameters() if trained is twin else ():
-                assert p.grad is not None
-                dist.all_reduce(p.grad)
-                p.grad /= 2
+            if trained is twin:
+                average_gradients(twin)
             optimizer.step()
             optimizer.zero_grad()
     return losses

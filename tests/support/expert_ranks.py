@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fp8stack import convert
-from tests.support.backend_models import grad, normal
+from tests.support.average_gradients import average_gradients
+from tests.support.backend_models import normal
 from tests.support.expert_loops import WIDTH, Model, experts_of
 
 
@@ -43,9 +44,8 @@ def train(model: nn.Module, rank: int, averages: bool) -> list[float]:
             loss = model(x).square().mean()
             loss.backward()
             values.append(loss.item())
-        for parameter in model.parameters() if averages else ():
-            dist.all_reduce(grad(parameter))
-            grad(parameter).div_(2)
+        if averages:
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     return values

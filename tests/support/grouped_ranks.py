@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from fp8stack.layers import fp8_state
+from tests.support.average_gradients import average_gradients
 from tests.support.backend_models import normal
 from tests.support.grouped_models import IN, Grouped, ends_of
 
@@ -33,10 +34,8 @@ def sharded(rank: int, recipe: str, groups: int) -> list[list[Tensor]]:
             y = trained(normal(32, IN, seed=2 * step + rank), ends)
             y.square().mean().backward()
             tensors.append(y.detach())
-            for parameter in twin.parameters() if trained is twin else ():
-                assert parameter.grad is not None
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= 2
+            if trained is twin:
+                average_gradients(twin)
             optimizer.step()
             optimizer.zero_grad()
         tensors += fp8_state(trained).values()

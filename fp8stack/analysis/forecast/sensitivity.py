@@ -176,8 +176,8 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
 
 
 class OperandRecorder:
-    """The operands of a model's linears in one forward and backward pass, those of a grouped linear
-    by group."""
+    """The operands of a model's linears in one forward and backward pass; each group of a
+    grouped linear counts as a linear."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, Place], list[Tensor]] = {}

@@ -35,7 +35,7 @@ def each_group(
     groups = zip(split_rows(a, sizes), matrices, targets, strict=True)
     start = 0
     for group, (matrix, other_matrix, target) in enumerate(groups):
-        # No copy where the memory is aligned as that of a new tensor would be.
+        # Write to the output directly if it is aligned like newly allocated memory.
         direct = target.is_cpu and not target.data_ptr() % 64
         operands = aligned(matrix), aligned(other_matrix)
         place = slice(start, start + sizes[group])

@@ -205,8 +205,8 @@ class Telemetry:
                 self._add(measured, x.numel(), layer_plan.groups)
 
     def _add(self, measured: _Measured, elements: int, groups: int) -> None:
-        """Note the figures of a linear, or of a group of `groups`, the last of which adds the
-        figures of them all."""
+        """Add the figures of a linear, or collect the figures of one of `groups` groups; after the
+        last group, the figures of all groups are added as one."""
         if not groups:
             self._seen.append(measured)
             return
