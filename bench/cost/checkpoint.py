@@ -100,7 +100,7 @@ def _training(
     plan = plan_for(work.config, "fp32", hardware, "reference")
     model = GPT(work.config, build_backend(plan)).to(hardware.device)
     optimizer = build_optimizer(model, RunConfig(lr=1e-4))
-    step = training_step(model, optimizer, work.batch_of(hardware.device))
+    step = training_step(model, optimizer, work.batches_of(hardware.device))
     return step, partial(capture, model, optimizer)
 
 

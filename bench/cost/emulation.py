@@ -43,13 +43,20 @@ def case_of(tokens: int, inputs: int, outputs: int) -> str:
 
 def step_case(work: StepWork) -> str:
     c = work.config
-    return f"step: {c.layers} layers of {c.width}, {work.batch} x {work.context} tokens"
+    experts = f" and {c.experts.count} experts" if c.experts else ""
+    return f"step: {c.layers} layers of {c.width}{experts}, {work.batch} x {work.context} tokens"
 
 
 def nano() -> StepWork:
     """The training step of the README's first run."""
     config = load_config("gpt-nano")
     return StepWork(model="gpt-nano", config=config, batch=8, context=config.context)
+
+
+def mixture() -> StepWork:
+    """A training step of a small mixture of experts."""
+    config = load_config("gpt-nano-moe")
+    return StepWork(model="gpt-nano-moe", config=config, batch=16, context=config.context)
 
 
 def _bars() -> list[Bar]:
@@ -64,6 +71,7 @@ def _bars() -> list[Bar]:
             (EAGER, FEWER_BITS): 1.30,
         },
         first: {(EAGER, FP8): 1.15},
+        step_case(mixture()): {(EAGER, FP8): 1.25},
     }
     bars = []
     for case, of_case in limits.items():
@@ -73,7 +81,7 @@ def _bars() -> list[Bar]:
                 bars.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
                 peer = PEERS.get(recipe)
                 # torchao's MXFP8 is measured in eager mode only.
-                if peer and case != first and (mode == EAGER or recipe != "mxfp8"):
+                if peer and case in (linear, small) and (mode == EAGER or recipe != "mxfp8"):
                     bars.append(Bar(case=case, arm=arm, of=f"{peer}{mode}", at_most=1.0))
     # bf16 is measured only on CPUs with bf16 instructions.
     return bars + [Bar(case=small, arm=recipe, of="bf16", at_most=1.20) for recipe in FP8]
@@ -110,8 +118,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         # A round takes some 20 s.
         options |= {"budget_s": 3.5 * arguments.budget, "warm_up": min(2, arguments.warm_up)}
         rows += timed(step_case(work), step_arms(work, compiled), _rows, **options)
-        if not arguments.tiny:
-            work = nano()
+        for work in [] if arguments.tiny else [nano(), mixture()]:
             rows += timed(step_case(work), own_steps(work, ()), _rows, **options)
     settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
     bars, packages = report.judged(BARS, rows), ("torchao", "transformers")

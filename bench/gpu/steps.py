@@ -48,8 +48,8 @@ def measured(
     compiled = hardware.device == "cuda" and plan.backend != "te"
     if compiled:
         model.compile_blocks()
-    batch = work.batch_of(hardware.device)
-    step = training_step(model, build_optimizer(model, RunConfig(lr=1e-4)), batch)
+    optimizer = build_optimizer(model, RunConfig(lr=1e-4))
+    step = training_step(model, optimizer, work.batches_of(hardware.device))
     options = {"rounds": arguments.rounds, "warm_up": 2, "budget_s": arguments.budget}
     timing = interleaved({recipe: step}, device=hardware.device, **options)[recipe]
     row = {"recipe": recipe, "compiled": compiled, "plan": plan.summary()}

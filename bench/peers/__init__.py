@@ -59,7 +59,7 @@ def step(work: StepWork, device: str, torchao: str = "", compiled: bool = True) 
         model = with_torchao(model, torchao, device)
     optimizer = optimizer_for(model)
     called = _compiled(model) if compiled else model
-    return training_step(autocast(called, device), optimizer, work.batch_of(device))
+    return training_step(autocast(called, device), optimizer, work.batches_of(device))
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -103,4 +103,4 @@ def transformers_step(work: StepWork) -> Step:
         logits = model(tokens).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return training_step(loss, optimizer_for(model), work.batch_of("cpu"))
+    return training_step(loss, optimizer_for(model), work.batches_of("cpu"))

@@ -74,4 +74,4 @@ class TEGPT(PlainGPT):
 def step(work: StepWork, scaling: str | None) -> Callable[[], None]:
     """A training step of the TEGPT, in bf16 or in an FP8 recipe of TE."""
     model = TEGPT(shape_of(work.config, 64), scaling)
-    return training_step(autocast(model, "cuda"), optimizer_for(model), work.batch_of("cuda"))
+    return training_step(autocast(model, "cuda"), optimizer_for(model), work.batches_of("cuda"))

@@ -83,6 +83,7 @@ def _scaled(
 
 
 _FLOAT32 = torch.finfo(torch.float32)
+_AMORTIZING_SIZE = 2**26  # multiply-adds of a GEMM that takes longer than generating its code
 
 
 # A custom operator, for compiled code, which could neither read the scales nor set the precision.
@@ -98,12 +99,15 @@ def _gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
-    if not in_bf16:
+    rows, inner, columns = *a.shape, b.shape[1]
+    new_size = (rows | inner | columns) % 16 and rows * inner * columns < _AMORTIZING_SIZE
+    if new_size or not in_bf16:
         with exact_matmul():
             return _product(a, b, scales, bias, out)
     # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
     # bfloat16 represents, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
-    # below 2^-126 may become 0.
+    # below 2^-126 may become 0. It generates code for each new size, which takes longer than a
+    # small GEMM: sizes that change in each step, as the groups of experts, are left to MKL.
     precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, precision.fp32_precision = precision.fp32_precision, "bf16"
     try:

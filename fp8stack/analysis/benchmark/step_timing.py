@@ -4,6 +4,8 @@ recipe that runs here. `python -m bench step` measures other libraries too."""
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -50,6 +52,11 @@ class StepWork:
         shape = (self.batch, self.context + 1)
         tokens = torch.randint(self.config.vocabulary, shape, generator=generator).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def batches_of(self, device: str) -> list[tuple[Tensor, Tensor]]:
+        """The batches of a training step, in turns. They differ, because the experts of a mixture
+        get another number of tokens from each batch."""
+        return [self.batch_of(device, seed) for seed in range(16)]
 
 
 SMALL = GPTConfig(vocabulary=256, context=256, layers=6, width=384, heads=6)
@@ -157,7 +164,7 @@ def build(arm: StepArm, work: StepWork, hardware: Hardware) -> Built:
         model.compile_blocks()
     optimizer = build_optimizer(model, RunConfig(lr=1e-4))
     scaler = LossScaler(hardware.device) if plan.loss_scaling else None
-    step = training_step(model, optimizer, work.batch_of(hardware.device), scaler)
+    step = training_step(model, optimizer, work.batches_of(hardware.device), scaler)
     return Built(step, plan, model)
 
 
@@ -169,14 +176,15 @@ def build_step(arm: StepArm, work: StepWork, hardware: Hardware) -> Callable[[],
 def training_step(
     model: Callable[[Tensor, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
     scaler: LossScaler | None = None,
 ) -> Callable[[], None]:
-    """One optimizer step on `batch`, of a model that gives the loss of tokens and targets, with the
-    loss scaled by `scaler` if there is one."""
+    """One optimizer step on the next of `batches`, in turns, of a model that gives the loss of
+    tokens and targets, with the loss scaled by `scaler` if there is one."""
+    next_batch = partial(next, cycle(batches))
 
     def step() -> None:
-        loss = model(*batch)
+        loss = model(*next_batch())
         if scaler is None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
