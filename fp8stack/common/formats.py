@@ -393,6 +393,12 @@ class Quantizers:
         exact = all(q.exact_in_bf16 for q in self.each.values())
         return exact and all(q is None or q.exact_across_in_bf16 for q in again)
 
+    @property
+    def by_bf16_gemms(self) -> bool:
+        """Whether GEMMs of bfloat16 operands to bfloat16 outputs, with at most a scale for all of
+        the output, give the products of the quantized operands, rounded once."""
+        return self.exact_in_bf16 and all(q.block != "row" for q in self.each.values())
+
     def bf16_holds(self, gemm: str) -> bool:
         """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
         most 8 significant bits."""

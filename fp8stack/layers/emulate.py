@@ -22,6 +22,7 @@ from fp8stack.numerics import Quantized
 from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.operators import operator
 from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
+from fp8stack.precision.hardware import cpu_multiplies_bf16
 from fp8stack.precision.plan import LayerPlan, Plan
 
 
@@ -96,18 +97,25 @@ def _gemm(
     scales: list[Tensor],
     bias: Tensor | None,
     in_bf16: bool,
+    out_bf16: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
+    # oneDNN generates code for each new size, which takes longer than a small GEMM: sizes that
+    # change in each step, as the groups of experts, are left to MKL.
     rows, inner, columns = *a.shape, b.shape[1]
     new_size = (rows | inner | columns) % 16 and rows * inner * columns < _AMORTIZING_SIZE
+    if out_bf16 and not new_size:
+        return _product(a, b, scales, bias, out)
+    a, b = a.float(), b.float()  # torch has no GEMM of bfloat16 matrices to float32 on a CPU
+    bias = None if bias is None else bias.float()
     if new_size or not in_bf16:
         with exact_matmul():
-            return _product(a, b, scales, bias, out)
+            y = _product(a, b, scales, bias, out)
+        return y.to(torch.bfloat16) if out_bf16 else y
     # oneDNN multiplies float32 matrices in bfloat16 and sums in float32: exact for values that
     # bfloat16 represents, and faster than MKL on CPUs with AVX-512, above all with AMX. Values
-    # below 2^-126 may become 0. It generates code for each new size, which takes longer than a
-    # small GEMM: sizes that change in each step, as the groups of experts, are left to MKL.
+    # below 2^-126 may become 0.
     precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, precision.fp32_precision = precision.fp32_precision, "bf16"
     try:
@@ -130,22 +138,24 @@ def _product(
         # NaN as 1, and turns infinity, which stands for an overflowing product, into NaN.
         if not alpha <= _FLOAT32.max:
             factors = [math.nan if math.isnan(alpha) else math.inf]
-        y = torch.mm(a, b, out=out)
+        y = torch.mm(a.float(), b.float(), out=out)
         for factor in sorted(factors, reverse=True):  # the smallest last: it may leave 0
             y.mul_(factor)
-        return y if bias is None else y.add_(bias)
+        return (y if bias is None else y.add_(bias)).to(a.dtype)
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=alpha, out=out)
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32) if out is None else out
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype) if out is None else out
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
 def _fake_gemm(a: Tensor, b: Tensor, turn: str, *options: Any) -> Tensor:
-    return a.new_empty(a.shape[turn == "a"], b.shape[turn != "b"])
+    dtype = torch.bfloat16 if options[-1] else torch.float32
+    return a.new_empty(a.shape[turn == "a"], b.shape[turn != "b"], dtype=dtype)
 
 
 _cpu_gemm = operator(
-    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias, bool in_bf16) -> Tensor",
+    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias, bool in_bf16,"
+    " bool out_bf16) -> Tensor",
     _gemm,
     _fake_gemm,
 )
@@ -160,7 +170,7 @@ class EmulatedOperand(OperandQuantizers):
         rounding_both: the rule that rounds both copies in one pass over the operand; None if there
             is no such rule.
         reuses_row_copy: whether the column copy has the values of the row copy.
-        bf16: whether values are bfloat16 on a GPU.
+        bf16: whether values are bfloat16, else float32.
         rows, columns: the layout of each copy.
         packs: whether the column copy is saved as FP8 bytes, which the backward pass unpacks.
         bytes_of_rows: the dtype of these bytes if they are the row copy's values, else None.
@@ -213,7 +223,7 @@ class EmulatedOperand(OperandQuantizers):
     def unpack(self, copy: Emulated) -> Emulated:
         """The column copy, with values in the GEMM's dtype, that `pack` packed."""
         values, factor, form = copy.values, copy.factor, copy.form
-        dtype = torch.bfloat16 if self.bf16 and not values.is_cpu else torch.float32
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
         if copy.amax is None or copy.has_nan is None:
             values = values.to(torch.float32)
         else:
@@ -243,20 +253,26 @@ class EmulateBackend(Backend):
     def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._save_fp8 = save_fp8
+        # Without instructions for it, a product of bfloat16 takes many times as long.
+        self._multiplies_bf16 = plan.device != "cpu" or cpu_multiplies_bf16()
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
-        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        bf16 = self.in_bf16(layer)
         quantizers = {
             name: EmulatedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
         }
         return QuantizedLinear(size, self, operands, quantizers)
 
+    def in_bf16(self, layer: LayerPlan) -> bool:
+        """Whether the operands of a layer are bfloat16, else float32."""
+        return self._multiplies_bf16 and self.plan.emulated_dtype(layer) == "bf16"
+
     def cast(
         self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
-        """See `GemmBackend.cast`. On a CPU, values are float32, which is fastest there."""
-        bf16 = quantizers.bf16 and not x.is_cpu
+        """See `GemmBackend.cast`."""
+        bf16 = quantizers.bf16
         packs = with_columns and quantizers.packs
         if with_columns and not packs and quantizers.rounding_both is not None:
             first, second = quantizers.rounding_both.round(x, bf16=bf16)
@@ -321,10 +337,12 @@ class EmulateBackend(Backend):
                 else:
                     y = a_matrix @ b_matrix
             return _scaled(y, scales, rows, columns, bias).to(out_dtype)
-        bias = None if bias is None else bias.float()
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
         by_row = rows is not None or columns is not None
-        matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16
+        # A bfloat16 GEMM sums in float32 and rounds once, with the bias in bfloat16.
+        out_bf16 = out_dtype == a.values.dtype == b.values.dtype == torch.bfloat16 and not by_row
+        bias = None if bias is None else bias.to(torch.bfloat16 if out_bf16 else torch.float32)
+        matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16, out_bf16
         if out is not None:
             y = _gemm(*matrices, out)
         else:

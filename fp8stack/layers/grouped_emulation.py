@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
-from fp8stack.layers.backend import Backend
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
@@ -110,15 +109,14 @@ class GroupedOperand(EmulatedOperand):
     def unpack_groups(self, copy: EmulatedGroups) -> EmulatedGroups:
         """`unpack` of groups."""
         values, factor, (*_, shape) = copy.values, copy.factor, copy.form
-        bf16 = self.bf16 and not values.is_cpu
         if copy.amax is None or copy.has_nan is None:
-            values = values.to(torch.bfloat16 if bf16 else torch.float32)
+            values = values.to(torch.bfloat16 if self.bf16 else torch.float32)
         else:
             assert self.packing is not None
             assert factor is not None
             assert shape is not None
             packed = PackedGroups(values, factor, copy.amax, copy.has_nan)
-            values, factor = self.packing.unpack(packed, copy.ends, shape, bf16)
+            values, factor = self.packing.unpack(packed, copy.ends, shape, self.bf16)
         return EmulatedGroups(values, factor, self.column_form, copy.ends)
 
 
@@ -140,7 +138,7 @@ class GroupedEmulation:
     Operand = GroupedOperand
     caches_weights = False  # see `Backend`
 
-    def __init__(self, backend: Backend, *, save_fp8: bool = False) -> None:
+    def __init__(self, backend: EmulateBackend, *, save_fp8: bool = False) -> None:
         self._backend = backend
         self._save_fp8 = save_fp8
         self.gemm_count = 0
@@ -155,7 +153,7 @@ class GroupedEmulation:
         self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
     ) -> QuantizedGroupedLinear:
         """See `GroupedBackend.linear`."""
-        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        bf16 = self._backend.in_bf16(layer)
         quantizers = {name: self.Operand(name, operands, bf16, self._save_fp8) for name in OPERANDS}
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 
@@ -164,7 +162,7 @@ class GroupedEmulation:
     ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
         """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
         matrix, ends = x if isinstance(x, Groups) else (x, None)
-        bf16 = quantizers.bf16 and not matrix.is_cpu
+        bf16 = quantizers.bf16
         if with_columns and quantizers.packs:
             rows = self._copy(matrix, ends, quantizers, False, call)
             return rows, quantizers.pack_groups(matrix, ends, rows)
@@ -189,7 +187,7 @@ class GroupedEmulation:
         rule = quantizers.round_columns if across else quantizers.round_rows
         form = quantizers.column_form if across else quantizers.row_form
         slot = quantizers.slot_across if across else quantizers.slot
-        bf16 = quantizers.bf16 and not x.is_cpu
+        bf16 = quantizers.bf16
         if rule is None:
             return EmulatedGroups(x.to(torch.bfloat16 if bf16 else torch.float32), None, form, ends)
         scale = recorded = counts = None

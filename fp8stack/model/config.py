@@ -22,6 +22,7 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
+from fp8stack.precision.recipe import ComputeDtype
 
 ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 """Activations of the MLP. Each has entries in `ops.activations`, the Triton kernel of
@@ -313,6 +314,7 @@ def plan_for(
     left_out: Mapping[str, str] | None = None,
     vocabulary_multiple: int = 1,
     without: Mapping[str, str] | None = None,
+    compute_dtype: ComputeDtype | None = None,
 ) -> Plan:
     """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
 
@@ -322,6 +324,7 @@ def plan_for(
         tokens: the tokens of a micro-batch; if given, the plan notes where FP8 may not pay.
         left_out: layers that must not run in FP8, with the reason.
         vocabulary_multiple: the vocabulary is padded to a multiple of at least this.
+        compute_dtype: the compute dtype that a run in emulated FP8 began with and keeps.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
     if plan.recipe.fp8_attention:
@@ -329,7 +332,9 @@ def plan_for(
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
     reasons = {**dict.fromkeys(config.routers, ROUTER), **(left_out or {})}
-    plan = plan.for_layers(shapes, left_out=reasons, tokens=tokens, grouped=config.grouped)
+    plan = plan.for_layers(
+        shapes, left_out=reasons, tokens=tokens, grouped=config.grouped, compute_dtype=compute_dtype
+    )
     needed = max(plan.vocabulary_multiple, vocabulary_multiple)
     if needed != multiple:
         # "auto" gave up FP8, so the vocabulary needs less padding.

@@ -124,7 +124,7 @@ def _probe_cpu() -> Hardware:
     return Hardware(
         "cpu",
         name=_cpuinfo().get("model name") or platform.processor() or platform.machine(),
-        cpu_bf16=_cpu_multiplies_bf16(),
+        cpu_bf16=cpu_multiplies_bf16(),
         memory_gib=round(_system_memory_gib(), 1),
         torch_version=_torch_build()["__version__"],
         te_version=_te_version(),
@@ -352,7 +352,9 @@ def _cpuinfo() -> dict[str, str]:
     return fields
 
 
-def _cpu_multiplies_bf16() -> bool:
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16. Raises a UserError if the
+    environment variable `CPU_BF16` is neither "yes" nor "no"."""
     setting = os.environ.get(CPU_BF16, "")
     if setting in ("yes", "no"):
         return setting == "yes"

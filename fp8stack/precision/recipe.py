@@ -92,7 +92,8 @@ class Recipe(BaseModel):
             which Transformer Engine supports on some GPUs.
         residual: the dtype of the residual stream and its gradient; the norms that read it compute
             in float32.
-        compute_dtype: the precision of all GEMMs in a recipe without quantizers; else None.
+        compute_dtype: the precision of all GEMMs in a recipe without quantizers; with quantizers,
+            of everything else, bf16 or fp32, None for what suits the machine.
         head: whether the layer that gives the logits is quantized.
         router: whether the layers that choose the experts of a mixture are quantized.
         exclude: patterns of the layers that stay in the compute dtype.
@@ -507,10 +508,10 @@ def _require_sound(recipe: Recipe, where: str) -> None:
         raise UserError(
             f"{where}: head, router, exclude and layers need quantizers, and it has none."
         )
-    if recipe.quantizers is not None and recipe.compute_dtype is not None:
+    if recipe.quantizers is not None and recipe.compute_dtype not in (None, "bf16", "fp32"):
         raise UserError(
-            f"{where}: compute_dtype is for recipes without quantizers. Leave it out: the plan "
-            "chooses what the layers that are not quantized compute in."
+            f"{where}: beside quantizers, compute_dtype is bf16 or fp32, not "
+            f"{recipe.compute_dtype}. Leave it out, and the plan chooses."
         )
     # torch has a single switch for TF32, which applies to all matrix products.
     if recipe.compute_dtype == "tf32" and recipe.attention == "fp32":

@@ -191,19 +191,21 @@ def _resolve_fp8(
             slow = f"its casts are slower than they could be: {hardware.numba_problem}"
             reasons.append(OfBackend(slow))
         delegated = _delegated(recipe, backend, hardware)
-        half = native or (capability is not None and capability >= (8, 0))
+        dtype, wide_dtype, refused = _compute_dtypes(recipe, backend, hardware)
+        reasons += [OfBackend(refused)] * bool(refused)
         plan = Plan(
             asked=requested,
             recipe=recipe,
             backend=backend,
             native=native,
             device=hardware.device,
-            compute_dtype="bf16" if half else "fp32",
+            compute_dtype=dtype,
+            wide_dtype=wide_dtype,
             reasons=tuple(reasons),
             delegated=delegated,
             ungrouped=_ungrouped(recipe, backend, delegated, hardware),
         )
-        return plan, reason if substitutes else ""
+        return plan, (reason if substitutes else "") or refused
 
     if backend == "emulate":
         return planned("emulate", "emulated, as --backend emulate asks", substitutes=False)
@@ -244,6 +246,26 @@ def _resolve_fp8(
         elif hardware.te_problem and "te" not in without:
             reason = f"{hardware.te_problem}; until then {chosen} runs"
     return planned(chosen, reason, substitutes=False)
+
+
+def _compute_dtypes(
+    recipe: Recipe, backend: BackendName, hardware: Hardware
+) -> tuple[ComputeDtype, ComputeDtype | None, str]:
+    """`Plan.compute_dtype` and `Plan.wide_dtype` of an FP8 recipe, and the reason if that is not
+    the recipe's `compute_dtype`, else ""."""
+    capability, wanted = hardware.capability, recipe.compute_dtype
+    if backend != "emulate":
+        runs: ComputeDtype = "fp32" if capability is None else "bf16"
+        fixed = f"{backend} computes in {runs}, emulation in {wanted} as well"
+        return runs, None, fixed if wanted not in (None, runs) else ""
+    if capability is None:
+        assert recipe.quantizers is not None
+        multiplies_bf16 = hardware.cpu_bf16 and recipe.quantizers.by_bf16_gemms
+        return wanted or "fp32", "bf16" if multiplies_bf16 and not wanted else None, ""
+    if capability >= (8, 0):
+        return wanted or "bf16", None, ""
+    lacking = f"bf16 needs {_NEEDS['bf16']}, this is {_kind(hardware)}: fp32"
+    return "fp32", None, lacking if wanted == "bf16" else ""
 
 
 def _without_fp8(requested: str, reason: str, hardware: Hardware) -> tuple[Plan, str]:

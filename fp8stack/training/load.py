@@ -26,6 +26,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, at_home
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
+from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
@@ -143,8 +144,14 @@ class Trained:
             trained_in = recipe_from_json(info["identity"]["recipe"], where)
             # The checkpoint has FP8 state for the layers that trained in FP8, and no others.
             if plan.recipe.quantizers == trained_in.quantizers:
-                left_out = layers_left_out(info["plan"])
-                plan = plan_for(self.shape, recipe_to_run, hardware, backend, left_out=left_out)
+                plan = plan_for(
+                    self.shape,
+                    recipe_to_run,
+                    hardware,
+                    backend,
+                    left_out=layers_left_out(info["plan"]),
+                    compute_dtype=emulation_dtype(info["plan"]),
+                )
         if plan.delayed and not any(map(_is_scale, self._fp8_state)):
             of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(
@@ -249,6 +256,13 @@ def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
     """The layers that a checkpoint's plan keeps out of FP8, with the reasons. A resumed run keeps
     the same layers out, since FP8 state and losses depend on them."""
     return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}
+
+
+def emulation_dtype(plan: Mapping[str, Any]) -> ComputeDtype | None:
+    """The compute dtype of a checkpoint's plan, if that emulates FP8 on a CPU; else None. A run
+    keeps it on other CPUs."""
+    dtype: ComputeDtype | None = plan["compute_dtype"]
+    return dtype if plan["backend"] == "emulate" and plan["device"] == "cpu" else None
 
 
 def tokenizer_of_run(

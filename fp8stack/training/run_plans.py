@@ -11,6 +11,7 @@ from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
+from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.distributed.parallelize import TE_SHARDED
 
 ANY = ""
@@ -23,6 +24,8 @@ class Decided:
     # The layers that are not in FP8, with the reasons, by requested recipe; `ANY`: other recipes.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs_reference: bool = False  # whether the quality guard ended the phases: float32 trains
+    # The dtype of emulated FP8 beside its GEMMs; None: none of the recipes is in FP8.
+    compute_dtype: ComputeDtype | None = None
     # The recipes of the checkpoint by name; those that do not ship any more are read from here.
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
@@ -125,7 +128,8 @@ def plan_recipe(
     changes = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
     if changes and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
-    requested = recipe if recipe == "auto" else (decided or Decided()).recipe(recipe, changes)
+    decided = decided or Decided()
+    requested = recipe if recipe == "auto" else decided.recipe(recipe, changes)
     # --backend is for FP8: a phase without FP8 must not count as a substitution.
     for_fp8 = is_own or isinstance(requested, str) or requested.is_fp8
     plan = plan_for(
@@ -138,6 +142,7 @@ def plan_recipe(
         left_out=left_out,
         vocabulary_multiple=vocabulary_multiple,
         without=unwanted_backends(config),
+        compute_dtype=decided.compute_dtype,
     )
     if plan.recipe.fp8_attention:
         _require_whole_sequences(plan.recipe.attention, config, model)

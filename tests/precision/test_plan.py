@@ -684,6 +684,89 @@ def test_strict_refuses_a_layer_that_is_emulated_where_the_others_are_not():
         assert [layer.fp8 for layer in plan.layers] == [True, True]
 
 
+# The compute dtype of emulation
+
+WIDE = {f"blocks.{block}.mlp.{name}": (256, 256) for block in (0, 1) for name in ("up", "down")}
+NARROW = dict.fromkeys(WIDE, (255, 4096))
+HEAD = {"lm_head": (256, 4096)}
+MOSTLY_NARROW = dict(zip(WIDE, [(256, 256), (256, 256), (128, 600), (128, 600)], strict=True))
+MOSTLY_WIDE = dict(zip(WIDE, [(256, 256), (256, 256), (128, 500), (128, 500)], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [
+        (WIDE, "bf16"),
+        (MOSTLY_WIDE, "bf16"),
+        (MOSTLY_NARROW, "fp32"),
+        (NARROW, "fp32"),
+        (NARROW | HEAD, "fp32"),
+    ],
+)
+def test_on_cpus_with_bf16_instructions_wide_layers_compute_in_bf16(layers, dtype):
+    for recipe in ("delayed", "current", "block", "mxfp8", "nvfp4"):
+        plan = resolve(recipe, CPU_BF16).for_layers(layers)
+        assert plan.compute_dtype == dtype
+        said = "computes in bf16, for which this CPU has instructions: layers are 256 wide or more"
+        assert (said in plan.reasons) == (dtype == "bf16")
+        assert f"emulated by {dtype} GEMMs" in plan.summary()[0]
+        assert resolve(recipe, CPU).for_layers(layers).compute_dtype == "fp32"
+
+
+def test_operands_with_a_scale_for_each_row_or_a_float32_scale_for_each_block_stay_in_fp32():
+    float32 = load_recipe("block", {"quantizer": {"scale": "float32"}})
+    for recipe in ("rowwise", float32):
+        assert resolve(recipe, CPU_BF16).for_layers(WIDE).compute_dtype == "fp32"
+
+
+def test_the_groups_of_experts_count_as_often_as_there_are_groups():
+    layers = {"attn.proj": (256, 256), "experts.up": (128, 128)}
+    plan = resolve("mxfp8", CPU_BF16)
+    assert plan.for_layers(layers).compute_dtype == "bf16"
+    assert plan.for_layers(layers, grouped={"experts.up": 8}).compute_dtype == "fp32"
+
+
+@pytest.mark.parametrize("layers", [WIDE, NARROW])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_recipe_decides_what_emulation_computes_in(layers, dtype):
+    recipe = changed("mxfp8", compute_dtype=dtype)
+    for machine in (CPU, CPU_BF16, H100):
+        plan = resolve(recipe, machine, "emulate", strict=True).for_layers(layers)
+        assert plan.compute_dtype == dtype
+    old = resolve(recipe, T4, "emulate")
+    assert old.compute_dtype == "fp32"
+    assert (dtype == "bf16") == ("bf16 needs compute capability 8.0" in sentences(old))
+
+
+def test_a_native_backend_computes_in_bf16_whatever_the_recipe_says():
+    recipe = changed("delayed", compute_dtype="fp32")
+    plan = resolve(recipe, H100)
+    assert (plan.backend, plan.compute_dtype) == ("te", "bf16")
+    assert "te computes in bf16, emulation in fp32 as well" in plan.reasons
+    with pytest.raises(UserError, match=r"--strict: .* te computes in bf16"):
+        resolve(recipe, H100, strict=True)
+    assert resolve(changed("delayed", compute_dtype="bf16"), H100, strict=True).backend == "te"
+
+
+@pytest.mark.parametrize(
+    ("machine", "began", "reason"),
+    [
+        (CPU_BF16, "fp32", "computes in fp32 as it began; bf16 is faster here"),
+        (CPU, "bf16", "computes in bf16 as it began; fp32 is faster here"),
+        (CPU, "fp32", ""),
+        (CPU_BF16, "bf16", ""),
+    ],
+)
+def test_a_run_keeps_the_compute_dtype_that_it_began_with(machine, began, reason):
+    plan = resolve("delayed", machine).for_layers(WIDE, compute_dtype=began)
+    assert plan.compute_dtype == began
+    assert [said for said in plan.reasons if "as it began" in said] == [reason] * bool(reason)
+    recipe = changed("delayed", compute_dtype="fp32")
+    assert resolve(recipe, machine).for_layers(WIDE, compute_dtype=began).compute_dtype == "fp32"
+    assert resolve("delayed", H100).for_layers(WIDE, compute_dtype="fp32").compute_dtype == "bf16"
+    assert resolve("bf16", machine).for_layers(WIDE, compute_dtype="fp32").compute_dtype == "bf16"
+
+
 # A user's own recipe
 
 

@@ -29,7 +29,7 @@ from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.checkpoint.validation import can_go_on, load_sound, newest_sound
 from fp8stack.training.distributed.process_group import Ranks
 from fp8stack.training.init_from import same_source
-from fp8stack.training.load import layers_left_out, own_tokenizer
+from fp8stack.training.load import emulation_dtype, layers_left_out, own_tokenizer
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
@@ -201,12 +201,14 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
         plan["recipe"]["name"]: recipe_from_json(plan["recipe"], "plan in checkpoint.json")
         for plan in (info["plan"], *plans)
     }
+    dtypes = map(emulation_dtype, (info["plan"], *plans))
+    kept: dict[str, Any] = {"recipes": recipes, "compute_dtype": next(filter(None, dtypes), None)}
     if phases is None or len(plans) < 2:
-        return Decided(left_out={ANY: layers_left_out(info["plan"])}, recipes=recipes)
+        return Decided(left_out={ANY: layers_left_out(info["plan"])}, **kept)
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
     needs_reference = phases["ended_at"] is not None
-    return Decided(left_out=left_out, needs_reference=needs_reference, recipes=recipes)
+    return Decided(left_out=left_out, needs_reference=needs_reference, **kept)
 
 
 def restore(run: Run, resumption: Resumption) -> list[str]:
