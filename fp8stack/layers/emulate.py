@@ -101,6 +101,8 @@ def _gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b
+    if bias is not None and out_bf16:
+        bias = bias.to(torch.bfloat16)
     # oneDNN generates code for each new size, which takes longer than a small GEMM: sizes that
     # change in each step, as the groups of experts, are left to MKL.
     rows, inner, columns = *a.shape, b.shape[1]
@@ -339,9 +341,9 @@ class EmulateBackend(Backend):
             return _scaled(y, scales, rows, columns, bias).to(out_dtype)
         in_bf16 = a.form.in_bf16 and b.form.in_bf16
         by_row = rows is not None or columns is not None
-        # A bfloat16 GEMM sums in float32 and rounds once, with the bias in bfloat16.
+        # A bfloat16 GEMM sums in float32 and rounds once.
         out_bf16 = out_dtype == a.values.dtype == b.values.dtype == torch.bfloat16 and not by_row
-        bias = None if bias is None else bias.to(torch.bfloat16 if out_bf16 else torch.float32)
+        bias = None if bias is None else bias.float()
         matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16, out_bf16
         if out is not None:
             y = _gemm(*matrices, out)
