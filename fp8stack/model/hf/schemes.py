@@ -1,9 +1,9 @@
 """Schemes in which folders of transformers store weights in FP8, FP6 or FP4, from the
 `quantization_config` of their `config.json`.
 
-Sources: transformers' `FineGrainedFP8Config` and the folders of DeepSeek-V3 and Qwen3-FP8 for
-`quant_method` "fp8"; `QuantizationConfig`, `QuantizationScheme` and the compressors of
-compressed-tensors 0.20.0.
+Sources: for `quant_method` "fp8", transformers' `FineGrainedFP8Config`, vLLM's `Fp8Config`, and the
+folders of DeepSeek-V3 and Qwen3-FP8; `QuantizationConfig`, `QuantizationScheme` and the compressors
+of compressed-tensors 0.20.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from fp8stack.common.formats import BLOCKS, FORMATS, Quantizer
 from fp8stack.precision.recipe import load_recipe
 
 INVERSE = "weight_scale_inv"
-"""The layout of `quant_method` "fp8", named after its scales."""
+"""The layout of `quant_method` "fp8" with a `weight_block_size`, named after its scales."""
+AUTO_FP8 = "fp8"
+"""The layout of `quant_method` "fp8" without `weight_block_size`, as AutoFP8 wrote it."""
 PLAIN = "float-quantized"
 """compressed-tensors' layout of FP8 with one scale per tensor, row or block."""
 PACKED = {
@@ -49,7 +51,7 @@ class StoredScheme:
     """The form in which a folder stores a weight.
 
     Attributes:
-        layout: `weight_scale_inv`, or the name of compressed-tensors' format.
+        layout: `weight_scale_inv`, `fp8`, or the name of compressed-tensors' format.
         weight: format of the elements, elements that share a scale, and kind of the scales. The
             scales need not be the ones that this quantizer would compute.
     """
@@ -129,7 +131,7 @@ def stored_schemes(table: Mapping[str, Any], where: str) -> Schemes:
         _refuse(where, config, "it is no table")
     method = config.get("quant_method")
     if method == "fp8":
-        scheme = _inverse(config, where)
+        scheme = _fp8(config, where)
         return Schemes(where=where, groups=(_Group(targets=(_LINEAR,), scheme=scheme),))
     if method == "compressed-tensors":
         return Schemes(where=where, groups=tuple(_groups(config, where)))
@@ -181,13 +183,15 @@ def _listed(block: object) -> object:
     return list(block) if isinstance(block, tuple) else block
 
 
-def _inverse(config: Mapping[str, Any], where: str) -> StoredScheme:
+def _fp8(config: Mapping[str, Any], where: str) -> StoredScheme:
     """The scheme of `quant_method` "fp8"."""
-    block = config.get("weight_block_size", [128, 128])
     if config.get("fmt", "e4m3") != "e4m3":
         _refuse(where, f"fp8 with fmt = {config['fmt']}", "only e4m3 is read")
     if config.get("expert_dtype", "fp8") != "fp8":
         _refuse(where, f"fp8 with expert_dtype = {config['expert_dtype']}", "only fp8 is read")
+    if "weight_block_size" not in config:
+        return StoredScheme(layout=AUTO_FP8, weight=Quantizer())
+    block = config["weight_block_size"]
     powers = config.get("scale_fmt", "float") == "ue8m0"
     scheme = f"fp8 with weight_block_size = {block}"
     quantizer = Quantizer(
