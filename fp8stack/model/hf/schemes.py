@@ -31,7 +31,7 @@ PACKED = {
 }
 """compressed-tensors' layouts with fewer than eight bits, by (format, scale, length of a block)."""
 
-_GROUPED: dict[str, Quantizer] = {
+GROUPED: dict[str, Quantizer] = {
     layout: Quantizer(format=format, scale=scale, block=(1, length))  # type: ignore[arg-type]
     for (format, scale, length), layout in PACKED.items()
 } | {"mxfp8-quantized": Quantizer(scale="e8m0", block=(1, 32))}
@@ -42,7 +42,7 @@ _KINDS = {
     "e8m0": "an E8M0 scale",
     "e4m3": "an E4M3 scale",
 }
-_READABLE = f"fp8 and compressed-tensors with {PLAIN}, {', '.join(_GROUPED)}"
+_READABLE = f"fp8 and compressed-tensors with {PLAIN}, {', '.join(GROUPED)}"
 REMEDY = "Give a folder of its weights in float32, bfloat16 or float16"
 
 
@@ -65,7 +65,7 @@ class StoredScheme:
         if self.layout == INVERSE:
             return "deepseek" if self.weight.block == (128, 128) else INVERSE
         if self.layout != PLAIN:
-            return self.layout
+            return self.layout.removesuffix("-pack-quantized")
         block = self.weight.block
         return "block" if not isinstance(block, str) else {"row": "channel"}.get(block, block)
 
@@ -243,7 +243,7 @@ def _compressed(layout: object, weights: object, where: str) -> StoredScheme:
         _refuse(where, scheme, "the group's weights are no table")
     layout = PLAIN if layout == "naive-quantized" else layout  # the same without activations
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
-    quantizer = _GROUPED.get(layout) if isinstance(layout, str) else None
+    quantizer = GROUPED.get(layout) if isinstance(layout, str) else None
     if layout != PLAIN and quantizer is None:
         _refuse(where, scheme, f"read are {_READABLE}")
     if kind != "float" or weights.get("symmetric") is False:
