@@ -36,7 +36,7 @@ def compared(p_RV: Tensor, q_RV: Tensor, targets_R: Tensor) -> TokenDifferences:
         targets_R: the tokens that came, int64 [R].
     """
     rows = max(1, CHUNK // p_RV.shape[-1])
-    chunks = zip(*(x.split(rows) for x in (p_RV, q_RV, targets_R)), strict=True)
+    chunks = zip(*(torch.split(x, rows) for x in (p_RV, q_RV, targets_R)), strict=True)
     of_chunks = [_compared(*chunk) for chunk in chunks]
     return TokenDifferences(*(torch.cat(tensors).cpu() for tensors in zip(*of_chunks, strict=True)))
 
@@ -44,7 +44,7 @@ def compared(p_RV: Tensor, q_RV: Tensor, targets_R: Tensor) -> TokenDifferences:
 def divergence_sum(p_RV: Tensor, q_RV: Tensor) -> float:
     """KL(p || q) in nats, summed over tokens; for the arguments see `compared`."""
     rows = max(1, CHUNK // p_RV.shape[-1])
-    chunks = zip(p_RV.split(rows), q_RV.split(rows), strict=True)
+    chunks = zip(torch.split(p_RV, rows), torch.split(q_RV, rows), strict=True)
     return sum(float(_divergence(*map(_log_softmax, chunk)).sum()) for chunk in chunks)
 
 
