@@ -31,10 +31,12 @@ from fp8stack.training.checkpoint.validation import has_weights, load_sound, mod
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
-    """Load the model of a run's newest usable checkpoint, or of one checkpoint, in eval mode.
+    """Load the model of a run's newest usable checkpoint, of one checkpoint, or of transformers, in
+    eval mode.
 
     Args:
-        run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
+        run_or_checkpoint: a run's folder, `.../checkpoints/step-000200`, `hf:` and a folder that
+            transformers saved, or `hf:owner/name[@revision]` on the Hub.
         recipe: the recipe to run it in, which need not be the recipe of its training.
 
     Returns:
@@ -44,6 +46,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
         UserError: there is no run, or `recipe` needs scales that the checkpoint does not have.
         NoUsableCheckpoint: the checkpoint is damaged, or all of the run's are.
     """
+    if isinstance(run_or_checkpoint, str) and run_or_checkpoint.startswith(hub.HF):
+        return find_source(run_or_checkpoint).model(recipe, probe())
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
         warnings.warn(printable(f"{path} is used, an older checkpoint. {reason}"), stacklevel=2)
@@ -218,7 +222,7 @@ def _of_folder(path: Path, name: str) -> Trained:
         path=Path(name),
         shape=model.config,
         weights=hf.from_hf(model.config, model.layout, folder.tensors, str(path)),
-        notes=model.notes,
+        notes=(*model.notes, *folder.tensors.notes()),
         tokenizer=folder.tokenizer,
     )
 
