@@ -19,7 +19,10 @@ RUN = typer.Argument(help="Run folder.", show_default=False)
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
 TEXT = option("Print a summary; write a page only with --out.", "--text")
 EVALUATED = typer.Argument(help=options.TRAINED, show_default=False)
-RECIPES = option("Precision recipes or TOML files, separated by commas. [the run's own]")
+RECIPES = option(
+    "Precision recipes, TOML files or folders of transformers, which are run as a server does, "
+    "separated by commas. [the run's own]"
+)
 AGREE = option(
     "Compare the first recipe with each other one, token by token: KL, log probabilities, top-1, "
     "and the layers at fault.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from fp8stack.common.terminal import warn
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, probe
+from fp8stack.trained.evaluate.served_folder import ServedFolder, is_folder, served_folder
 from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
 from fp8stack.training.load import Trained, find_source, tokenizer_of_run
 
@@ -26,9 +27,12 @@ class EvaluatedRun:
     batch: int  # windows per forward pass
     hardware: Hardware
     backend: str
+    folders: Mapping[str, ServedFolder]  # the recipes that are folders, by name
 
     def model(self, recipe: str) -> GPT:
-        """The model in a recipe, see `Trained.model`."""
+        """The model in a recipe, see `Trained.model`; of a folder, the model in that folder."""
+        if recipe in self.folders:
+            return self.folders[recipe].model(self.hardware, self.backend)
         return self.trained.model(recipe, self.hardware, self.backend)
 
 
@@ -57,8 +61,12 @@ def evaluated_runs(
         require_text(run, trained.config, data)
         config = trained.config or RunConfig()
         chosen = tuple(recipes) or (trained.recipe,)
+        folders = {name: served_folder(name, trained.shape) for name in chosen if is_folder(name)}
         for recipe in chosen:  # raise for any recipe before the first is evaluated
-            trained.plan(recipe, hardware, backend)
+            if recipe in folders:
+                folders[recipe].plan(hardware, backend)
+            else:
+                trained.plan(recipe, hardware, backend)
         tokenizer_name = tokenizer or trained.own_tokenizer
         run_tokenizer = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
         yield EvaluatedRun(
@@ -69,4 +77,5 @@ def evaluated_runs(
             batch=batch or config.batch // config.accumulate,
             hardware=hardware,
             backend=backend,
+            folders=folders,
         )

@@ -81,7 +81,8 @@ def evaluate(
         runs: one or several models: a run's folder, a checkpoint's folder, `hf:` and a folder that
             transformers saved, or `hf:owner/name` (the last two need `data`).
         recipes: recipes to run each model in. By default, the recipe that a run was last trained
-            in, and fp32 for a model of transformers.
+            in, and fp32 for a model of transformers. A folder of transformers, `hf:...` or a path,
+            runs in the place of the model, in its own weights and scheme: see `ServedFolder`.
         data, windows, context: see `windows_for`.
         batch: windows per forward pass; None for as many as the run's own evaluations take.
         tokenizer: the name or path of the tokenizer, for runs that do not have one.
