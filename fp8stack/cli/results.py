@@ -126,6 +126,7 @@ def evaluate(
         "device": device,
     }
     words = [] if recipes is None else recipe_words(recipes)
+    layouts: tuple[Callable[[Any], Any], ...]
     if not agree:
         scores = evaluation.evaluate(runs, *words, **options_of_both)
         layouts = (evaluation.rich_table, evaluation.notes, evaluation.text_lines)

@@ -59,8 +59,8 @@ def test_one_layer_has_the_weights_and_the_dtype_that_it_has_in_the_other_model(
     with swapped(plain, quantized, [path]):
         plain.get_submodule(path).register_forward_hook(lambda _, x, y: outputs.append(y))
         logits(plain)
-    layer = quantized.get_submodule(path)
-    x, w, b = (t.detach().bfloat16() for t in (inputs[0], layer.weight, layer.bias))
+    of_layer = [quantized.get_parameter(f"{path}.{name}") for name in ("weight", "bias")]
+    x, w, b = (tensor.detach().bfloat16() for tensor in (inputs[0], *of_layer))
     torch.testing.assert_close(
         outputs[0], torch.nn.functional.linear(x, w, b).float(), rtol=0, atol=0
     )

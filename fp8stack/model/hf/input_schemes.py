@@ -41,8 +41,8 @@ def inputs_of_group(table: object) -> Quantizer | str | None:
             quantizer = Quantizer() if dynamic else STATIC
         elif bits == 8 and strategy == "token" and dynamic:
             quantizer = BY_TOKEN
-        elif strategy in ("group", "tensor_group") and dynamic:
-            quantizer = _BY_GROUP.get((bits, size)) if isinstance(size, int) else None
+        elif strategy in ("group", "tensor_group") and dynamic and isinstance(size, int):
+            quantizer = _BY_GROUP.get((bits, size)) if isinstance(bits, int) else None
     if quantizer is not None:
         return quantizer
     kind = "dynamic" if dynamic else "static"

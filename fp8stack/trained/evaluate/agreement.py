@@ -199,7 +199,8 @@ def _measured(
 
         def logits(model: GPT, inputs: Sequence[Any] = (inputs_BT, None, *documents)) -> Tensor:
             with eval_mode(model):
-                return model(*inputs).flatten(0, 1)
+                logits_BTV: Tensor = model(*inputs)
+            return logits_BTV.flatten(0, 1)
 
         p_RV = logits(p)
         of_batches.append(compared(p_RV, logits(q), targets_BT.flatten()))

@@ -19,8 +19,9 @@ from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.numerics import dequantize, quantize
 from fp8stack.precision import load_recipe
 from fp8stack.trained import evaluate as evaluation
-from fp8stack.trained.evaluate import agreement, divergence
+from fp8stack.trained.evaluate import divergence
 from fp8stack.trained.evaluate.agreement import Agreement
+from fp8stack.trained.evaluate.evaluated_run import EvaluatedRun
 from tests.conftest import refusal
 from tests.trained.evaluate.test_scores import trained, windows_of
 
@@ -78,6 +79,7 @@ def test_the_figures_are_those_of_scipy_on_the_logits(run, q):
     windows = (of_p - of_q).mean(1)
     np.testing.assert_allclose(result.loss_difference, windows.mean(), rtol=0, atol=atol)
     error = windows.std(ddof=1) / math.sqrt(len(windows))
+    assert result.standard_error is not None
     np.testing.assert_allclose(result.standard_error, error, rtol=0, atol=atol)
     assert result.top1 == (log_p.argmax(-1) == log_q.argmax(-1)).mean()
     assert (result.windows, result.tokens) == (9, 9 * 32)
@@ -118,13 +120,15 @@ def test_a_layers_kl_is_that_of_the_model_with_that_layer_quantized(run):
     assert list(result.layers.values()) == sorted(result.layers.values(), reverse=True)
     table = load_recipe("served:fp8_block").quantizers
     assert table is not None
+    of_input, of_weight = table.input, table.weight
+    assert of_input is not None
+    assert of_weight is not None
     model = fp8stack.load(run)
 
     def product(layer: Any, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        operands = ((x, table.input), (layer.weight.detach(), table.weight))
-        rounded = [dequantize(quantize(of, quantizer, dim=-1)) for of, quantizer in operands]
-        return F.linear(*rounded, layer.bias).view_as(y)
+        weight = dequantize(quantize(layer.weight.detach(), of_weight, dim=-1))
+        return F.linear(dequantize(quantize(x, of_input, dim=-1)), weight, layer.bias).view_as(y)
 
     model.get_submodule(UP).register_forward_hook(product)
     with torch.no_grad():
@@ -156,7 +160,7 @@ def test_powers_of_two_in_place_of_float32_scales_are_found_in_every_layer(run):
 
 
 def test_swapped_scales_of_two_layers_are_found_and_the_layers_named(run, monkeypatch):
-    load, models = agreement.EvaluatedRun.model, []
+    load, models = EvaluatedRun.model, []
 
     def with_swapped_scales(evaluated: Any, recipe: str) -> Any:
         models.append(load(evaluated, recipe))
@@ -167,7 +171,7 @@ def test_swapped_scales_of_two_layers_are_found_and_the_layers_named(run, monkey
             load_fp8_state(models[1], state | {first: state[second], second: state[first]})
         return models[-1]
 
-    monkeypatch.setattr(agreement.EvaluatedRun, "model", with_swapped_scales)
+    monkeypatch.setattr(EvaluatedRun, "model", with_swapped_scales)
     result = agree(run, "delayed", "delayed")
     assert {*result.layers} == {UP, "blocks.0.mlp.down"}
     assert min(result.layers.values()) > 0

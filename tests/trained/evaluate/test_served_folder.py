@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8stack
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
+from fp8stack.trained.evaluate.divergence import divergence_sum
 from fp8stack.trained.evaluate.served_folder import is_folder, served_folder
 from fp8stack.trained.export import write_export
 from fp8stack.training.load import find_source
@@ -73,6 +75,25 @@ def test_a_folder_is_served_as_the_recipe_of_its_scheme(runs, export, recipe, sc
     assert agree(runs[recipe], "fp32", p).kl > 1e-5
     assert result.plans[1].precision == f"{result.recipes[1]}-emulated"
     assert "lm_head" not in result.layers
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block", None])
+def test_transformers_computes_what_is_said_of_a_folder(export, scheme):
+    """compressed-tensors rounds inputs by scales that differ in the last bit: a few of them to the
+    next FP8 value."""
+    folder = export(scheme)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weights = find_source(f"hf:{folder}")
+    served = served_folder(str(folder), weights.shape).model(Hardware("cpu"), "auto")
+    tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        p = theirs(tokens).logits.flatten(0, 1)
+        of_served, of_weights = (
+            divergence_sum(p, model(tokens).flatten(0, 1)) / tokens.numel()
+            for model in (served, weights.model("fp32", Hardware("cpu")))
+        )
+    assert of_served < 0.1 * of_weights
+    assert of_weights > 1e-6  # without quantized inputs
 
 
 def test_a_folder_of_quantized_weights_alone_has_inputs_in_the_compute_dtype(runs, export):
