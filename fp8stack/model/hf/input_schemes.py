@@ -1,8 +1,8 @@
 """The quantizers that a server has for the inputs of a folder's linears, from the
 `quantization_config` of its `config.json`.
 
-Sources: compressed-tensors 0.20.0, `quantization/quant_args.py`; vLLM's
-`compressed_tensors/compressed_tensors.py` and `fp8.py`.
+Sources: `QuantizationArgs` of compressed-tensors 0.20.0; vLLM's `CompressedTensorsConfig` and
+`Fp8Config`.
 """
 
 from __future__ import annotations
