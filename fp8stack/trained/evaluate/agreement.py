@@ -112,8 +112,8 @@ def agreements(
         for q_recipe in q_recipes:
             count = counted(len(evaluated.windows.tokens), "window")
             warn(f"{evaluated.trained.path} in {p_recipe} and {q_recipe}: {count}")
-            q = evaluated.model(q_recipe)
-            results.append(_agreement(evaluated, (p_recipe, q_recipe), p, q))
+            pair = p_recipe, q_recipe
+            results.append(_agreement(evaluated, pair, p, evaluated.model(q_recipe)))
     return results
 
 
@@ -154,11 +154,13 @@ def _quantile(x_R: Tensor, share: float) -> float:
 def different_layers(p: GPT, q: GPT) -> list[str]:
     """The module paths of the linears that two models of the same shape multiply differently in the
     forward pass, or that have other weights or scales, in order."""
+    p_plan, q_plan = p.backend.plan, q.backend.plan
+    p_scales, q_scales = _scales(p), _scales(q)
     return [
-        p_layer.name
-        for p_layer, q_layer in zip(p.backend.plan.layers, q.backend.plan.layers, strict=True)
-        if _forward_pass(p.backend.plan, p_layer) != _forward_pass(q.backend.plan, q_layer)
-        or not _same_tensors(_tensors(p, p_layer.name), _tensors(q, p_layer.name))
+        layer.name
+        for layer, q_layer in zip(p_plan.layers, q_plan.layers, strict=True)
+        if _forward_pass(p_plan, layer) != _forward_pass(q_plan, q_layer)
+        or not _same_tensors(_tensors(p, p_scales, layer.name), _tensors(q, q_scales, layer.name))
     ]
 
 
@@ -170,11 +172,15 @@ def _forward_pass(plan: Plan, layer: LayerPlan) -> tuple[object, ...]:
     return (*quantizers, backend, plan.compute_dtype)
 
 
-def _tensors(model: GPT, path: str) -> dict[str, Tensor]:
-    """The parameters of a layer, and its scales of delayed scaling in the forward pass."""
+def _scales(model: GPT) -> Mapping[str, Tensor]:
+    """The state of a model's delayed scaling."""
     delayed = model.backend.delayed
+    return {} if delayed is None else delayed.state_dict()
+
+
+def _tensors(model: GPT, scales: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    """The parameters of a layer, and its scales of delayed scaling in the forward pass."""
     slots = [f"{path}.{operand}.scale" for operand in ("input", "weight")]
-    scales = {} if delayed is None else delayed.state_dict()
     parameters = dict(model.get_submodule(path).named_parameters())
     return parameters | {slot: scales[slot] for slot in slots if slot in scales}
 
