@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 2**22
-"""Logits of one model that are compared at a time: 32 MiB in float64."""
+CHUNK = 2**21
+"""Logits of one model that are compared at a time: 16 MiB in float64."""
 
 
 class TokenDifferences(NamedTuple):
