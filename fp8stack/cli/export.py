@@ -11,7 +11,7 @@ from fp8stack.common.terminal import say, warn
 
 RUN = typer.Argument(help=options.TRAINED, show_default=False, metavar="RUN")
 FORMAT = option("Format: hf (transformers), fp8 (transformers, vLLM), safetensors. [hf]")
-SCHEME = option("FP8 scales: tensor, channel, block, or deepseek (weight_scale_inv). [the run's]")
+SCHEME = option("Weights: tensor, channel, block, deepseek, mxfp4, mxfp6 or nvfp4. [the run's]")
 OVERWRITE = option("Delete an earlier export in --out first.", "--overwrite")
 PUSH = option("Upload the folder to this repository of the Hugging Face Hub.", metavar="OWNER/NAME")
 PRIVATE = option("With --push: make the repository private.", "--private")

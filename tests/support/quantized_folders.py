@@ -44,16 +44,19 @@ class Layout:
     elements: str = "float8_e4m3fn"
     scales: str = "float32"
     scale_format: str | None = None  # `scale_fmt` of transformers' fp8
+    scale_name: str = "weight_scale"
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 FP4 = FP8 | {"num_bits": 4}
+INVERSE: Any = {"scale_name": "weight_scale_inv"}
 MX = {"strategy": "group", "group_size": 32}
 LAYOUTS = {
-    "deepseek": Layout((128, 128)),
-    "deepseek ue8m0": Layout((128, 128), scale_format="ue8m0"),
-    "deepseek e8m0": Layout((128, 128), scales="float8_e8m0fnu", scale_format="ue8m0"),
-    "fp8 per tensor": Layout(None),
+    "deepseek": Layout((128, 128), **INVERSE),
+    "deepseek ue8m0": Layout((128, 128), **INVERSE, scale_format="ue8m0"),
+    "deepseek e8m0": Layout((128, 128), **INVERSE, scales="float8_e8m0fnu", scale_format="ue8m0"),
+    "fp8 per tensor": Layout(None, **INVERSE),
+    "autofp8": Layout(None),
     "tensor": Layout(None, FP8 | {"strategy": "tensor"}),
     "channel": Layout((1, 0), FP8 | {"strategy": "channel"}),
     "channel bf16": Layout((1, 0), FP8 | {"strategy": "channel"}, scales="bfloat16"),
@@ -105,7 +108,7 @@ def quantized(weight: np.ndarray, layout: Layout, kind: str) -> tuple[dict[str, 
     tensors: dict[str, Any] = {}
     if layout.scales == "float8_e4m3fn":
         upper = np.float32(6 * 448 / np.abs(weight).max() / HEADROOM[kind])
-        scale = (amax / largest * upper).astype(scale_type)
+        scale = np.minimum(amax / largest * upper, 448).astype(scale_type)
         tensors["weight_global_scale"] = torch.tensor([upper])
         multiplier = scale.astype(np.float32) / upper
     else:
@@ -131,7 +134,7 @@ def quantized(weight: np.ndarray, layout: Layout, kind: str) -> tuple[dict[str, 
     if layout.weights is None or layout.scales != "float8_e8m0fnu":  # compressed-tensors: uint8
         stored = stored.view(getattr(torch, layout.scales))
     stored = stored if layout.block else stored.reshape(())
-    tensors["weight_scale_inv" if layout.weights is None else "weight_scale"] = stored
+    tensors[layout.scale_name] = stored
     return tensors, values
 
 
@@ -140,6 +143,8 @@ def config_of(layout: Layout, ignored: list[str]) -> dict[str, Any]:
     if layout.weights is None:
         config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3"}
         config |= {"activation_scheme": "dynamic"}
+        if layout.scale_name == "weight_scale":
+            return config | {"ignored_layers": ignored}
         config |= {"weight_block_size": layout.block and list(layout.block)}
         config |= {"scale_fmt": layout.scale_format} if layout.scale_format else {}
         return config | {"modules_to_not_convert": ignored}

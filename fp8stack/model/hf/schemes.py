@@ -1,9 +1,9 @@
 """Schemes in which folders of transformers store weights in FP8, FP6 or FP4, from the
 `quantization_config` of their `config.json`.
 
-Sources: transformers' `FineGrainedFP8Config` and the folders of DeepSeek-V3 and Qwen3-FP8 for
-`quant_method` "fp8"; `QuantizationConfig`, `QuantizationScheme` and the compressors of
-compressed-tensors 0.20.0.
+Sources: for `quant_method` "fp8", transformers' `FineGrainedFP8Config`, vLLM's `Fp8Config`, and the
+folders of DeepSeek-V3 and Qwen3-FP8; `QuantizationConfig`, `QuantizationScheme` and the compressors
+of compressed-tensors 0.20.0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from fp8stack.model.hf.input_schemes import inputs_of_fp8, inputs_of_group
 from fp8stack.precision.recipe import load_recipe
 
 INVERSE = "weight_scale_inv"
-"""The layout of `quant_method` "fp8", named after its scales."""
+"""The layout of `quant_method` "fp8" with a `weight_block_size`, named after its scales."""
+AUTO_FP8 = "fp8"
+"""The layout of `quant_method` "fp8" without `weight_block_size`, as AutoFP8 wrote it."""
 PLAIN = "float-quantized"
 """compressed-tensors' layout of FP8 with one scale per tensor, row or block."""
 PACKED = {
@@ -30,7 +32,7 @@ PACKED = {
 }
 """compressed-tensors' layouts with fewer than eight bits, by (format, scale, length of a block)."""
 
-_GROUPED: dict[str, Quantizer] = {
+GROUPED: dict[str, Quantizer] = {
     layout: Quantizer(format=format, scale=scale, block=(1, length))  # type: ignore[arg-type]
     for (format, scale, length), layout in PACKED.items()
 } | {"mxfp8-quantized": Quantizer(scale="e8m0", block=(1, 32))}
@@ -41,7 +43,7 @@ _KINDS = {
     "e8m0": "an E8M0 scale",
     "e4m3": "an E4M3 scale",
 }
-_READABLE = f"fp8 and compressed-tensors with {PLAIN}, {', '.join(_GROUPED)}"
+_READABLE = f"fp8 and compressed-tensors with {PLAIN}, {', '.join(GROUPED)}"
 REMEDY = "Give a folder of its weights in float32, bfloat16 or float16"
 
 
@@ -50,7 +52,7 @@ class StoredScheme:
     """The form in which a folder stores a weight.
 
     Attributes:
-        layout: `weight_scale_inv`, or the name of compressed-tensors' format.
+        layout: `weight_scale_inv`, `fp8`, or the name of compressed-tensors' format.
         weight: format of the elements, elements that share a scale, and kind of the scales. The
             scales need not be the ones that this quantizer would compute.
     """
@@ -64,7 +66,7 @@ class StoredScheme:
         if self.layout == INVERSE:
             return "deepseek" if self.weight.block == (128, 128) else INVERSE
         if self.layout != PLAIN:
-            return self.layout
+            return self.layout.removesuffix("-pack-quantized")
         block = self.weight.block
         return "block" if not isinstance(block, str) else {"row": "channel"}.get(block, block)
 
@@ -130,7 +132,7 @@ def stored_schemes(table: Mapping[str, Any], where: str) -> Schemes:
         _refuse(where, config, "it is no table")
     method = config.get("quant_method")
     if method == "fp8":
-        scheme = _inverse(config, where)
+        scheme = _fp8(config, where)
         inputs = inputs_of_fp8(config, scheme.weight)
         group = _Group(targets=(_LINEAR,), scheme=scheme, inputs=inputs)
         return Schemes(where=where, groups=(group,))
@@ -205,13 +207,15 @@ def _listed(block: object) -> object:
     return list(block) if isinstance(block, tuple) else block
 
 
-def _inverse(config: Mapping[str, Any], where: str) -> StoredScheme:
+def _fp8(config: Mapping[str, Any], where: str) -> StoredScheme:
     """The scheme of `quant_method` "fp8"."""
-    block = config.get("weight_block_size", [128, 128])
     if config.get("fmt", "e4m3") != "e4m3":
         _refuse(where, f"fp8 with fmt = {config['fmt']}", "only e4m3 is read")
     if config.get("expert_dtype", "fp8") != "fp8":
         _refuse(where, f"fp8 with expert_dtype = {config['expert_dtype']}", "only fp8 is read")
+    if "weight_block_size" not in config:
+        return StoredScheme(layout=AUTO_FP8, weight=Quantizer())
+    block = config["weight_block_size"]
     powers = config.get("scale_fmt", "float") == "ue8m0"
     scheme = f"fp8 with weight_block_size = {block}"
     quantizer = Quantizer(
@@ -264,7 +268,7 @@ def _compressed(layout: object, weights: object, where: str) -> StoredScheme:
         _refuse(where, scheme, "the group's weights are no table")
     layout = PLAIN if layout == "naive-quantized" else layout  # the same without activations
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
-    quantizer = _GROUPED.get(layout) if isinstance(layout, str) else None
+    quantizer = GROUPED.get(layout) if isinstance(layout, str) else None
     if layout != PLAIN and quantizer is None:
         _refuse(where, scheme, f"read are {_READABLE}")
     if kind != "float" or weights.get("symmetric") is False:

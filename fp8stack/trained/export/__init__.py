@@ -66,7 +66,8 @@ def export(
         tokenizer: a name or path, for a run that records no tokenizer.
         scheme: for "fp8", the elements that share a scale: "tensor", "channel" (a row of a weight)
             or "block" (128 x 128), in compressed-tensors' layout; or "deepseek", "block" in the
-            layout of DeepSeek-V3 and Qwen3-FP8 (`weight_scale_inv`). None uses the run's recipe, or
+            layout of DeepSeek-V3 and Qwen3-FP8 (`weight_scale_inv`); or "mxfp4", "mxfp6" or
+            "nvfp4", weights alone. None uses the run's recipe, or
             the tensors of the folder that the weights come from, if no step has changed them.
         overwrite: replace an earlier export.
 

@@ -24,7 +24,7 @@ from fp8stack import numerics
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.model.hf import HfModule, layout_of, modules_of
-from fp8stack.model.hf.schemes import INVERSE, PACKED, PLAIN
+from fp8stack.model.hf.schemes import GROUPED, INVERSE, PACKED, PLAIN
 from fp8stack.model.hf.stored_tensors import pack_fp6
 from fp8stack.numerics.scales import nvfp4_scale
 from fp8stack.precision.plan import block_indices
@@ -33,7 +33,9 @@ from fp8stack.trained.export.format_files import Files, ModelSource, as_json, hf
 from fp8stack.trained.export.source_folder import stored_files, unchanged_folder
 
 BLOCK = 128
-SchemeName = Literal["tensor", "channel", "block", "deepseek"]
+SchemeName = Literal["tensor", "channel", "block", "deepseek", "mxfp4", "mxfp6", "nvfp4"]
+_MULTIPLES = {"block": BLOCK, "deepseek": BLOCK, "mxfp4": 32, "mxfp6": 32, "nvfp4": 16}
+"""The sizes of blocks that must divide a weight, by scheme."""
 Inputs = Literal["dynamic", "static", "none"]
 _PACKED = frozenset(PACKED.values())
 """Layouts that have the scale of a square block once for each of its rows."""
@@ -61,9 +63,9 @@ def quantized_files(
     quantized. If the run quantized no layer, the linears of all blocks are cast to FP8. If the run
     began with a quantized folder of transformers and no weight has changed, the folder's tensors.
 
-    `scheme_name` names the elements that share a scale in FP8, or DeepSeek's layout. With None the
-    run's recipe casts the float32 master weights; with a name they are cast by that scheme, with
-    dynamic activation scales.
+    `scheme_name` names the elements that share a scale in FP8, DeepSeek's layout, or a packed one.
+    With None the run's recipe casts the float32 master weights; with a name they are cast by that
+    scheme, with dynamic activation scales, or none in packed layouts.
 
     Raises a UserError for GPT-2's layout, a weight quantizer without a layout, and blocks that do
     not divide a weight; and see `hf_files`.
@@ -80,7 +82,7 @@ def quantized_files(
             "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
         )
     hf_modules = modules_of(source.config, layout)
-    planned = _layers_to_quantize(source, hf_modules, notes)
+    planned = _layers_to_quantize(source, hf_modules, scheme_name or "channel", notes)
     widths = {source.weights[f"{name}.weight"].shape[-1] for name in planned}
     sizes = widths | {module.rows for name in planned for module in hf_modules[name]}
 
@@ -139,9 +141,10 @@ def quantized_files(
 
 
 def _layers_to_quantize(
-    source: ModelSource, layers: Mapping[str, object], notes: list[str]
+    source: ModelSource, layers: Mapping[str, object], cast_by: str, notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
-    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}."""
+    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}.
+    `cast_by` is the scheme without a recipe, for a note."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
     blocks = block_indices(layers)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
@@ -151,7 +154,9 @@ def _layers_to_quantize(
             if quantizers is not None and quantizers.weight is not None:
                 planned[name] = quantizers, recipe_name
     if not planned:
-        notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
+        notes.append(
+            f"the run had no layer in FP8: the layers of all blocks are cast, by {cast_by}"
+        )
         without = {"lm_head", *source.config.routers}
         return {name: (None, recipe.name) for name in layers if name not in without}
     if "lm_head" in planned and source.config.tied:
@@ -174,11 +179,15 @@ def _scheme(
     weight = None if quantizers is None else quantizers.weight
     activation = None if quantizers is None else quantizers.input
     inputs: Inputs = "none" if weight is not None and activation is None else "dynamic"
-    if scheme_name in ("block", "deepseek") and (size := indivisible_size(BLOCK)):
+    multiple = _MULTIPLES.get(scheme_name or "", 1)
+    if size := indivisible_size(multiple):
         raise UserError(
-            f"--scheme {scheme_name} needs sizes that {BLOCK} divides, and the model has {size}. "
-            "Take --scheme channel."
+            f"--scheme {scheme_name} needs sizes that {multiple} divides, and the model has "
+            f"{size}. Take --scheme channel."
         )
+    if scheme_name in ("mxfp4", "mxfp6", "nvfp4"):
+        packed = f"{scheme_name}-pack-quantized"
+        return Scheme(packed, "group", GROUPED[packed], "none")
     layout = PLAIN if scheme_name != "deepseek" else INVERSE
     strategy = "block" if scheme_name == "deepseek" else scheme_name
     if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
@@ -192,14 +201,14 @@ def _scheme(
             notes.append("the checkpoint has no scales: weights are cast with their own amax")
     elif weight is not None and strategy is None:
         length = weight.blocks[1] if weight.blocks else 0
-        packed = PACKED.get((weight.format, weight.scale, length))
-        if packed and (size := indivisible_size(length)):
+        packed_layout = PACKED.get((weight.format, weight.scale, length))
+        if packed_layout and (size := indivisible_size(length)):
             notes.append(f"{recipe} -> by channel: {size} is not divisible by {length}")
-        elif packed:
-            if packed != _MXFP4 and activation is not None:
-                notes.append(f"{recipe}: activations are not quantized in {packed}")
-            inputs = inputs if packed == _MXFP4 else "none"
-            return Scheme(packed, "group", replace(weight, rounding="nearest"), inputs)
+        elif packed_layout:
+            if packed_layout != _MXFP4 and activation is not None:
+                notes.append(f"{recipe}: activations are not quantized in {packed_layout}")
+            inputs = inputs if packed_layout == _MXFP4 else "none"
+            return Scheme(packed_layout, "group", replace(weight, rounding="nearest"), inputs)
         elif weight.block == "row":
             return Scheme(PLAIN, "channel", replace(weight, rounding="nearest"), inputs)
         elif weight.blocks != (BLOCK, BLOCK) or weight.scale == "e8m0":

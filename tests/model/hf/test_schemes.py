@@ -125,6 +125,11 @@ def _with_nan(scales: torch.Tensor) -> torch.Tensor:
 
 WRONG: list[tuple[str, Callable[[Tensors], Any], str]] = [
     ("deepseek", _without("weight_scale_inv"), f"'{UP}.weight' has no 'weight_scale_inv' beside"),
+    (
+        "autofp8",
+        _without("weight_scale"),
+        "beside it, as FP8 with a float32 scale per tensor (fp8)",
+    ),
     ("channel", _without("weight_scale"), f"'{UP}.weight' has no 'weight_scale' beside it"),
     ("nvfp4", _without("weight_global_scale"), "has no 'weight_global_scale' beside it"),
     ("deepseek", _changed("weight_scale_inv", _with_nan), "weight_scale_inv' is not finite"),

@@ -14,10 +14,11 @@ import torch
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 import fp8stack
+from fp8stack import GPTConfig
 from fp8stack.model.hf import layout_of, to_hf
 from fp8stack.training.load import find_source
 from tests.support.cases import case
-from tests.support.hf_models import loaded, require_same_logits
+from tests.support.hf_models import SHAPES, export_to, loaded, random_model, require_same_logits
 from tests.support.hub_stand_in import Hub
 from tests.support.quantized_folders import HEADROOM, LAYOUTS, write_quantized
 
@@ -150,10 +151,16 @@ def test_a_repository_is_compared_in_the_cache_and_not_fetched_again(
     assert not hub.requests
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("scheme", ["deepseek", "channel"])
+@pytest.mark.parametrize(
+    ("scheme", "model"),
+    [
+        *(("deepseek", model) for model in ("llama", "qwen3_moe")),
+        *(("channel", model) for model in ("llama", "qwen3_moe")),
+        *((scheme, "llama") for scheme in ("mxfp4", "mxfp6")),
+    ],
+)
 def test_a_written_scheme_is_read_back_here_and_by_transformers(scheme, model, command, tmp_path):
-    write_quantized(tmp_path / "source", "nvfp4", model=model)
+    write_quantized(tmp_path / "source", "block", model=model)
     assert command("export", "hf:source", *FP8, "--scheme", scheme) == 0
     config: Any = FineGrainedFP8Config if scheme == "deepseek" else CompressedTensorsConfig
     options = {"quantization_config": config(dequantize=True), "dtype": torch.float32}
@@ -168,3 +175,23 @@ def test_a_converted_folder_has_a_card_that_claims_no_training(command, tmp_path
     assert "Converted by fp8stack, without training." in card
     assert "| steps |" not in card
     assert "compressed-tensors" not in card
+
+
+def test_packed_schemes_take_the_block_of_their_layout_or_are_refused(command, refused, tmp_path):
+    write_quantized(tmp_path / "source", "channel")
+    assert command("export", "hf:source", *FP8, "--scheme", "nvfp4") == 0
+    values = find_source("hf:source")
+    weights = find_source("hf:x").weights["blocks.0.mlp.down.weight"]
+    weight = values.weights["blocks.0.mlp.down.weight"].unflatten(1, (-1, 16))
+    error = (weights.unflatten(1, (-1, 16)) - weight).abs().amax(2)
+    assert (error <= weight.abs().amax(2) / 6 * 1.07).all()
+    table = json.loads((tmp_path / "x/config.json").read_text())["quantization_config"]
+    assert table["format"] == "nvfp4-pack-quantized"
+    assert table["config_groups"]["group_0"]["input_activations"] is None
+    assert command("export", "hf:x", "--format", "fp8", "--out", "y", "--scheme", "nvfp4") == 0
+    assert stored(tmp_path / "y") == stored(tmp_path / "x")
+    export_to(tmp_path / "odd", random_model(GPTConfig(**SHAPES["qwen3"] | {"mlp_width": 40})))
+    flags = ["--format", "fp8", "--out", "z", "--scheme", "mxfp4"]
+    assert "mxfp4 needs sizes that 32 divides, and the model has 40" in refused(
+        "export", "hf:odd", *flags
+    )
