@@ -82,7 +82,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
     details: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
-    for name in presets.names("recipes"):  # with substitutions allowed
+    for name in presets.training_recipes():  # with substitutions allowed
         plan = plan_for(model, name, hardware, config.backend, **details)
         (sole_phase,) = footprint.estimates([plan], checkpointing, sequences)
         recipes[name] = plan.precision, sole_phase.peak

@@ -1,12 +1,12 @@
 """Find a preset by name or path, and parse it strictly, without importing torch. `models/*.toml`
-and `recipes/*.toml` hold data, no code. They are in a wheel's `fp8stack/_presets/`, or next to the
-package in a checkout."""
+and `recipes/*.toml` hold data, no code; `recipes/served/mxfp8.toml` is called `served:mxfp8`. They
+are in a wheel's `fp8stack/_presets/`, or next to the package in a checkout."""
 
 import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,14 +44,27 @@ OTHER_NAMES = {
 
 def folder(kind: Kind) -> Path:
     """The folder that holds the presets of `kind`: inside the wheel, or next to the package."""
-    package = Path(str(files("fp8stack")))
+    package = Path(str(resources.files("fp8stack")))
     shipped = package / "_presets" / kind
     return shipped if shipped.is_dir() else package.parent / kind
 
 
 def names(kind: Kind) -> list[str]:
     """The names of the presets of `kind` that come with fp8stack, sorted."""
-    return sorted(path.stem for path in folder(kind).glob("*.toml"))
+    return sorted(_files(kind))
+
+
+def training_recipes() -> list[str]:
+    """The names of the recipes for training, sorted: all but the schemes of inference servers,
+    `served:...`, which quantize the forward pass alone."""
+    return [name for name in names("recipes") if ":" not in name]
+
+
+def _files(kind: Kind) -> dict[str, Path]:
+    """The files of the presets of `kind`, by name."""
+    top = folder(kind)
+    paths = (*top.glob("*.toml"), *top.glob("*/*.toml"))
+    return {":".join(path.relative_to(top).with_suffix("").parts): path for path in paths}
 
 
 def recipe_words(recipes: str) -> list[str]:
@@ -78,10 +91,11 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
                 f"{', '.join(names(kind))}."
             )
         return path.stem, read_toml(path)
-    if name not in names(kind):
+    files = _files(kind)
+    if name not in files:
         rules = ["auto"] if kind == "recipes" and name != "auto" else []  # no file, but a recipe
-        raise unknown(kind[:-1], name, names(kind) + rules, OTHER_NAMES.get(name))
-    return name, read_toml(folder(kind) / f"{name}.toml")
+        raise unknown(kind[:-1], name, sorted(files) + rules, OTHER_NAMES.get(name))
+    return name, read_toml(files[name])
 
 
 def parse(schema: Any, table: dict[str, Any], where: str) -> Any:

@@ -96,14 +96,16 @@ def resolve(
 
 def shipped() -> list[str]:
     """The names of the shipped recipes: recipes with a kernel in the order of `KERNELS`, then other
-    recipes with quantizers by falling bits, then recipes without quantizers."""
+    recipes with quantizers by falling bits, then recipes without quantizers, then the schemes of
+    inference servers."""
+    training = presets.training_recipes()
 
-    def order(name: str) -> tuple[int, int, str]:
-        recipe = load_recipe(name)
+    def order(name: str) -> tuple[bool, int, int, str]:
+        recipe, served = load_recipe(name), name not in training
         if recipe.quantizers is None:
-            return len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
+            return served, len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
         kernel = kernel_of(recipe.quantizers)
-        return [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
+        return served, [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
 
     return sorted(presets.names("recipes"), key=order)
 

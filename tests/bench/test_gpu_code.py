@@ -185,7 +185,7 @@ def test_a_capability_that_is_not_known_is_an_error():
 
 def native(capability: str) -> list[str]:
     """The recipes with scaled GEMMs on such a GPU."""
-    recipes = {*presets.names("recipes"), *gpu_code.RESIDUAL} - {"bf16"}
+    recipes = {*presets.training_recipes(), *gpu_code.RESIDUAL} - {"bf16"}
     return sorted(name for name in recipes if gpu_code.is_native(name, capability))
 
 

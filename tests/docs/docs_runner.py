@@ -43,6 +43,7 @@ NOT_RUN = {
     "fp8stack tune ": "refuses a model as small as the tests'; tests/forecast runs it",
     "python -m bench law": "reads the models of a study of hours; tests/bench fits a law",
     "vllm serve ": "needs a GPU; not installed by the extras",
+    "python3 -m sglang.launch_server ": "needs a GPU; not installed by the extras",
     "lm_eval ": "downloads its tasks; not installed by the extras",
 }
 

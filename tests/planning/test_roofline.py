@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8stack.analysis.benchmark.step_timing import FP8
-from fp8stack.common.presets import names
+from fp8stack.common.presets import training_recipes
 from fp8stack.model.config import Experts, GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.planning import roofline
 from fp8stack.planning.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
@@ -514,7 +514,7 @@ def test_every_recipe_that_runs_natively_is_predicted_and_the_others_have_a_reas
 ):
     predicted_table = table(capability)
     assert [row.precision for row in predicted_table.predictions] == predicted
-    quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
+    quantized = {name for name in training_recipes() if load_recipe(name).is_fp8}
     assert set(predicted_table.left_out) == quantized - set(predicted)
     for name, reason in predicted_table.left_out.items():
         assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in reason

@@ -22,6 +22,7 @@ from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import Place, fp8_linears, observing
+from fp8stack.layers.swapped import swapped
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import RandomBits
@@ -162,15 +163,15 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     )
     if exact or not linears:
         return 0.0, dict.fromkeys(linears, 0.0)
+    log_probabilities(quantized, windows[:1])  # prepares the layers, see `swapped`
     layer_sets = [[*linears], *([path] for path in linears)]
     sums, count = [0.0] * len(layer_sets), 0
     for chunk in torch.split(windows, batch):
         reference = log_probabilities(model, chunk)
         count += reference[..., 0].numel()
         for index, paths in enumerate(layer_sets):
-            for path, linear in linears.items():
-                linear.in_fp8 = path in paths
-            sums[index] += float(divergence(reference, log_probabilities(quantized, chunk)).sum())
+            with swapped(model, quantized, paths):
+                sums[index] += float(divergence(reference, log_probabilities(model, chunk)).sum())
     total, *layer_divergences = (max(0.0, value / count) for value in sums)
     return total, dict(zip(linears, layer_divergences, strict=True))
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import BLOCKS, FORMATS, Quantizer
+from fp8stack.model.hf.input_schemes import inputs_of_fp8, inputs_of_group
 from fp8stack.precision.recipe import load_recipe
 
 INVERSE = "weight_scale_inv"
@@ -132,7 +133,9 @@ def stored_schemes(table: Mapping[str, Any], where: str) -> Schemes:
     method = config.get("quant_method")
     if method == "fp8":
         scheme = _fp8(config, where)
-        return Schemes(where=where, groups=(_Group(targets=(_LINEAR,), scheme=scheme),))
+        inputs = inputs_of_fp8(config, scheme.weight)
+        group = _Group(targets=(_LINEAR,), scheme=scheme, inputs=inputs)
+        return Schemes(where=where, groups=(group,))
     if method == "compressed-tensors":
         return Schemes(where=where, groups=tuple(_groups(config, where)))
     _refuse(where, method or "a scheme without a name", f"read are {_READABLE}")
@@ -144,10 +147,15 @@ _LINEAR = "Linear"
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """The modules that share a scheme, by name, pattern (`re:...`) or class."""
+    """The modules that share a scheme, by name, pattern (`re:...`) or class.
+
+    `inputs` is the quantizer of their inputs in a server; None: they are not quantized, a text: the
+    scheme is not known.
+    """
 
     targets: tuple[str, ...]
     scheme: StoredScheme
+    inputs: Quantizer | str | None = None
 
     def rank(self, module: str) -> int:
         """0 if a target is the module's path, 1 if a pattern matches it, 2 if all linears are
@@ -169,9 +177,25 @@ class Schemes:
 
     def of_module(self, module: str) -> StoredScheme | None:
         """The scheme of a quantized module of transformers; None if no group has it."""
-        ranked = [(group.rank(module), group.scheme) for group in self.groups]
-        rank, scheme = min(ranked, key=itemgetter(0), default=(3, None))
-        return scheme if rank < 3 else None
+        group = self._group_of(module)
+        return None if group is None else group.scheme
+
+    def inputs_of_module(self, module: str) -> Quantizer | None:
+        """The quantizer that a server has for the inputs of a quantized module; None if it does not
+        quantize them. Raises a UserError that names the scheme if it is not known."""
+        group = self._group_of(module)
+        inputs = None if group is None else group.inputs
+        if isinstance(inputs, str):
+            raise UserError(
+                f"{self.where}: quantization_config has {quoted(inputs)}, which no recipe "
+                "computes. Name the nearest recipe of served:... in place of the folder."
+            )
+        return inputs
+
+    def _group_of(self, module: str) -> _Group | None:
+        ranked = [(group.rank(module), group) for group in self.groups]
+        rank, group = min(ranked, key=itemgetter(0), default=(3, None))
+        return group if rank < 3 else None
 
 
 def _refuse(where: str, scheme: object, reason: str) -> NoReturn:
@@ -233,7 +257,8 @@ def _groups(config: Mapping[str, Any], where: str) -> Iterator[_Group]:
         if group.get("weights") is not None:
             layout = group.get("format") or config.get("format")
             stored = _compressed(layout, group["weights"], where)
-            yield _Group(targets=tuple(targets), scheme=stored)
+            inputs = inputs_of_group(group.get("input_activations"))
+            yield _Group(targets=tuple(targets), scheme=stored, inputs=inputs)
 
 
 def _compressed(layout: object, weights: object, where: str) -> StoredScheme:

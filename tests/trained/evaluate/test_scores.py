@@ -326,6 +326,14 @@ def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
     assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
 
 
+@pytest.mark.parametrize("history_length", [1024, 3])
+def test_a_run_in_delayed_scaling_is_served_in_its_own_scales(tmp_path, history_length):
+    run = trained(tmp_path, recipe_overrides={"history_length": history_length})
+    delayed, static, current = scores(run, recipes=["delayed", "served:fp8_static", "current"])
+    assert torch.equal(delayed.losses_N, static.losses_N)
+    assert not torch.equal(delayed.losses_N, current.losses_N)
+
+
 def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path):
     file = tmp_path / "fewer.toml"
     file.write_text('like = "delayed"\nexclude = ["*.mlp.down"]\n')

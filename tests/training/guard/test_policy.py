@@ -118,7 +118,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_recipe_and_every_key_are_tried_with_the_guard():
-    assert sorted(KEYS) == presets.names("recipes")
+    assert sorted(KEYS) == presets.training_recipes()
     tried = {key for ones in KEYS.values() for keys in ones for key in keys}
     assert tried == RecipeFile.model_fields.keys() - {"name", "description", "like"}
 
