@@ -77,6 +77,15 @@ def observing(
             handle.remove()
 
 
+def all_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears and grouped linears of `model`, in any precision, by module path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | GroupedLinear)
+    }
+
+
 def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLayer]:
     """The linears and grouped linears of `model` that are in FP8 now, by module path."""
     return {
