@@ -52,6 +52,13 @@ class StoredInExperts(GroupedLinear):
         """See `LowPrecisionLayer.stored_weight`."""
         return self.stored.module._parameters.get(self.stored.key)
 
+    def name_at(self, path: str) -> str:
+        """See `LowPrecisionLayer.name_at`: the parameter's path. A parameter called `weight` has
+        its module's."""
+        experts = path.rpartition(".")[0]
+        key = "" if self.stored.key == "weight" else self.stored.key
+        return ".".join(filter(None, (experts, key)))
+
     @property
     def fits(self) -> bool:
         """Whether the weight has the shape that it had in `convert`, as far as it can be seen: FSDP
