@@ -301,7 +301,7 @@ def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 
 
 def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
     count = math.prod(shape)
-    inner = name.startswith("blocks.") and len(shape) == 2
+    inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
     if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:
