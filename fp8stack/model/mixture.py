@@ -137,7 +137,7 @@ class MixtureMLP(nn.Module):
         super().__init__()
         experts = config.experts
         assert experts is not None
-        self.config = experts
+        self.config, self.backend = experts, backend
         self.router = Router(config.width, experts.count)
         self.experts = ExpertsMLP(config, experts, backend, f"{path}.experts")
         self.shared = shared
@@ -150,7 +150,7 @@ class MixtureMLP(nn.Module):
         choice, routing = choose(self.router(x_BTD), self.config, self.balance_bias)
         y_BTD = self._mixed(x_BTD, choice)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD).float()
+            y_BTD = y_BTD + self.backend.mlp(x_BTD, self.shared).float()
         return y_BTD, routing
 
     def _mixed(self, x_BTD: Tensor, choice: Choice) -> Tensor:
