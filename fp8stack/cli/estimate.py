@@ -96,9 +96,10 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         )
         for place, phase in enumerate(schedule.phases)
     )
-    run: dict[str, str | int] = {
-        "model": config.model,
-        "parameters": model.parameters(),
+    run: dict[str, str | int] = {"model": config.model, "parameters": model.parameters()}
+    if model.experts is not None:
+        run["active_parameters"] = model.active_parameters()
+    run |= {
         "recipe": config.recipe,
         "batch": config.batch,
         "context": context,

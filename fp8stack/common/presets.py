@@ -111,12 +111,14 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     """The first problem of `error` in one line."""
     # A key that is not known first: it may be a misspelled one that is missing, too. Then what a
     # key may be; that it is no table, where it may be one, says less.
-    order = {"extra_forbidden": 0, "model_type": 2}
+    order = {"extra_forbidden": 0, "finite_number": 0, "model_type": 2}
     problem = min(error.errors(), key=lambda details: order.get(details["type"], 1))
     tree = _tree(schema)
     # pydantic adds the type that it tried, where a value may have several types.
     types = tree.get("$defs", {})
     path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
+    if problem["type"] == "finite_number" and path[-1] == "float":
+        del path[-1]
     if "discriminator" in tree:
         mapping = tree["discriminator"]["mapping"]
         tag = tree["discriminator"]["propertyName"]
@@ -136,6 +138,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    if problem["type"] == "model_type":
+        message = f"a table is needed, with keys of {', '.join(_keys(tree, path))}"
     if not key:
         return f"{where}: {message}."
     return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."

@@ -246,8 +246,8 @@ def _emulated_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`EmulateBackend.matmul` of each group."""
-    scaled = a_factor is not None or b_factor is not None
-    if not scaled and bias is None and out_dtype == torch.bfloat16 and takes_grouped_mm(a, b):
+    plain = a_factor is None and b_factor is None and bias is None
+    if plain and out_dtype == torch.bfloat16 and takes_grouped_mm(a, b, ends):
         return by_grouped_mm(a, b, ends, turn)
     a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
 

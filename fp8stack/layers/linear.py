@@ -59,6 +59,10 @@ class LowPrecisionLayer(nn.Module):
         """The parameter `weight`; None where the weight is computed at each call."""
         return self._parameters.get("weight")
 
+    def name_at(self, path: str) -> str:
+        """The layer's name in the plan and in the FP8 state, from its module path."""
+        return path
+
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
         """Also move the state of delayed scaling, which compiled code could not move; called by
         `nn.Module.to`."""

@@ -376,9 +376,9 @@ class TorchBackend(Backend):
             self.after_norm = False
         return y
 
-    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any) -> Tensor:
-        """See `Backend.norm_mlp`; where possible, a kernel fuses the activation with the casts."""
-        return self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else mlp(norm(x))
+    def mlp(self, x: Tensor, mlp: Any) -> Tensor:
+        """See `Backend.mlp`; where possible, a kernel fuses the activation with the casts."""
+        return self._fused_mlp(x, mlp) if self._fuses(x, mlp) else mlp(x)
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
         """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""

@@ -258,15 +258,16 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
 
 def _gathered(setting: Setting, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
-    time; a block's whole gradient exists until it is summed over ranks. Weights with one scale per
-    tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
+    time; a block's whole gradient exists until it is summed over ranks. Linears' weights with one
+    scale per tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
     block = f"blocks.{setting.config.layers - 1}."
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
     as_bytes = 0
     for layer in setting.plan.layers:
         weight = None if layer.quantizers is None else layer.quantizers.weight
-        low = weight is not None and weight.per_tensor and setting.plan.backend_of(layer) == "torch"
+        low = weight is not None and weight.per_tensor and not layer.groups
+        low = low and setting.plan.backend_of(layer) == "torch"
         if low and layer.name.startswith(block) and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(last) - as_bytes) + float_bytes(last)
@@ -300,7 +301,7 @@ def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 
 
 def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
     count = math.prod(shape)
-    inner = name.startswith("blocks.") and len(shape) == 2
+    inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
     if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:

@@ -149,13 +149,14 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
 
 def gather_weights(backend: Backend) -> None:
-    """Quantize weights in each pass, except weights with one scale per tensor: they are gathered as
-    FP8 bytes, and are not saved."""
+    """Quantize weights in each pass, except linears' weights with one scale per tensor: they are
+    gathered as FP8 bytes, and are not saved."""
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
                 x for x in delegate._layers if x.quantizers["weight"].quantizer.per_tensor
             ]
+            delegate._grouped_layers = []
 
 
 def _grouped_linear(

@@ -129,11 +129,12 @@ def lacking_grouped_gemm(
     grouped linears are emulated; "" if it has. By source:
 
     torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
-    10.0; fewer than 1024 groups, sizes divisible by 16; to bfloat16, without a bias; no kernel for
-    CPUs. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. Of two matrices,
-    as in wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
-    `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
-    in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
+    10.0; sizes divisible by 16; to bfloat16, without a bias; no kernel for CPUs; for the number of
+    groups see `too_many_groups`. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales
+    by row. Of two matrices, as in wgrad, each group needs rows, a multiple of 16. There are no
+    scales in blocks of 128. `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8,
+    MXFP4 and NVFP4 with scales in blocks of 128 x 4 for each group by itself, in builds with FBGEMM
+    alone: not used.
 
     Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
     The path with splits on the host, which is used, takes every recipe; it casts all weights, also
@@ -153,6 +154,19 @@ def lacking_grouped_gemm(
     if x is None or x.format != "e4m3":
         return "torch's grouped FP8 GEMM takes E4M3 alone"
     return ""
+
+
+MOST_GROUPS = 1023
+"""The most groups that torch's grouped GEMMs take (ScaledGroupMM.cu and GroupMM.cu of torch 2.8 to
+2.13, which have a CUDA thread for each group)."""
+
+
+def too_many_groups(backend: str, groups: int) -> str:
+    """The reason that a backend has no GEMM for so many groups of rows, whose grouped linear is
+    emulated; "" if it has."""
+    if backend != "torch" or groups <= MOST_GROUPS:
+        return ""
+    return f"torch's grouped FP8 GEMM takes at most {MOST_GROUPS} groups, not {groups}"
 
 
 def emulated_grouped_gemms(backend: str, quantizers: Quantizers) -> str:

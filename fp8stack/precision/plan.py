@@ -15,6 +15,7 @@ from fp8stack.precision.native_gemms import (
     emulated_grouped_gemms,
     feature_multiple,
     kernel_of,
+    too_many_groups,
 )
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
@@ -235,7 +236,7 @@ class Plan:
                 reason = "a router, which stays in the model's own precision"
             groups = (grouped or {}).get(name, 0)
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers, groups > 0)
+                reason = self.unserved(name, shape, quantizers, groups)
                 if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
@@ -243,7 +244,7 @@ class Plan:
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers, groups > 0)
+            backend, backend_reason = self._served_by(quantizers, groups)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -272,19 +273,23 @@ class Plan:
         return replace(plan, reasons=(*reasons, *new))
 
     def _served_by(
-        self, quantizers: Quantizers | None, grouped: bool = False
+        self, quantizers: Quantizers | None, groups: int = 0
     ) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers, None for the plan's backend, and the reason for it or
-        for the GEMMs that are emulated."""
+        """The backend for a layer with these quantizers, None for the plan's backend, and the
+        reason for it or for the GEMMs that are emulated. `groups` is the number of groups of a
+        grouped linear."""
         if quantizers is None:
             return None, ""
-        for table, reason in self.ungrouped if grouped else ():
-            if table == quantizers:
-                return "emulate", f"{reason}: emulated"
-        for delegated, backend, reason in self.delegated:
-            if delegated == quantizers:
-                return backend, reason
-        return None, emulated_grouped_gemms(self.backend, quantizers) if grouped else ""
+        delegated = {table: (backend, reason) for table, backend, reason in self.delegated}
+        backend, reason = delegated.get(quantizers, (None, ""))
+        if not groups:
+            return backend, reason
+        problem = dict(self.ungrouped).get(quantizers, "")
+        problem = problem or too_many_groups(backend or self.backend, groups)
+        if problem:
+            return "emulate", f"{problem}: emulated"
+        emulated = emulated_grouped_gemms(backend or self.backend, quantizers)
+        return backend, "; ".join(filter(None, (reason, emulated)))
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """The plan that "auto" gives if no layer can run in FP8."""
@@ -301,14 +306,15 @@ class Plan:
         )
 
     def unserved(
-        self, name: str, shape: tuple[int, int], quantizers: Quantizers, grouped: bool = False
+        self, name: str, shape: tuple[int, int], quantizers: Quantizers, groups: int = 0
     ) -> str:
         """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
+        `groups` is the number of groups of a grouped linear.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers, grouped)
+        delegate, problem = self._served_by(quantizers, groups)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend

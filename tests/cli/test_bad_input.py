@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -126,6 +127,12 @@ def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
     message = refusal(parse_config, None, {"guard": {"windows": 1}})
     assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
     assert "accumulate" not in message
+
+
+def test_an_override_that_is_not_finite_is_named_by_its_key():
+    table = {"model_overrides": {"experts": {"bias": math.nan}}}
+    message = refusal(parse_config, None, table)
+    assert "model_overrides.experts.bias = nan: Input should be a finite number" in message
 
 
 @pytest.mark.parametrize("flag", ["--config", "--model", "--recipe", "--set"])

@@ -107,6 +107,18 @@ def test_outputs_and_gradients_follow_the_emulators(gemm, recipe, bias) -> None:
     assert sum(gemm.fast) == with_rows  # forward alone
 
 
+def test_groups_that_are_too_many_for_the_kernel_are_emulated(gemm) -> None:
+    many = Grouped("rowwise", backend="torch", hardware=H100, size=(16, 16), groups=1024)
+    x = normal(8, 16)
+    y = many(x, torch.full((1024,), 8, dtype=torch.int32))
+    one = Grouped("rowwise", backend="emulate", hardware=H100, size=(16, 16), groups=1)
+    with torch.no_grad():
+        one.up.weight.copy_(many.up.weight[:1])
+        one.up.bias.copy_(many.up.bias[:1])
+    assert torch.equal(y, one(x, ends_of([8])))
+    assert not gemm.fast
+
+
 @pytest.mark.parametrize("recipe", FP8_GEMMS)
 def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
     gemm, recipe, monkeypatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -430,6 +431,11 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
         assert piece in printed
 
 
+def test_the_active_parameters_of_a_mixture_are_told(estimated):
+    asked = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
+    assert (asked["parameters"], asked["active_parameters"]) == (2_102_656, 923_008)
+
+
 def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     table = estimated(*arguments)
@@ -479,6 +485,28 @@ def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
     fp8_weights = {name: estimate(setting).fp8_weights for name, setting in settings.items()}
     assert fp8_weights["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
     assert 2 * elements < fp8_weights["delayed"] < 2.001 * elements
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_torch_keeps_fp8_weights_of_experts_and_gathers_them_in_float32(recipe):
+    config = build("mixture", "fp32")[1].config
+    setting = on(assumed("9.0", has_te=False), config, recipe, 64)
+    layers = [layer for layer in setting.plan.layers if layer.fp8]
+    elements = sum(la.in_features * la.out_features * (la.groups or 1) for la in layers)
+    rows = sum((la.in_features + la.out_features) * (la.groups or 1) for la in layers)
+    scales = 4 * rows if recipe == "rowwise" else 4 * 2 * sum(la.groups or 1 for la in layers)
+    estimates = estimate(setting)
+    assert 2 * elements < estimates.fp8_weights <= 2 * elements + scales
+    fsdp = estimate(replace(setting, ranks=2, parallel="fsdp"))
+    assert fsdp.fp8_weights == 0
+    shapes = config.parameter_shapes()
+    blocks = {n: 4 * math.prod(s) for n, s in shapes.items() if n.startswith("blocks.")}
+    last = sum(size for name, size in blocks.items() if name.startswith("blocks.1."))
+    root = estimates.parameters - sum(blocks.values())
+    # Two blocks, and a gradient: linears with a scale per tensor are gathered as bytes.
+    linears = [la for la in layers if la.name.startswith("blocks.1.") and not la.groups]
+    as_bytes = 3 * sum(la.in_features * la.out_features for la in linears)
+    assert fsdp.gathered == root + 3 * last - (2 * as_bytes if recipe == "delayed" else 0)
 
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():

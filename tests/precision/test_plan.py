@@ -1390,6 +1390,20 @@ def test_what_runs_a_grouped_linear_and_why(recipe, machine, backend, runs, reas
     assert bool(reason) == bool(layer.why) == any("up:" in line for line in plan.reasons)
 
 
+@pytest.mark.parametrize(("groups", "runs"), [(1023, None), (1024, "emulate")])
+def test_more_groups_than_torchs_kernel_takes_are_emulated(groups, runs) -> None:
+    plan = resolve("rowwise", H100, "torch")
+    layer = plan.for_layers({"up": (16, 16)}, grouped={"up": groups}).layer("up")
+    assert layer.backend == runs
+    if runs:
+        assert layer.why == (
+            "torch's grouped FP8 GEMM takes at most 1023 groups, not 1024: emulated"
+        )
+        strict = resolve("rowwise", H100, "torch", strict=True)
+        with pytest.raises(UserError, match="up does not run as asked: torch's grouped FP8 GEMM"):
+            strict.for_layers({"up": (16, 16)}, grouped={"up": groups})
+
+
 def test_the_summary_says_once_that_groups_of_many_blocks_are_emulated() -> None:
     plan = resolve("current", H100, "torch").for_layers(MIXTURE, grouped=EXPERTS)
     assert plan.summary()[1:-1] == [

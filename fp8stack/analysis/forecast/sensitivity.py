@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.observe import Place, fp8_linears, observing
+from fp8stack.layers.observe import Place, all_linears, fp8_linears, observing
 from fp8stack.layers.swapped import swapped
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
@@ -189,11 +189,7 @@ class OperandRecorder:
         """Record the operands of the linears at `paths` for the loss on `windows`. The model's
         gradients stay unchanged."""
         operands = cls()
-        layers = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | GroupedLinear) and path in paths
-        }
+        layers = {path: layer for path, layer in all_linears(model).items() if path in paths}
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
             of_layer = path.rpartition(".")[0] if isinstance(layer, GroupedLinear) else path
