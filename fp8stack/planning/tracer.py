@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8stack.layers.activation_checkpoint import GEMMS, policy
 from fp8stack.layers.grouped import QuantizedGroupedLinear
-from fp8stack.layers.grouped_emulation import EmulatedGroups
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.model import gpt
 from fp8stack.planning import meta
@@ -167,7 +166,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of cached quantized weights, by section."""
         sizes = Counter[str]()
         for layer, copies in self._caches():
-            tensors = [x for copy in copies for x in _values_and_scales(copy)]
+            tensors = [x for copy in copies for x in copy[:2] if x is not None]
             sizes[section_of(self._paths[layer])] += sum(_sizes(tensors).values())
         return sizes
 
@@ -387,13 +386,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _new_number(self, size: int) -> int:
         self.values.append(size)
         return len(self.values) - 1
-
-
-def _values_and_scales(copy: Any) -> list[Tensor]:
-    """The tensors of a quantized weight's copy, except scales of scales."""
-    grouped = isinstance(copy, EmulatedGroups)
-    tensors = (copy.values, copy.factor) if grouped else (copy.data, copy.inv_scale)
-    return [x for x in tensors if x is not None]
 
 
 def _without_tokens(tensors: list[Tensor]) -> list[Tensor]:

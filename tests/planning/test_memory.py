@@ -63,6 +63,7 @@ RUNS = [
         for save in (False, True)
     ],
     ("mxfp6_e3m2", "emulate", True), (NO_HADAMARD, "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 
 
@@ -115,6 +116,7 @@ IN_ONE_SHAPE = [
     *IN_ALL_SHAPES,
     ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
     ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 CASES = [
     case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
@@ -288,7 +290,7 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
         assert optimizer_bytes(shapes, name) == total
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise_wgrad_hp"])
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = build("llama", recipe, "torch")
     loss_of(model, setting)
