@@ -52,9 +52,10 @@ class ServedFolder:
 
     def model(self, hardware: Hardware, backend: str) -> GPT:
         """The model in eval mode, on the device of `hardware`."""
-        model = GPT(self.shape, build_backend(self.plan(hardware, backend)))
+        plan = self.plan(hardware, backend)
+        model = GPT(self.shape, build_backend(plan))
         restore_weights(model, self.weights)
-        if self.input_scales:
+        if plan.delayed:  # not on a GPU that cannot emulate FP8
             slots = {f"{path}.input.scale": scale for path, scale in self.input_scales.items()}
             load_fp8_state(model, fp8_state(model) | slots)
         return model.to(hardware.device).eval()
