@@ -87,13 +87,14 @@ Named = Sequence[tuple[str, Tensor]]
 
 def _groups(parameters: Named, config: RunConfig) -> list[dict[str, Any]]:
     """Matrices with weight decay, vectors without; experts' biases are vectors in a matrix."""
-    decayed, others = [], []
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
     for name, parameter in parameters:
         is_matrix = parameter.ndim >= 2 and not name.endswith(".bias")
-        (decayed if is_matrix else others).append(parameter)
+        (matrices if is_matrix else vectors).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -86,7 +86,12 @@ def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
 def test_ranks_sum_the_load_only_in_steps_that_need_it(shape, sums, tmp_path, monkeypatch):
     """Biases need it in each step; else steps 1, 4 and 6, which are sampled or logged."""
     records: list[Any] = []
-    monkeypatch.setattr(step, "load_in", lambda *record: records.append(record) or load_in(*record))
+
+    def counted(record: RoutingRecord, ranks: int) -> Any:
+        records.append(record)
+        return load_in(record, ranks)
+
+    monkeypatch.setattr(step, "load_in", counted)
     (tmp_path / "shape.toml").write_text(shape)
     flags: dict[str, Any] = {"model": str(tmp_path / "shape.toml"), "log_every": 4}
     loop = SmallLoop(tmp_path / "r", "fp32", steps=6, eval_every=6, telemetry_every=99, **flags)

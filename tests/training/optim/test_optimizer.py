@@ -99,8 +99,8 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_biases_of_experts_decay_no_more_than_others_and_are_no_matrix_for_muon(name):
     experts = Experts(count=4, per_token=2, width=16)
-    shape = {"vocabulary": 64, "context": 16, "layers": 1, "width": 16, "heads": 2}
-    model = GPT(GPTConfig(**shape, experts=experts))
+    sizes: dict[str, Any] = {"vocabulary": 64, "context": 16, "layers": 1, "width": 16, "heads": 2}
+    model = GPT(GPTConfig(**sizes, experts=experts))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = build_optimizer(model, RunConfig(optimizer=name, weight_decay=0.1)).param_groups
     decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
