@@ -231,10 +231,49 @@ def _with_row_scales(rows: Emulated) -> Emulated:
     return rows._replace(values=(values * factor[:, None]).to(values.dtype), factor=None)
 
 
+def emulated_copies(
+    x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
+) -> tuple[Emulated, Emulated | None]:
+    """The copies of an operand for emulated GEMMs, see `GemmBackend.cast`. On a CPU, values are
+    float32, which is fastest there."""
+    bf16 = quantizers.bf16 and not x.is_cpu
+    packs = with_columns and quantizers.packs
+    if with_columns and not packs and quantizers.rounding_both is not None:
+        first, second = quantizers.rounding_both.round(x, bf16=bf16)
+        return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
+    copies = []
+    casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
+    for across in (False, True) if casts_columns else (False,):
+        rounding = quantizers.rounding_across if across else quantizers.rounding
+        form = quantizers.columns if across else quantizers.rows
+        if rounding is None:
+            values = x.to(torch.bfloat16 if bf16 else torch.float32)
+            copies.append(Emulated(values, None, form))
+            continue
+        scale = recorded = counts = bits = None
+        slot = quantizers.slot_across if across else quantizers.slot
+        if slot is not None:
+            scale, recorded, counts = slot.cast_arguments(call.record)
+        if quantizers.stochastic_across if across else quantizers.stochastic:
+            bits = quantizers.bits(across, len(x))
+        rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
+        copies.append(Emulated(*rounded, form))
+    rows = copies[0]
+    if not with_columns:
+        if call.record and quantizers.always_records and quantizers.slot_across is not None:
+            quantizers.slot_across.record(numerics.amax(x))
+        return rows, None
+    if packs:
+        return rows, quantizers.pack(x, rows)
+    if quantizers.reuses_row_copy:
+        by_row = rows.factor is not None and rows.factor.ndim
+        columns = _with_row_scales(rows) if by_row else rows
+        return rows, columns._replace(form=quantizers.columns)
+    return rows, copies[1]
+
+
 class EmulateBackend(Backend):
     """Builds linears that emulate FP8 GEMMs, on any device."""
-
-    Copy = Emulated
 
     def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
@@ -242,7 +281,7 @@ class EmulateBackend(Backend):
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
-        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        bf16 = layer.exact_in_bf16 and self.compute_dtype == torch.bfloat16
         quantizers = {
             name: EmulatedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
         }
@@ -251,41 +290,8 @@ class EmulateBackend(Backend):
     def cast(
         self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
-        """See `GemmBackend.cast`. On a CPU, values are float32, which is fastest there."""
-        bf16 = quantizers.bf16 and not x.is_cpu
-        packs = with_columns and quantizers.packs
-        if with_columns and not packs and quantizers.rounding_both is not None:
-            first, second = quantizers.rounding_both.round(x, bf16=bf16)
-            return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
-        copies = []
-        casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
-        for across in (False, True) if casts_columns else (False,):
-            rounding = quantizers.rounding_across if across else quantizers.rounding
-            form = quantizers.columns if across else quantizers.rows
-            if rounding is None:
-                values = x.to(torch.bfloat16 if bf16 else torch.float32)
-                copies.append(Emulated(values, None, form))
-                continue
-            scale = recorded = counts = bits = None
-            slot = quantizers.slot_across if across else quantizers.slot
-            if slot is not None:
-                scale, recorded, counts = slot.cast_arguments(call.record)
-            if quantizers.stochastic_across if across else quantizers.stochastic:
-                bits = quantizers.bits(across, len(x))
-            rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
-            copies.append(Emulated(*rounded, form))
-        rows = copies[0]
-        if not with_columns:
-            if call.record and quantizers.always_records and quantizers.slot_across is not None:
-                quantizers.slot_across.record(numerics.amax(x))
-            return rows, None
-        if packs:
-            return rows, quantizers.pack(x, rows)
-        if quantizers.reuses_row_copy:
-            by_row = rows.factor is not None and rows.factor.ndim
-            columns = _with_row_scales(rows) if by_row else rows
-            return rows, columns._replace(form=quantizers.columns)
-        return rows, copies[1]
+        """See `GemmBackend.cast`."""
+        return emulated_copies(x, quantizers, with_columns, call)
 
     @staticmethod
     def matmul(

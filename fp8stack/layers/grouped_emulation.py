@@ -136,7 +136,6 @@ def _of_groups(rule: Rounding | None) -> GroupRounding | None:
 class GroupedEmulation:
     """The casts and GEMMs of emulated grouped linears, a `GroupedBackend` and a `GemmBackend`."""
 
-    Copy = EmulatedGroups
     Operand = GroupedOperand
     caches_weights = False  # see `Backend`
 
@@ -155,7 +154,7 @@ class GroupedEmulation:
         self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
     ) -> QuantizedGroupedLinear:
         """See `GroupedBackend.linear`."""
-        bf16 = operands.quantizers.exact_in_bf16 and self.compute_dtype == torch.bfloat16
+        bf16 = layer.exact_in_bf16 and self.compute_dtype == torch.bfloat16
         quantizers = {name: self.Operand(name, operands, bf16, self._save_fp8) for name in OPERANDS}
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 

@@ -17,7 +17,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.planning.run_config import OptimizerName
 from fp8stack.planning.trace import Trace, trace
-from fp8stack.precision import Plan
+from fp8stack.precision import LayerPlan, Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -265,11 +265,19 @@ def _gathered(setting: Setting, shapes: Shapes) -> int:
     last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
     as_bytes = 0
     for layer in setting.plan.layers:
-        weight = None if layer.quantizers is None else layer.quantizers.weight
-        low = weight is not None and weight.per_tensor and setting.plan.backend_of(layer) == "torch"
+        low = setting.plan.backend_of(layer) == "torch" and _gathered_in_fp8(layer)
         if low and layer.name.startswith(block) and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(last) - as_bytes) + float_bytes(last)
+
+
+def _gathered_in_fp8(layer: LayerPlan) -> bool:
+    """Whether one cast with a scale per tensor makes both copies of a layer's weight."""
+    weight = None if layer.quantizers is None else layer.quantizers.weight
+    if layer.quantizers is None or weight is None or not weight.per_tensor:
+        return False
+    scaled = {"fprop", "dgrad"}.isdisjoint(layer.plain_gemms)
+    return scaled and layer.quantizers.turned("weight")
 
 
 # Parameters and optimizer state

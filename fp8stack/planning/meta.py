@@ -37,7 +37,8 @@ from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
-from fp8stack.layers.torch import ScaledOperand, TorchBackend
+from fp8stack.layers.scaled_operands import ScaledOperand
+from fp8stack.layers.torch import TorchBackend
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
@@ -154,7 +155,7 @@ def gather_weights(backend: Backend) -> None:
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
-                x for x in delegate._layers if x.quantizers["weight"].quantizer.per_tensor
+                x for x in delegate._layers if x.quantizers["weight"].is_gathered_in_fp8
             ]
 
 

@@ -165,7 +165,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of cached quantized weights, by section."""
         sizes = Counter[str]()
         for layer, copies in self._caches():
-            tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]
+            tensors = [x for copy in copies for x in copy[:2] if x is not None]
             sizes[section_of(self._paths[layer])] += sum(_sizes(tensors).values())
         return sizes
 
@@ -175,8 +175,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = {_storage(x) for x in self._model.parameters()}
         counted |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
         for _, copies in self._caches():
-            tensors = [x for copy in copies for x in (copy.upper_scale, copy.data, copy.inv_scale)]
-            counted.update(_storage(x) for x in tensors if x is not None)
+            tensors = [x for copy in copies for x in copy if isinstance(x, Tensor)]
+            counted.update(map(_storage, tensors))
         activations, weight_copies = self._te_saved.copy(), Counter[str]()
         for packed in filter(None, (reference() for reference in self._packed)):
             storage = _storage(packed.tensor)

@@ -11,10 +11,10 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.native_gemms import (
-    KERNELS,
-    emulated_grouped_gemms,
     feature_multiple,
     kernel_of,
+    plain_grouped_gemms,
+    plain_in_words,
 )
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
@@ -45,6 +45,8 @@ class LayerPlan:
             grouped linear, the mean share of a group.
         groups: the number of groups of a grouped linear, whose features are those of one group; 0
             for a linear.
+        plain_gemms: the GEMMs that its backend, te or torch, does not multiply in FP8 or FP4, but
+            in the compute dtype if that represents the values of their operands, else in float32.
     """
 
     name: str
@@ -59,6 +61,7 @@ class LayerPlan:
     why: str = ""
     active: float = 1.0
     groups: int = 0
+    plain_gemms: tuple[str, ...] = ()
 
     @property
     def work(self) -> float:
@@ -72,6 +75,13 @@ class LayerPlan:
         return self.work * sum(None not in operands for operands in gemms.values()) / 3
 
     @property
+    def exact_in_bf16(self) -> bool:
+        """Whether bfloat16 represents all values that emulated GEMMs multiply."""
+        assert self.quantizers is not None
+        emulated = self.quantizers.only(self.plain_gemms) if self.plain_gemms else self.quantizers
+        return emulated.exact_in_bf16
+
+    @property
     def sentence(self) -> str:
         """The layer's precision and the reason that it differs from the plan's."""
         return f"{self.name}: {self.precision}, {self.reason or self.why}"
@@ -80,8 +90,9 @@ class LayerPlan:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
-        left_out |= set() if self.groups else {"groups"}
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        left_out |= {name for name in ("groups", "plain_gemms") if not getattr(self, name)}
+        values = vars(self) | {"plain_gemms": list(self.plain_gemms)}
+        return {name: value for name, value in values.items() if name not in left_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +112,8 @@ class Plan:
         delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
             these layers and the reason.
         ungrouped: quantizers whose grouped linears are emulated, each with the reason.
+        plain_gemms: quantizers that torch runs, each with the GEMMs that are in no FP8 or FP4 and
+            the reason, or "" if not both operands are quantized.
         layers: the decisions for linear layers, see `for_layers`.
         work_outside_linears: multiplications per token with weights outside linears, such as
             experts in one tensor.
@@ -119,6 +132,7 @@ class Plan:
     gpu: str = ""
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     ungrouped: tuple[tuple[Quantizers, str], ...] = ()
+    plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
@@ -243,7 +257,7 @@ class Plan:
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers, groups > 0)
+            backend, backend_reason, plain = self._served_by(quantizers, groups > 0)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -257,6 +271,7 @@ class Plan:
                     backend=backend,
                     why=backend_reason,
                     groups=groups,
+                    plain_gemms=plain,
                 )
             )
         plan = replace(self, layers=tuple(layers))
@@ -273,18 +288,24 @@ class Plan:
 
     def _served_by(
         self, quantizers: Quantizers | None, grouped: bool = False
-    ) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers, None for the plan's backend, and the reason for it or
-        for the GEMMs that are emulated."""
+    ) -> tuple[BackendName | None, str, tuple[str, ...]]:
+        """The backend for these quantizers, None for the plan's backend; the reason for it, or for
+        the GEMMs that are in no FP8; and these GEMMs."""
         if quantizers is None:
-            return None, ""
+            return None, "", ()
         for table, reason in self.ungrouped if grouped else ():
             if table == quantizers:
-                return "emulate", f"{reason}: emulated"
-        for delegated, backend, reason in self.delegated:
-            if delegated == quantizers:
-                return backend, reason
-        return None, emulated_grouped_gemms(self.backend, quantizers) if grouped else ""
+                return "emulate", f"{reason}: emulated", ()
+        delegates = {table: (backend, reason) for table, backend, reason in self.delegated}
+        backend, reason = delegates.get(quantizers, (None, ""))
+        plain = of_linears = dict(dict(self.plain_gemms).get(quantizers, ()))
+        if grouped:
+            plain = plain_grouped_gemms(backend or self.backend, quantizers)
+        # The plan's reasons name those of linears with the recipe's own quantizers.
+        if plain and not (quantizers == self.recipe.quantizers and plain == of_linears):
+            words = plain_in_words(plain, self.compute_dtype)
+            reason = "; ".join(filter(None, (reason, words)))
+        return backend, reason, tuple(plain)
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """The plan that "auto" gives if no layer can run in FP8."""
@@ -308,13 +329,14 @@ class Plan:
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers, grouped)
+        delegate, problem, plain = self._served_by(quantizers, grouped)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend
         if backend == "emulate":
             return ""  # the emulator pads
-        multiple = feature_multiple(quantizers, backend)
+        scaled = quantizers.only([gemm for gemm in quantizers.gemms if gemm not in plain])
+        multiple = feature_multiple(scaled, backend)
         for side, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
                 problem = f"{size} {side} features, not divisible by {multiple}"
@@ -325,22 +347,21 @@ class Plan:
 
     def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
         """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
-        kernel = kernel_of(quantizers)
-        backend = self._served_by(quantizers)[0] or self.backend
-        if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
+        backend, _, plain = self._served_by(quantizers)
+        if self.device != "cuda" or (backend or self.backend) == "emulate":
             return ""  # emulation is for the numerics, not for speed
-        return doubt(shape, quantizers, find_gpu(self.gpu))
+        gemms = len(quantizers.gemms) - len(plain)
+        return doubt(shape, quantizers, find_gpu(self.gpu), gemms)
 
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
         return layer.backend or self.backend
 
     def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
-        """The dtype of a quantized layer's operands in the emulator: on a GPU, the compute dtype if
-        it represents their values exactly; else float32."""
-        assert layer.quantizers is not None
-        exact = layer.quantizers.exact_in_bf16
-        return self.compute_dtype if exact and self.device != "cpu" else "fp32"
+        """The dtype of a quantized layer's operands in emulated GEMMs: on a GPU, the compute dtype
+        if it represents their values exactly; else float32."""
+        exact = layer.exact_in_bf16 and self.device != "cpu"
+        return self.compute_dtype if exact else "fp32"
 
     @property
     def notes(self) -> list[str]:

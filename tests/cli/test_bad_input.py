@@ -260,6 +260,20 @@ def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys
     assert len([line for line in lines if line.startswith("block: ") and TE_REMEDY in line]) == 1
 
 
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_doctor_names_the_gemms_in_low_precision_and_those_that_are_not(
+    capability, command, capsys
+):
+    assert command("doctor", "--capability", capability) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reason = "fprop and dgrad run in FP8, wgrad in bf16: not both operands are quantized"
+    assert f"rowwise_wgrad_hp: {reason}" in lines
+    reason = "dgrad and wgrad run in FP4, fprop in bf16: not both operands are quantized"
+    native = capability == "10.0"
+    assert (f"nvfp4_forward_high: {reason}" in lines) == native
+    assert any("nvfp4_forward_high (native)" in line for line in lines) == native
+
+
 @pytest.mark.parametrize("width", [40, 80, 400])
 def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"

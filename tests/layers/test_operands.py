@@ -11,7 +11,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import OPERANDS, Operand, Quantizer
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe, resolve
-from tests.support.backend_models import CPU, H100, LOW, linear
+from tests.support.backend_models import B200, CPU, H100, LOW, linear
 from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
@@ -266,11 +266,19 @@ def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, c
     assert quantizers.exact_in_bf16 is exact
 
 
-@pytest.mark.parametrize("hardware", [CPU, H100])
-@pytest.mark.parametrize("recipe", [name for name in LOW if name != "delayed"])
-def test_a_plan_for_the_forward_values_is_emulated_whatever_was_asked_for(recipe, hardware):
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "backend"),
+    [
+        ("current", CPU, "torch"), ("current", H100, "torch"), ("rowwise", H100, "torch"),
+        ("block", H100, "torch"), ("mxfp8", CPU, "emulate"), ("mxfp8", H100, "emulate"),
+        ("mxfp8", B200, "torch"), ("mxfp4", B200, "emulate"), ("nvfp4", B200, "torch"),
+    ],
+)  # fmt: skip
+def test_a_backward_pass_on_the_forward_values_is_in_no_fp8(recipe, hardware, backend):
     plan = resolve(load_recipe(recipe, {"backward": "dequantized"}), hardware, "torch")
-    assert plan.backend == "emulate"
+    layer = plan.for_layers({"layer": (128, 128)}).layer("layer")
+    assert plan.backend == backend
+    assert layer.plain_gemms == (("dgrad", "wgrad") if backend == "torch" else ())
 
 
 FLOAT32_SCALES = {"power_of_two": False}

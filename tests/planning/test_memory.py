@@ -62,6 +62,7 @@ RUNS = [
         for save in (False, True)
     ],
     ("mxfp6_e3m2", "emulate", True), (NO_HADAMARD, "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 
 
@@ -114,6 +115,7 @@ IN_ONE_SHAPE = [
     *IN_ALL_SHAPES,
     ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
     ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 CASES = [
     case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
@@ -287,7 +289,7 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
         assert optimizer_bytes(shapes, name) == total
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise_wgrad_hp"])
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = build("llama", recipe, "torch")
     loss_of(model, setting)
@@ -356,6 +358,19 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     block = sum(4 * torch.Size(s).numel() for n, s in shapes.items() if n.startswith("blocks.0."))
     root = alone.parameters - 2 * block  # of two blocks
     assert fsdp.gathered == root + 3 * block
+
+
+def test_fsdp_gathers_weights_in_fp8_only_where_one_cast_makes_both_copies():
+    def bytes_of(recipe: str, **changes: Any) -> int:
+        _, setting = build("llama", recipe, "torch", recipe_overrides=changes)
+        return estimate(replace(setting, ranks=4, parallel="fsdp")).gathered
+
+    in_fp8, in_float32 = bytes_of("current"), bytes_of("rowwise")
+    assert in_fp8 < in_float32
+    no_wgrad = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+    assert bytes_of("current", **no_wgrad) == in_fp8
+    assert bytes_of("current", backward="high_precision") == in_float32
+    assert bytes_of("rowwise_wgrad_hp", weight={"fprop": {"block": "tensor"}}) == in_fp8
 
 
 def test_savings_are_an_average_over_the_phases_and_the_peak():
