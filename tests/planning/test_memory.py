@@ -361,6 +361,19 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     assert fsdp.gathered == root + 3 * block
 
 
+def test_fsdp_gathers_weights_in_fp8_only_where_one_cast_makes_both_copies():
+    def bytes_of(recipe: str, **changes: Any) -> int:
+        _, setting = build("llama", recipe, "torch", recipe_overrides=changes)
+        return estimate(replace(setting, ranks=4, parallel="fsdp")).gathered
+
+    in_fp8, in_float32 = bytes_of("current"), bytes_of("rowwise")
+    assert in_fp8 < in_float32
+    no_wgrad = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+    assert bytes_of("current", **no_wgrad) == in_fp8
+    assert bytes_of("current", backward="high_precision") == in_float32
+    assert bytes_of("rowwise_wgrad_hp", weight={"fprop": {"block": "tensor"}}) == in_fp8
+
+
 def test_savings_are_an_average_over_the_phases_and_the_peak():
     saved = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
     assert (saved.average, saved.peak) == (pytest.approx(0.70), 1.0)
