@@ -57,7 +57,9 @@ def installed(built, tmp_path_factory) -> Path:
 
 
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rglob("*.py")}
-PRESETS = {f"models/{name}.toml" for name in MODELS} | {f"recipes/{name}.toml" for name in RECIPES}
+PRESETS = {f"models/{name}.toml" for name in MODELS} | {
+    f"recipes/{name.replace(':', '/')}.toml" for name in RECIPES
+}
 BESIDE = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "PKG-INFO"}
 OTHERS = {"fp8stack/py.typed", "tests/test_packaging.py"}
 

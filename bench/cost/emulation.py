@@ -21,8 +21,8 @@ from bench.report import Bar, Report, Row
 from fp8stack.analysis.benchmark.step_timing import FP8, StepArm, StepWork, arms, build_step, works
 from fp8stack.analysis.benchmark.timing import Timing, ratio
 from fp8stack.layers import build_backend
+from fp8stack.layers.compiler import allow_many_compilations
 from fp8stack.model.config import GPTConfig, load_config
-from fp8stack.model.gpt import allow_many_compilations
 from fp8stack.precision import probe, resolve
 
 Arm = Callable[[], None]

@@ -111,7 +111,7 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     for capability in arguments.capabilities:
         first = capability == arguments.capabilities[0]
         models = arguments.models or (presets.names("models") if first else [LARGEST])
-        chosen = arguments.recipes or ["bf16", *presets.names("recipes"), *RESIDUAL]
+        chosen = arguments.recipes or ["bf16", *presets.training_recipes(), *RESIDUAL]
         native = [recipe for recipe in dict.fromkeys(chosen) if is_native(recipe, capability)]
         if arguments.recipes and len(native) < len(chosen):
             missing = ", ".join(recipe for recipe in chosen if recipe not in native)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.analysis.benchmark.step_timing import StepWork, training_step
+from fp8stack.layers.compiler import allow_many_compilations
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.gpt import allow_many_compilations
 
 Step = Callable[[], None]
 

@@ -82,7 +82,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
     checkpointing, recipes = config.activation_checkpointing, {}
     details: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
-    for name in presets.names("recipes"):  # with substitutions allowed
+    for name in presets.training_recipes():  # with substitutions allowed
         plan = plan_for(model, name, hardware, config.backend, **details)
         (sole_phase,) = footprint.estimates([plan], checkpointing, sequences)
         recipes[name] = plan.precision, sole_phase.peak
@@ -96,9 +96,10 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         )
         for place, phase in enumerate(schedule.phases)
     )
-    run: dict[str, str | int] = {
-        "model": config.model,
-        "parameters": model.parameters(),
+    run: dict[str, str | int] = {"model": config.model, "parameters": model.parameters()}
+    if model.experts is not None:
+        run["active_parameters"] = model.active_parameters()
+    run |= {
         "recipe": config.recipe,
         "batch": config.batch,
         "context": context,

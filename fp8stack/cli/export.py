@@ -9,9 +9,9 @@ from fp8stack.cli.options import option
 from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import say, warn
 
-RUN = typer.Argument(help="Run folder or checkpoint.", show_default=False, metavar="RUN")
-FORMAT = option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]")
-STRATEGY = option("One scale per tensor, channel or block of FP8 weights. [the run's]")
+RUN = typer.Argument(help=options.TRAINED, show_default=False, metavar="RUN")
+FORMAT = option("Format: hf (transformers), fp8 (transformers, vLLM), safetensors. [hf]")
+SCHEME = option("Weights: tensor, channel, block, deepseek, mxfp4, mxfp6 or nvfp4. [the run's]")
 OVERWRITE = option("Delete an earlier export in --out first.", "--overwrite")
 PUSH = option("Upload the folder to this repository of the Hugging Face Hub.", metavar="OWNER/NAME")
 PRIVATE = option("With --push: make the repository private.", "--private")
@@ -23,7 +23,7 @@ def export(
     format: Annotated[str, FORMAT] = "hf",
     dtype: Annotated[str, option("Dtype of tensors not in FP8: fp32 or bf16. [fp32]")] = "fp32",
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
-    strategy: Annotated[str | None, STRATEGY] = None,
+    scheme: Annotated[str | None, SCHEME] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
     push: Annotated[str | None, PUSH] = None,
     private: Annotated[bool, PRIVATE] = False,
@@ -39,7 +39,7 @@ def export(
         if format == "safetensors":
             raise UserError("--push needs --format hf or fp8. Leave it out.")
         hub.require_pushable(push)
-    more = {"tokenizer": tokenizer, "strategy": strategy, "repository": push}
+    more = {"tokenizer": tokenizer, "scheme": scheme, "repository": push}
     written = write_export(run, format, out, dtype=dtype, overwrite=overwrite, **more)
     for note in written.notes:
         warn(f"note: {note}")

@@ -100,8 +100,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 # Help: options in named groups
 
 GROUPS = {
-    "Model and precision": "model init_from from_ recipe recipes baseline shared phases backend "
-    "strict",
+    "Model and precision": "model init_from from_ recipe recipes agree limit baseline shared "
+    "phases backend strict",
     "Data": "data data_order document_mask tokenizer windows tokens",
     "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
     "seed seeds until margin hours",

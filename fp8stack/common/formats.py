@@ -7,6 +7,7 @@ E5M2, and the OCP Microscaling specification 1.0 for E8M0, E2M1, E2M3 and E3M2.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -343,6 +344,22 @@ class Quantizers:
             "wgrad": (self.grad_output_wgrad, self.input_wgrad),
         }
 
+    def values(self, gemm: str) -> tuple[Quantizer | None, Quantizer | None]:
+        """The quantizers that give the values of a GEMM's operands: fprop's for "forward"."""
+        first, second = self.gemms[gemm]
+        if second == "forward":
+            second = self.weight if gemm == "dgrad" else self.input
+        return first, second
+
+    def only(self, gemms: Collection[str]) -> Quantizers:
+        """The quantizers of the operands of some GEMMs, and those whose forward values they take;
+        the operands of the other GEMMs have none."""
+        fields = {name: getattr(self, name) for gemm in gemms for name in _FIELDS[gemm]}
+        for operand, across in _ACROSS.items():
+            if fields.get(across) == "forward":
+                fields[operand] = getattr(self, operand)
+        return Quantizers(**fields)
+
     @property
     def each(self) -> dict[str, Quantizer]:
         """All quantizers by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
@@ -409,6 +426,12 @@ class Quantizers:
         return all(q is not None and q.exact_in_bf16 for q in (first, second))
 
 
+_FIELDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight_dgrad"),
+    "wgrad": ("grad_output_wgrad", "input_wgrad"),
+}
+"""The fields of `Quantizers` for the first and the second operand of each GEMM."""
 _ACROSS: dict[str, str] = {
     "input": "input_wgrad",
     "weight": "weight_dgrad",

@@ -156,13 +156,20 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 def commit_in_cache(repository: Repository) -> str | None:
     """The commit of a repository's revision at its last download; None without a download."""
+    folder = folder_in_cache(repository)
+    return None if folder is None else folder.name
+
+
+def folder_in_cache(repository: Repository) -> Path | None:
+    """The folder of a repository's revision, named by the commit, in the cache of huggingface_hub;
+    None without a download."""
     hub = _hub(str(repository))
     options = {"revision": repository.revision, "local_files_only": True}
     try:
         path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **options)
     except Exception:  # not in the cache
         return None
-    return Path(path).name
+    return Path(path)
 
 
 def _hub(needed_by: str) -> Any:

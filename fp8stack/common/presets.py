@@ -1,12 +1,12 @@
 """Find a preset by name or path, and parse it strictly, without importing torch. `models/*.toml`
-and `recipes/*.toml` hold data, no code. They are in a wheel's `fp8stack/_presets/`, or next to the
-package in a checkout."""
+and `recipes/*.toml` hold data, no code; `recipes/served/mxfp8.toml` is called `served:mxfp8`. They
+are in a wheel's `fp8stack/_presets/`, or next to the package in a checkout."""
 
 import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,14 +44,27 @@ OTHER_NAMES = {
 
 def folder(kind: Kind) -> Path:
     """The folder that holds the presets of `kind`: inside the wheel, or next to the package."""
-    package = Path(str(files("fp8stack")))
+    package = Path(str(resources.files("fp8stack")))
     shipped = package / "_presets" / kind
     return shipped if shipped.is_dir() else package.parent / kind
 
 
 def names(kind: Kind) -> list[str]:
     """The names of the presets of `kind` that come with fp8stack, sorted."""
-    return sorted(path.stem for path in folder(kind).glob("*.toml"))
+    return sorted(_files(kind))
+
+
+def training_recipes() -> list[str]:
+    """The names of the recipes for training, sorted: all but the schemes of inference servers,
+    `served:...`, which quantize the forward pass alone."""
+    return [name for name in names("recipes") if ":" not in name]
+
+
+def _files(kind: Kind) -> dict[str, Path]:
+    """The files of the presets of `kind`, by name."""
+    top = folder(kind)
+    paths = (*top.glob("*.toml"), *top.glob("*/*.toml"))
+    return {":".join(path.relative_to(top).with_suffix("").parts): path for path in paths}
 
 
 def recipe_words(recipes: str) -> list[str]:
@@ -78,10 +91,11 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
                 f"{', '.join(names(kind))}."
             )
         return path.stem, read_toml(path)
-    if name not in names(kind):
+    files = _files(kind)
+    if name not in files:
         rules = ["auto"] if kind == "recipes" and name != "auto" else []  # no file, but a recipe
-        raise unknown(kind[:-1], name, names(kind) + rules, OTHER_NAMES.get(name))
-    return name, read_toml(folder(kind) / f"{name}.toml")
+        raise unknown(kind[:-1], name, sorted(files) + rules, OTHER_NAMES.get(name))
+    return name, read_toml(files[name])
 
 
 def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
@@ -97,12 +111,14 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     """The first problem of `error` in one line."""
     # A key that is not known first: it may be a misspelled one that is missing, too. Then what a
     # key may be; that it is no table, where it may be one, says less.
-    order = {"extra_forbidden": 0, "model_type": 2}
+    order = {"extra_forbidden": 0, "finite_number": 0, "model_type": 2}
     problem = min(error.errors(), key=lambda details: order.get(details["type"], 1))
     tree = _tree(schema)
     # pydantic adds the type that it tried, where a value may have several types.
     types = tree.get("$defs", {})
     path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
+    if problem["type"] == "finite_number" and path[-1] == "float":
+        del path[-1]
     if "discriminator" in tree:
         mapping = tree["discriminator"]["mapping"]
         tag = tree["discriminator"]["propertyName"]
@@ -122,6 +138,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    if problem["type"] == "model_type":
+        message = f"a table is needed, with keys of {', '.join(_keys(tree, path))}"
     if not key:
         return f"{where}: {message}."
     return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.model.convert import convert
+from fp8stack.model.expert_layouts import find_expert_weights
 from fp8stack.precision import Plan, probe, resolve
 
 log = logging.getLogger("fp8stack")
@@ -96,8 +97,8 @@ class FP8Precision(_base()):  # type: ignore[misc]
 
 
 def _has_linears(child: nn.Module) -> bool:
-    """Whether `child` contains linear layers, including transformers' Conv1D."""
+    """Whether `child` contains linear layers, including transformers' Conv1D and experts."""
     kinds = {
         kind.__name__ for submodule in list(child.modules())[1:] for kind in type(submodule).__mro__
     }
-    return not kinds.isdisjoint(("Linear", "Conv1D"))
+    return not kinds.isdisjoint(("Linear", "Conv1D")) or bool(find_expert_weights(child))

@@ -136,13 +136,17 @@ class Backend:
         y: Tensor = linear(norm(x))
         return y
 
-    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
-        """`mlp(norm(x))`, as one operation where the backend has one.
+    def mlp(self, x: Tensor, mlp: nn.Module) -> Tensor:
+        """`mlp(x)`, as one operation where the backend has one.
 
         `mlp` has the linears `up` and `down` and, by name, the `activation` between them.
         """
-        y: Tensor = mlp(norm(x))
+        y: Tensor = mlp(x)
         return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """`mlp(norm(x))`, as one operation where the backend has one; see `mlp`."""
+        return self.mlp(norm(x), mlp)
 
     def add_attention(self, path: str) -> None:
         """Add the FP8 state, if any, of attention in the module at `path`, which will call

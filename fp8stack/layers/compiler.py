@@ -162,3 +162,9 @@ def fuse_norms_with_their_own_gradients() -> None:
 
     choices: Any = InductorChoices
     choices.can_fuse_horizontal = staticmethod(can_fuse)
+
+
+def allow_many_compilations() -> None:
+    """Raise torch.compile's limit of 8 compilations per function: several kinds of blocks, training
+    and evaluation, or several models in one process need more."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)

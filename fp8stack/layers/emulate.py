@@ -150,14 +150,22 @@ def _product(
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
-def _fake_gemm(a: Tensor, b: Tensor, turn: str, *options: Any) -> Tensor:
-    dtype = torch.bfloat16 if options[-1] else torch.float32
+def _fake_gemm(
+    a: Tensor,
+    b: Tensor,
+    turn: str,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    in_bf16: bool,
+    out_bf16: bool = False,
+) -> Tensor:
+    dtype = torch.bfloat16 if out_bf16 else torch.float32
     return a.new_empty(a.shape[turn == "a"], b.shape[turn != "b"], dtype=dtype)
 
 
 _cpu_gemm = operator(
     "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias, bool in_bf16,"
-    " bool out_bf16) -> Tensor",
+    " bool out_bf16=False) -> Tensor",
     _gemm,
     _fake_gemm,
 )
@@ -247,67 +255,73 @@ def _with_row_scales(rows: Emulated) -> Emulated:
     return rows._replace(values=(values * factor[:, None]).to(values.dtype), factor=None)
 
 
+def emulated_copies(
+    x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
+) -> tuple[Emulated, Emulated | None]:
+    """The copies of an operand for emulated GEMMs, see `GemmBackend.cast`."""
+    bf16 = quantizers.bf16
+    packs = with_columns and quantizers.packs
+    if with_columns and not packs and quantizers.rounding_both is not None:
+        first, second = quantizers.rounding_both.round(x, bf16=bf16)
+        return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
+    copies = []
+    casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
+    for across in (False, True) if casts_columns else (False,):
+        rounding = quantizers.rounding_across if across else quantizers.rounding
+        form = quantizers.columns if across else quantizers.rows
+        if rounding is None:
+            values = x.to(torch.bfloat16 if bf16 else torch.float32)
+            copies.append(Emulated(values, None, form))
+            continue
+        scale = recorded = counts = bits = None
+        slot = quantizers.slot_across if across else quantizers.slot
+        if slot is not None:
+            scale, recorded, counts = slot.cast_arguments(call.record)
+        if quantizers.stochastic_across if across else quantizers.stochastic:
+            bits = quantizers.bits(across, len(x))
+        rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
+        copies.append(Emulated(*rounded, form))
+    rows = copies[0]
+    if not with_columns:
+        if call.record and quantizers.always_records and quantizers.slot_across is not None:
+            quantizers.slot_across.record(numerics.amax(x))
+        return rows, None
+    if packs:
+        return rows, quantizers.pack(x, rows)
+    if quantizers.reuses_row_copy:
+        by_row = rows.factor is not None and rows.factor.ndim
+        columns = _with_row_scales(rows) if by_row else rows
+        return rows, columns._replace(form=quantizers.columns)
+    return rows, copies[1]
+
+
+def in_bf16(plan: Plan, layer: LayerPlan) -> bool:
+    """Whether the operands of a layer's emulated GEMMs are bfloat16, else float32. Without
+    instructions for it, a CPU takes many times as long for a product of bfloat16."""
+    multiplies = plan.device != "cpu" or cpu_multiplies_bf16()
+    return multiplies and plan.emulated_dtype(layer) == "bf16"
+
+
 class EmulateBackend(Backend):
     """Builds linears that emulate FP8 GEMMs, on any device."""
-
-    Copy = Emulated
 
     def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._save_fp8 = save_fp8
-        # Without instructions for it, a product of bfloat16 takes many times as long.
-        self._multiplies_bf16 = plan.device != "cpu" or cpu_multiplies_bf16()
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
-        bf16 = self.in_bf16(layer)
+        bf16 = in_bf16(self.plan, layer)
         quantizers = {
             name: EmulatedOperand(name, operands, bf16, self._save_fp8) for name in OPERANDS
         }
         return QuantizedLinear(size, self, operands, quantizers)
 
-    def in_bf16(self, layer: LayerPlan) -> bool:
-        """Whether the operands of a layer are bfloat16, else float32."""
-        return self._multiplies_bf16 and self.plan.emulated_dtype(layer) == "bf16"
-
     def cast(
         self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`."""
-        bf16 = quantizers.bf16
-        packs = with_columns and quantizers.packs
-        if with_columns and not packs and quantizers.rounding_both is not None:
-            first, second = quantizers.rounding_both.round(x, bf16=bf16)
-            return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
-        copies = []
-        casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
-        for across in (False, True) if casts_columns else (False,):
-            rounding = quantizers.rounding_across if across else quantizers.rounding
-            form = quantizers.columns if across else quantizers.rows
-            if rounding is None:
-                values = x.to(torch.bfloat16 if bf16 else torch.float32)
-                copies.append(Emulated(values, None, form))
-                continue
-            scale = recorded = counts = bits = None
-            slot = quantizers.slot_across if across else quantizers.slot
-            if slot is not None:
-                scale, recorded, counts = slot.cast_arguments(call.record)
-            if quantizers.stochastic_across if across else quantizers.stochastic:
-                bits = quantizers.bits(across, len(x))
-            rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
-            copies.append(Emulated(*rounded, form))
-        rows = copies[0]
-        if not with_columns:
-            if call.record and quantizers.always_records and quantizers.slot_across is not None:
-                quantizers.slot_across.record(numerics.amax(x))
-            return rows, None
-        if packs:
-            return rows, quantizers.pack(x, rows)
-        if quantizers.reuses_row_copy:
-            by_row = rows.factor is not None and rows.factor.ndim
-            columns = _with_row_scales(rows) if by_row else rows
-            return rows, columns._replace(form=quantizers.columns)
-        return rows, copies[1]
+        return emulated_copies(x, quantizers, with_columns, call)
 
     @staticmethod
     def matmul(

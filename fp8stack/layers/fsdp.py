@@ -146,6 +146,15 @@ def local_shard(tensor: Tensor) -> Tensor:
     return rows.plain() if isinstance(rows, ShardedWeight) else rows
 
 
+def first_row(tensor: Tensor) -> int:
+    """The index of the first row of `local_shard(tensor)`. FSDP2 shards rows as `torch.chunk`."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    rows = -(-len(tensor) // mesh.size())
+    return min(mesh.get_local_rank() * rows, len(tensor))
+
+
 class FullWeight(_Wrapper):
     """A gathered weight: `data8`, float8 [out, in], cast with `scale`, float32 and 0-dim."""
 

@@ -69,6 +69,38 @@ def sort_by_group(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(sorted_groups, numbers, right=True, out_int32=True)
 
 
+class _Gather(torch.autograd.Function):
+    """See `gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(copies)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (copies,) = ctx.saved_tensors
+        rows = dy.index_select(0, copies.flatten()).view(*copies.shape, dy.shape[-1])
+        dtype = torch.promote_types(dy.dtype, torch.float32)
+        return rows.sum(1, dtype=dtype).to(dy.dtype), None, None
+
+
+def gather(x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
+    """Copy rows. The gradient of a row is the sum over its copies in float32, in a fixed order, so
+    that a GPU repeats it to the bit.
+
+    Args:
+        x: [rows, columns].
+        places: the row that each copy is of, int64 [copies].
+        copies: the places of each row's copies in the output, int64 [rows, copies of a row].
+
+    Returns:
+        `x[places]`, [copies, columns].
+    """
+    y: Tensor = _Gather.apply(x, places, copies)  # type: ignore[no-untyped-call]
+    return y
+
+
 class GroupedLinear(LowPrecisionLayer):
     """One linear for each group of rows; by itself in the compute dtype.
 

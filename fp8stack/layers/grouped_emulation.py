@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.layers.backend import Backend
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form
+from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form, in_bf16
 from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
 from fp8stack.layers.kernels.grouped_gemm import (
     by_grouped_mm,
@@ -134,11 +135,10 @@ def _of_groups(rule: Rounding | None) -> GroupRounding | None:
 class GroupedEmulation:
     """The casts and GEMMs of emulated grouped linears, a `GroupedBackend` and a `GemmBackend`."""
 
-    Copy = EmulatedGroups
     Operand = GroupedOperand
     caches_weights = False  # see `Backend`
 
-    def __init__(self, backend: EmulateBackend, *, save_fp8: bool = False) -> None:
+    def __init__(self, backend: Backend, *, save_fp8: bool = False) -> None:
         self._backend = backend
         self._save_fp8 = save_fp8
         self.gemm_count = 0
@@ -153,7 +153,7 @@ class GroupedEmulation:
         self, layer: LayerPlan, size: GroupedSize, operands: LayerOperands
     ) -> QuantizedGroupedLinear:
         """See `GroupedBackend.linear`."""
-        bf16 = self._backend.in_bf16(layer)
+        bf16 = in_bf16(self._backend.plan, layer)
         quantizers = {name: self.Operand(name, operands, bf16, self._save_fp8) for name in OPERANDS}
         return QuantizedGroupedLinear(size, self, operands, quantizers)
 
@@ -244,8 +244,8 @@ def _emulated_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`EmulateBackend.matmul` of each group."""
-    scaled = a_factor is not None or b_factor is not None
-    if not scaled and bias is None and out_dtype == torch.bfloat16 and takes_grouped_mm(a, b):
+    plain = a_factor is None and b_factor is None and bias is None
+    if plain and out_dtype == torch.bfloat16 and takes_grouped_mm(a, b, ends):
         return by_grouped_mm(a, b, ends, turn)
     a_form, b_form = Form(turn == "a", in_bf16), Form(turn != "b", in_bf16)
 

@@ -18,6 +18,7 @@ from fp8stack.layers.grouped import GroupedSize, Groups, QuantizedGroupedLinear
 from fp8stack.layers.grouped_emulation import EmulatedGroups, GroupedEmulation, GroupedOperand
 from fp8stack.layers.linear import Call
 from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.scaled_operands import GEMMS_OF
 from fp8stack.layers.weight_cache import CachedWeight
 from fp8stack.layers.weight_changes import WeightChanges, version_of, weight_matrix
 from fp8stack.precision.plan import LayerPlan
@@ -63,6 +64,12 @@ class GroupedTorch(GroupedEmulation):
         """See `GroupedBackend.linear`."""
         linear = super().linear(layer, size, operands)
         linear.quantizers["weight"].layer = linear
+        for name, of_operand in linear.quantizers.items():
+            rows_gemm, columns_gemm = GEMMS_OF[name]
+            if rows_gemm in layer.plain_gemms:
+                of_operand.row_form = of_operand.row_form._replace(fp8=None)
+            if columns_gemm in layer.plain_gemms:
+                of_operand.column_form = of_operand.column_form._replace(fp8=None)
         return linear
 
     def cast(
@@ -97,7 +104,7 @@ class GroupedTorch(GroupedEmulation):
         fast_accumulation: bool = False,
     ) -> Tensor:
         """See `GemmBackend.matmul`. The bias is added after the rounding to bfloat16."""
-        if a.form.transposed or not a.form.fp8 == b.form.fp8 == _E4M3:
+        if not a.form.fp8 == b.form.fp8 == _E4M3:
             return super().matmul(a, b, out_dtype, bias=bias, fast_accumulation=fast_accumulation)
         if b.form.packed is not None:
             b = b.form.packed.unpack_groups(b)

@@ -59,6 +59,10 @@ class LowPrecisionLayer(nn.Module):
         """The parameter `weight`; None where the weight is computed at each call."""
         return self._parameters.get("weight")
 
+    def name_at(self, path: str) -> str:
+        """The layer's name in the plan and in the FP8 state, from its module path."""
+        return path
+
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLayer:
         """Also move the state of delayed scaling, which compiled code could not move; called by
         `nn.Module.to`."""
@@ -236,12 +240,10 @@ class Call(NamedTuple):
 class GemmBackend(Protocol):
     """The casts and GEMMs of a backend's linears.
 
-    A quantized copy of an operand is a NamedTuple of the class `Copy`: two tensors, a description
-    of their layout, and further tensors or None. In the row copy of dy, `sums` holds the sums of dy
-    over its rows in float32 if the cast computes them, else None.
+    A copy of an operand for a GEMM is a NamedTuple: two tensors, a description of their layout, and
+    further tensors or None. In the row copy of dy, `sums` holds the sums of dy over its rows in
+    float32 if the cast computes them, else None.
     """
-
-    Copy: Any
 
     def cast(
         self, x: Any, quantizers: Any, with_columns: bool, call: Call
@@ -274,6 +276,7 @@ class GemmBackend(Protocol):
 
 
 Saved = tuple[Tensor | None, ...]
+Form = tuple[type, Any]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -294,14 +297,14 @@ class ForwardPass(NamedTuple):
     Attributes:
         layer: the linear.
         call: the call.
-        forms: the layouts of the column copies of x and w, None for a missing copy.
+        forms: the class and the layout of the column copies of x and w, None for a missing copy.
         gathers: whether the backward pass casts the gathered weight again.
         weight_dtype: the dtype of the weight's gradient.
     """
 
     layer: GemmLayer
     call: Call
-    forms: tuple[Any, Any]
+    forms: tuple[Form | None, Form | None]
     gathers: bool
     weight_dtype: torch.dtype
 
@@ -334,12 +337,16 @@ def multiply_forward(
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
     saved: Saved = ()
-    x_form = w_form = None
-    if x_columns is not None:
-        x_form, saved = x_columns[2], (*x_columns[:2], *x_columns[3:])
-    if w_columns is not None:
-        w_form, saved = w_columns[2], (*saved, *w_columns[:2], *w_columns[3:])
-    return y, saved, ForwardPass(layer, call, (x_form, w_form), gathers, weight.dtype)
+    forms: list[Form | None] = []
+    for copy in (x_columns, w_columns):
+        forms.append(None if copy is None else (type(copy), copy[2]))
+        saved += () if copy is None else (*copy[:2], *copy[3:])
+    return y, saved, ForwardPass(layer, call, (forms[0], forms[1]), gathers, weight.dtype)
+
+
+def _restored(form: Form, saved: Saved) -> Any:
+    """The copy of this form whose tensors were saved."""
+    return form[0](*saved[:2], form[1], *saved[2:])
 
 
 def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradients:
@@ -348,18 +355,17 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     layer, call, (x_form, w_form) = forward_pass.layer, forward_pass.call, forward_pass.forms
     backend, quantizers, weight_dtype = layer.backend, layer.quantizers, forward_pass.weight_dtype
     dx = dw = db = w_columns = None
-    size = len(saved) // 2 if x_form is not None and w_form is not None else len(saved)
-    x_saved, w_saved = saved[:size], saved[-size:]
+    size = 0 if x_form is None else len(x_form[0]._fields) - 1  # type: ignore[attr-defined]
     dy_rows, dy_columns = backend.cast(dy, quantizers["grad_output"], x_form is not None, call)
     if w_form is not None:
-        w_columns = backend.Copy(*w_saved[:2], w_form, *w_saved[2:])
+        w_columns = _restored(w_form, saved[size:])
     elif forward_pass.gathers:
         unrecorded = call._replace(record=False)
         w_columns = backend.cast(layer.weight, quantizers["weight"], True, unrecorded)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
     if x_form is not None:
-        x_columns = backend.Copy(*x_saved[:2], x_form, *x_saved[2:])
+        x_columns = _restored(x_form, saved[:size])
         dw = backend.matmul(dy_columns, x_columns, torch.float32).to(weight_dtype)
     if call.has_bias and dy_rows.sums is not None:
         db = dy_rows.sums.to(weight_dtype)

@@ -27,8 +27,8 @@ Place = Operand | Literal["output", "grad_input"]
 
 
 See = Callable[[str, nn.Module, Place, Tensor], None]
-"""A callback for each operand. Arguments: the module path of the linear, the linear, the operand's
-name, and the operand, [rows, columns], detached, which must not be changed."""
+"""A callback for each operand. Arguments: the path of the linear, the linear, the operand's name,
+and the operand, [rows, columns], detached, which must not be changed."""
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def observing(
 ) -> Iterator[None]:
     """Within the context, call `see` for each operand that linears of `model` cast, in order.
 
-    A grouped linear shows each group by itself, as a linear at `<module path>.<group>`, also a
-    group without rows.
+    A grouped linear shows each group by itself, as a linear at `<path>.<group>`, also a group
+    without rows.
 
     A linear gives its input and weight in the forward pass and its grad_output in the backward
     pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
@@ -56,7 +56,7 @@ def observing(
     grad_input is not observed in a linear after a fused norm and in the linears of a LayerNormMLP.
 
     `see` is called without gradients and without autocast. `layers` are the linears to observe by
-    path, by default the linears in FP8.
+    path, by default `fp8_linears`.
     """
     chosen = fp8_linears(model) if layers is None else layers
     observer = Observer(see, chosen, outputs)
@@ -77,12 +77,22 @@ def observing(
             handle.remove()
 
 
-def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLayer]:
-    """The linears and grouped linears of `model` that are in FP8 now, by module path."""
+def all_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears and grouped linears of `model`, in any precision, by their name in the plan: the
+    module path, of converted experts the path of their weight."""
     return {
-        path: module
+        module.name_at(path) if isinstance(module, LowPrecisionLayer) else path: module
         for path, module in model.named_modules()
-        if isinstance(module, LowPrecisionLayer) and module.in_fp8
+        if isinstance(module, nn.Linear | GroupedLinear)
+    }
+
+
+def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLayer]:
+    """The layers of `all_linears` that are in FP8 now."""
+    return {
+        name: layer
+        for name, layer in all_linears(model).items()
+        if isinstance(layer, LowPrecisionLayer) and layer.in_fp8
     }
 
 
@@ -243,6 +253,6 @@ def _as_cast(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _matrix(layer: nn.Module) -> Tensor:
     """The weight as [out, in]; of a grouped linear [groups, out, in]."""
-    if isinstance(layer, LowPrecisionLinear):
-        return layer.matrix.detach()
-    return layer.get_parameter("weight").detach()
+    weight: Any = layer.matrix if isinstance(layer, LowPrecisionLinear) else layer.weight
+    matrix: Tensor = weight.detach()
+    return matrix

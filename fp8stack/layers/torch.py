@@ -1,13 +1,14 @@
 """FP8 linears with torch's scaled GEMMs, which need no Transformer Engine and can be compiled.
 
-The bytes, scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the
+GEMMs that the plan calls plain multiply the emulator's values instead, in the compute dtype. The
+bytes, scales and amaxes equal the emulator's to the bit. x and w are quantized once, in the
 forward pass, and saved in FP8 for the backward pass. The column copies are stored transposed, as
 Hopper's GEMMs require.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import OPERANDS, Quantizer
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
+from fp8stack.layers.emulate import EmulateBackend, Emulated, emulated_copies, in_bf16
 from fp8stack.layers.fsdp import FullWeight, ShardedWeight
 from fp8stack.layers.grouped import QuantizedGroupedLinear
 from fp8stack.layers.grouped_torch import CachedGroups, GroupedTorch
@@ -27,12 +29,10 @@ from fp8stack.layers.kernels.fused_casts import (
     Product,
     cast_blocks,
     cast_product,
-    cast_transpose,
     product_amax,
 )
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import (
-    MULTIPLES,
     Scaled,
     ScaleLayout,
     pack_scales,
@@ -49,68 +49,20 @@ from fp8stack.layers.linear import (
     no_autocast,
     require_supported_input,
 )
-from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
+from fp8stack.layers.operands import Draws, LayerOperands, castable
+from fp8stack.layers.scaled_operands import (
+    ScaledOperand,
+    TorchOperand,
+    operand_of,
+    rows_multiple,
+)
 from fp8stack.layers.weight_cache import CachedWeight, WeightCache
 from fp8stack.layers.weight_changes import version_of, weight_matrix
 from fp8stack.numerics.cast import cast_scaled, codes_of_cast, record_amax
 from fp8stack.precision.plan import LayerPlan, Plan
 
 Copies = tuple[Scaled, Scaled | None]
-
-
-class ScaledOperand(OperandQuantizers):
-    """The quantizers of one operand of a layer, see `OperandQuantizers`: this backend requires the
-    same quantizer for both copies, up to a Hadamard transform.
-
-    Attributes:
-        quantizer: the quantizer of both copies.
-        kind: the layout of the scales.
-        target: the FP8 or FP4 format.
-        cached: the cached copies of a weight, valid until it changes.
-        in_batched_cast: whether the kernel that casts many weights supports this quantizer.
-        shared_scale: the scale of a sharded weight in current scaling, the same on all ranks.
-        layer: the layer, if the operand is its weight.
-    """
-
-    def __init__(self, name: Operand, operands: LayerOperands) -> None:
-        super().__init__(name, operands)
-        assert self.along is not None
-        self.quantizer = self.along
-        self.kind = _kind_of_scales(self.along)
-        self.target = FORMATS[self.along.format]
-        self.cached: CachedWeight | None = None
-        self.in_batched_cast = self.kind in (
-            ScaleLayout.PER_TENSOR,
-            ScaleLayout.SQUARES,
-            ScaleLayout.MX,
-        )
-        self.shared_scale = torch.ones(())
-        self.layer: QuantizedLinear | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"cached": None}  # a copied layer quantizes its own weight
-
-    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cast a shard of the weight, float32 [rows, in]. Returns float8 [rows, in] and the scale
-        of the full weight: from the amax history, or in current scaling from
-        `before_all_gather`."""
-        slot = self.slot
-        scale = self.shared_scale if slot is None else slot.scale()
-        record = slot is not None and slot.is_recording
-        data, _, amax = cast_transpose(
-            rows, scale, self.quantizer.format, across=False, record=record
-        )
-        if slot is not None and amax is not None:
-            slot.record(amax)  # of this shard: updates take the maximum over ranks
-        return data, scale
-
-
-def _kind_of_scales(quantizer: Quantizer) -> ScaleLayout:
-    if quantizer.blocks is None:
-        return ScaleLayout.PER_TENSOR if quantizer.per_tensor else ScaleLayout.PER_ROW
-    if quantizer.scale_bytes == 1:
-        return ScaleLayout.MX if quantizer.scale == "e8m0" else ScaleLayout.NV
-    return ScaleLayout.SQUARES if quantizer.blocks[0] > 1 else ScaleLayout.ROWS
+Copy = Scaled | Emulated
 
 
 class _MultiplyTwice(torch.autograd.Function):
@@ -186,15 +138,29 @@ def _copies(x: Tensor, quantizer: Quantizer, kind: ScaleLayout, across: bool = T
     return along, Scaled(data, pack_scales(inv_scale, kind), kind)
 
 
-_compiled_copies = cache(partial(compiled, _copies))
+def _current_scale(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return numerics.current_scale(numerics.amax(x), quantizer)
+
+
+_compile_once = cache(compiled)
+
+
+def _plain_gemm(a: Emulated, b: Emulated, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """See `EmulateBackend.matmul`; in bfloat16 throughout where nothing is scaled."""
+    in_bf16 = {a.values.dtype, b.values.dtype, out_dtype} == {torch.bfloat16}
+    if not in_bf16 or a.factor is not None or b.factor is not None:
+        return EmulateBackend.matmul(a, b, out_dtype, bias=bias)
+    first = a.values.t() if a.form.transposed else a.values
+    second = b.values if b.form.transposed else b.values.t()
+    if bias is None:
+        return torch.mm(first, second)
+    return torch.addmm(bias.to(out_dtype), first, second)
 
 
 class TorchBackend(Backend):
     """Builds linears on torch's scaled GEMMs."""
 
-    Copy = Scaled
     caches_weights = True
-    matmul = staticmethod(scaled_gemm)  # see `GemmBackend.matmul`
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
@@ -212,15 +178,33 @@ class TorchBackend(Backend):
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> QuantizedLinear:
         """See `Backend.fp8_linear`."""
-        quantizers = {name: ScaledOperand(name, operands) for name in OPERANDS}
-        multiple = MULTIPLES[quantizers["input"].kind]
+        bf16 = in_bf16(self.plan, layer)
+        quantizers = {name: operand_of(name, operands, layer, in_bf16=bf16) for name in OPERANDS}
+        multiple = rows_multiple([quantizers[name] for name in ("input", "grad_output")])
         linear = QuantizedLinear(size, self, operands, quantizers, multiple)
         quantizers["weight"].layer = linear
         return linear
 
+    @staticmethod
+    def matmul(
+        a: Copy,
+        b: Copy,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accumulation: bool = False,
+    ) -> Tensor:
+        """See `GemmBackend.matmul`."""
+        if isinstance(a, Scaled) and isinstance(b, Scaled):
+            options: dict[str, Any] = {"bias": bias, "fast_accumulation": fast_accumulation}
+            return scaled_gemm(a, b, out_dtype, **options)
+        assert isinstance(a, Emulated)
+        assert isinstance(b, Emulated)
+        return _plain_gemm(a, b, out_dtype, bias)
+
     def cast(
-        self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
-    ) -> Copies:
+        self, x: Tensor | Product, quantizers: TorchOperand, with_columns: bool, call: Call
+    ) -> tuple[Copy, Copy | None]:
         """See `GemmBackend.cast`; the copies of a weight are cached until it changes."""
         if isinstance(x, FullWeight):
             turned = x.data8.t().contiguous() if with_columns else None
@@ -228,9 +212,9 @@ class TorchBackend(Backend):
         if quantizers.cached is not None and self.is_current(quantizers, quantizers.cached):
             rows, columns = quantizers.cached.copies
             return rows, columns if with_columns else None
-        return self.quantize(x, quantizers, with_columns, call)
+        return self.copies(x, quantizers, with_columns, call)
 
-    def is_current(self, quantizers: ScaledOperand | CachedGroups, cached: CachedWeight) -> bool:
+    def is_current(self, quantizers: TorchOperand | CachedGroups, cached: CachedWeight) -> bool:
         """Whether the cached copies of a weight are valid."""
         if not self.weights.copied or torch.compiler.is_compiling():
             return self.weights.copied
@@ -246,12 +230,36 @@ class TorchBackend(Backend):
                 return True
         return cached.version == version_of(weight_matrix(quantizers.layer))
 
+    def copies(
+        self, x: Tensor | Product, quantizers: TorchOperand, with_columns: bool, call: Call
+    ) -> tuple[Copy, Copy | None]:
+        """`cast` without cached copies."""
+        if isinstance(quantizers, ScaledOperand):
+            return self.quantize(x, quantizers, with_columns, call)
+        assert isinstance(x, Tensor)
+        rows: Copy | None = None
+        columns: Copy | None = None
+        scaled, values = (quantizers.rows, quantizers.columns), quantizers.values
+        if scaled[0] is None or (with_columns and scaled[1] is None):
+            across = with_columns and scaled[1] is None
+            rows, columns = emulated_copies(x, values, across, call)
+        elif not with_columns and call.record and values.always_records:
+            assert values.slot_across is not None
+            values.slot_across.record(numerics.amax(x))
+        if scaled[0] is not None:
+            rows = self.quantize(x, scaled[0], False, call)[0]
+        if with_columns and scaled[1] is not None:
+            without_sums = call._replace(has_bias=False)
+            columns = self.quantize(x, scaled[1], True, without_sums)[1]
+        assert rows is not None
+        return rows, columns
+
     def quantize(
         self, x: Tensor | Product, quantizers: ScaledOperand, with_columns: bool, call: Call
     ) -> Copies:
-        """`cast` without cached copies. In compiled code, inductor fuses a cast with a delayed
-        scale with the computation of `x`, except the transpose if a reduction over rows computes
-        `x`: it would be written byte by byte."""
+        """The copies of `x` for scaled GEMMs. In compiled code, inductor fuses a cast with a
+        delayed scale with the computation of `x`, except the transpose if a reduction over rows
+        computes `x`: it would be written byte by byte."""
         quantizer, kind = quantizers.quantizer, quantizers.kind
         sums = call.has_bias and quantizers.name == "grad_output"
         if isinstance(x, Tensor) and x.dtype == torch.float64:
@@ -279,7 +287,9 @@ class TorchBackend(Backend):
             bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
             rows, columns = cast_nvfp4(x, quantizer, across, bits)
         else:
-            rows, columns = _copies(x, quantizer, kind, with_columns)
+            by_row = kind is ScaleLayout.PER_ROW
+            make = self._compiled(_copies, x, quantizers) if by_row else _copies
+            rows, columns = make(x, quantizer, kind, with_columns)
         return rows._replace(sums=total), columns
 
     def _cast(
@@ -296,8 +306,10 @@ class TorchBackend(Backend):
         if slot is not None:
             scale, recorded, counts = slot.cast_arguments(record)
         else:  # current scaling: the amax comes first
-            largest = numerics.amax(x) if isinstance(x, Tensor) else product_amax(x)
-            scale = numerics.current_scale(largest, quantizer)
+            if isinstance(x, Tensor):
+                scale = self._compiled(_current_scale, x, quantizers)(x, quantizer)
+            else:
+                scale = numerics.current_scale(product_amax(x), quantizer)
         total = x.sum(0, dtype=torch.float32) if sums and isinstance(x, Tensor) else None
         # The operator is for the Triton kernels and for dispatch modes; else call the CPU code.
         observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -315,6 +327,13 @@ class TorchBackend(Backend):
             record_amax(recorded, copies.amax, counts)
         sums_of_rows = copies.sums if total is None else total
         return _scaled_pair(copies.data, copies.transposed, scale, sums_of_rows)
+
+    def _compiled(self, cast: Any, x: Tensor, quantizers: ScaledOperand) -> Any:
+        """`cast`, compiled if it casts a weight outside of compiled code on a GPU."""
+        outside = quantizers.name == "weight" and not torch.compiler.is_compiling()
+        if self.compiled_by and outside and has_kernel(x.device):
+            return _compile_once(cast, *self.compiled_by)
+        return cast
 
     def _compiled_cast(
         self, x: Tensor, quantizers: ScaledOperand, with_columns: bool, call: Call, by_kernel: bool
@@ -340,16 +359,10 @@ class TorchBackend(Backend):
 
     def cache_weight(self, layer: QuantizedLinear, record: bool) -> None:
         """Quantize the weight of a layer and cache the copies."""
-        quantizers: ScaledOperand = layer.quantizers["weight"]
-        quantizer, kind, weight = quantizers.quantizer, quantizers.kind, layer.matrix
-        by = self.compiled_by
-        if by and kind is ScaleLayout.PER_ROW and has_kernel(weight.device):
-            rows, columns = _compiled_copies(*by)(weight, quantizer, kind)
-        else:
-            call = Call(record, len(weight), has_bias=False)
-            rows, columns = self.quantize(weight, quantizers, True, call)
-        assert columns is not None
-        quantizers.cached = CachedWeight((rows, columns), version_of(weight_matrix(layer)))
+        quantizers: TorchOperand = layer.quantizers["weight"]
+        call = Call(record, len(layer.matrix), has_bias=False)
+        copies = self.copies(layer.matrix, quantizers, True, call)
+        quantizers.cached = CachedWeight(copies, version_of(weight_matrix(layer)))
 
     def register_hooks(self, model: nn.Module) -> None:
         """See `Backend.register_hooks`: a hook caches the quantized weights for all micro-batches
@@ -376,9 +389,9 @@ class TorchBackend(Backend):
             self.after_norm = False
         return y
 
-    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any) -> Tensor:
-        """See `Backend.norm_mlp`; where possible, a kernel fuses the activation with the casts."""
-        return self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else mlp(norm(x))
+    def mlp(self, x: Tensor, mlp: Any) -> Tensor:
+        """See `Backend.mlp`; where possible, a kernel fuses the activation with the casts."""
+        return self._fused_mlp(x, mlp) if self._fuses(x, mlp) else mlp(x)
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
         """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""
@@ -422,9 +435,9 @@ class TorchBackend(Backend):
         super().prepare_sharding(module)
         within = set() if module is None else set(module.modules())
         for layer in self._layers:
-            quantizer = layer.quantizers["weight"].quantizer
+            in_fp8 = layer.quantizers["weight"].is_gathered_in_fp8
             equal = layer.weight.shape[0] % dist.get_world_size() == 0
-            if layer in within and equal and quantizer.per_tensor:
+            if layer in within and equal and in_fp8:
                 layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
                 self._sharded_layers.append(layer)
 

@@ -299,6 +299,10 @@ def _changed_experts(preset: object, changes: Mapping[str, object]) -> dict[str,
     return values | dict(changes)
 
 
+PADDED = ("embedding.weight", "lm_head.weight")
+"""The parameters whose rows are padded to `Backend.vocabulary_multiple`."""
+
+
 def padded_vocabulary(config: GPTConfig, multiple: int) -> int:
     """The vocabulary rounded up to a multiple; the rows beyond it are zero and stay zero."""
     return -(-config.vocabulary // multiple) * multiple

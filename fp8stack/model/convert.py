@@ -29,6 +29,7 @@ from fp8stack.model.experts import (
     unknown_layouts,
 )
 from fp8stack.model.heads import find_heads
+from fp8stack.model.hf import scheme_loaded_from
 from fp8stack.model.subclasses import subclass
 from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
@@ -214,8 +215,10 @@ def _decided(
     if not fresh.is_fp8 and fresh.compute_dtype not in ("bf16", "fp16"):
         unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
         return replace(fresh, layers=tuple(unchanged))
-    unknown = unknown_layouts(module, shapes, mixtures)
-    fresh = replace(fresh, reasons=(*fresh.reasons, *unknown))
+    notes = unknown_layouts(module, shapes, mixtures)
+    if (origin := scheme_loaded_from(module)) is not None:
+        notes = [*notes, origin]
+    fresh = replace(fresh, reasons=(*fresh.reasons, *notes))
     return _with_work(module, fresh, mixtures) if fresh.is_fp8 else fresh
 
 

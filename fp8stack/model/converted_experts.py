@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers import Backend
-from fp8stack.layers.grouped import GroupedLinear, GroupedSize, sort_by_group
+from fp8stack.layers.grouped import GroupedLinear, GroupedSize, gather, sort_by_group
 from fp8stack.model.expert_layouts import INTERFACE, ExpertWeight, uses_interface
 from fp8stack.model.subclasses import subclass
 
@@ -51,6 +51,13 @@ class StoredInExperts(GroupedLinear):
     def stored_weight(self) -> Tensor | None:
         """See `LowPrecisionLayer.stored_weight`."""
         return self.stored.module._parameters.get(self.stored.key)
+
+    def name_at(self, path: str) -> str:
+        """See `LowPrecisionLayer.name_at`: the parameter's path. A parameter called `weight` has
+        its module's."""
+        experts = path.rpartition(".")[0]
+        key = "" if self.stored.key == "weight" else self.stored.key
+        return ".".join(filter(None, (experts, key)))
 
     @property
     def fits(self) -> bool:
@@ -204,21 +211,25 @@ def run_experts(
     has_gate = getattr(experts, "has_gate", True)
     up = experts.gate_up_proj_linear if has_gate else experts.up_proj_linear
     order, ends = sort_by_group(top_k_index, up.groups)
-    rows = hidden_states[order // top_k_index.shape[-1]]
-    inner = up(rows, ends)
+    copies = _copies(order, top_k_index)
+    inner = up(gather(hidden_states, order // copies.shape[1], copies), ends)
     inner = experts._apply_gate(inner) if has_gate else experts.act_fn(inner)
     outputs = experts.down_proj_linear(inner, ends)
     if getattr(experts, "has_post_expert_norm", False):
         outputs = experts.post_expert_norm(outputs)
-    return _weighted_sum(outputs, order, top_k_weights).to(hidden_states.dtype)
+    return _weighted_sum(outputs, order, copies, top_k_weights).to(hidden_states.dtype)
 
 
-def _weighted_sum(outputs: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
+def _copies(order: Tensor, top_k_index: Tensor) -> Tensor:
+    """The places of each token's rows among the rows in `order`: int64 [tokens, k]."""
+    return torch.argsort(order).view(top_k_index.shape)
+
+
+def _weighted_sum(outputs: Tensor, order: Tensor, copies: Tensor, top_k_weights: Tensor) -> Tensor:
     """The sums over each token's experts, [tokens, width], of outputs that are sorted by expert."""
-    weighted = outputs * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return weighted[places].view(*top_k_weights.shape, outputs.shape[-1]).sum(dim=1)
+    y = gather(outputs, copies.flatten(), order[:, None])
+    weighted = y.view(*copies.shape, y.shape[-1]) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(dim=1)
 
 
 class ConvertedExperts(nn.Module):
@@ -282,12 +293,13 @@ class ExpertsWithIdentities(ConvertedExperts):
     def multiply(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `run_experts`."""
         order, ends = sort_by_group(top_k_index, self.gate_up_proj_linear.groups)
-        rows = hidden_states[order // top_k_index.shape[-1]]
+        copies = _copies(order, top_k_index)
+        rows = gather(hidden_states, order // copies.shape[1], copies)
         routed, unchanged = rows.tensor_split([int(ends[-1])])
         gate, up = self.gate_up_proj_linear(routed, ends).chunk(2, dim=-1)
         outputs = self.down_proj_linear(self.act_fn(gate) * up, ends)
         outputs = torch.cat([outputs, unchanged])
-        return _weighted_sum(outputs, order, top_k_weights).to(hidden_states.dtype)
+        return _weighted_sum(outputs, order, copies, top_k_weights).to(hidden_states.dtype)
 
 
 _KINDS: dict[str, type[ConvertedExperts]] = {

@@ -1,7 +1,6 @@
 """The GPT, built from a backend's layers. B batch, T tokens, D width, H query heads, G key/value
 heads, E head width, V vocabulary."""
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -11,13 +10,20 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.activation_checkpoint import contexts
-from fp8stack.layers.compiler import CompileBackend, compiled, require_compilable
+from fp8stack.layers.compiler import (
+    CompileBackend,
+    allow_many_compilations,
+    compiled,
+    require_compilable,
+)
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
 from fp8stack.layers.kernels.kv_cache import KVCache
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.initial_weights import initialize
 from fp8stack.model.loss import head_loss
 from fp8stack.model.mixture import MixtureMLP, Routing, RoutingRecord
+from fp8stack.model.rope import rope_tables, rotate
 from fp8stack.precision import Hardware
 
 Recompute = Literal["none", "selective", "block"]
@@ -215,7 +221,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.embedding.weight
         self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
         if seed is not None:
-            initialize(self, seed)
+            initialize(self, config, seed)
         backend.attach(self)
         backend.set_matmul_precision(self)
 
@@ -368,60 +374,3 @@ def _stream(output: Tensor | tuple[Tensor, Routing], routings: list[Routing]) ->
         return output
     routings.append(output[1])
     return output[0]
-
-
-def allow_many_compilations() -> None:
-    """Raise torch.compile's limit of 8 compilations per function: several kinds of blocks, training
-    and evaluation, or several models in one process need more."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-
-
-def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E] each. Both halves of E
-    hold the same angles; the sines in the first half are negated."""
-    half = config.head_dim // 2
-    exponents = torch.arange(half, dtype=torch.float64) / half
-    places = torch.arange(config.context, dtype=torch.float64)
-    angles = torch.outer(places, config.rope_theta**-exponents)
-    cosine, sine = angles.cos().float(), angles.sin().float()
-    return torch.cat([cosine, cosine], -1).to(device), torch.cat([-sine, sine], -1).to(device)
-
-
-def rotate(x_BHTE: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
-    x_BTHE = x_BHTE.float().transpose(1, 2)  # the layout in memory
-    swapped_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
-    return (x_BTHE * cosine_T1E + swapped_BTHE * sine_T1E).transpose(1, 2)
-
-
-@torch.no_grad()
-def initialize(model: GPT, seed: int) -> None:
-    """GPT-2's initialisation: normal, residual projections scaled by 1 / sqrt(2 x layers), biases
-    zero, norms one. Drawn on the CPU, without padding, so that every recipe starts from the same
-    weights."""
-    config = model.config
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1.0)
-        else:
-            residual = name.endswith(RESIDUAL)
-            std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
-            rows = config.vocabulary if name in PADDED else len(parameter)
-            weights = torch.empty(rows, *parameter.shape[1:])
-            weights.normal_(0.0, std, generator=generator)
-            parameter.zero_()
-            parameter[:rows] = weights
-
-
-RESIDUAL = (
-    "attention.output.weight",
-    "mlp.down.weight",
-    "mlp.experts.down.weight",
-    "mlp.shared.down.weight",
-)
-"""The endings of the names of weights whose products join the residual stream."""
-PADDED = ("embedding.weight", "lm_head.weight")
-"""The parameters whose rows are padded to `Backend.vocabulary_multiple`."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.layers import Backend
-from fp8stack.layers.grouped import sort_by_group
+from fp8stack.layers.grouped import gather, sort_by_group
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import no_autocast
 from fp8stack.model.config import Experts, GPTConfig
@@ -105,28 +105,6 @@ def choose(logits_BTX: Tensor, config: Experts, bias: Tensor | None) -> tuple[Ch
     return Choice(experts_BTK, weights_BTK), Routing(loss, balance.detach(), counts_BX.sum(0))
 
 
-class _Gather(torch.autograd.Function):
-    """Rows `x[places]`; the gradient of a row is the sum over its copies, in float32 and in the
-    order of `copies` [rows, copies], the places of the copies in the output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
-        ctx.save_for_backward(copies)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (copies,) = ctx.saved_tensors
-        rows = dy.index_select(0, copies.flatten()).view(*copies.shape, dy.shape[-1])
-        return rows.sum(1, dtype=torch.float32).to(dy.dtype), None, None
-
-
-def gather(x: Tensor, places: Tensor, copies: Tensor) -> Tensor:
-    """The rows `x[places]`, see `_Gather`: [copies, D] in the dtype of `x`."""
-    y: Tensor = _Gather.apply(x, places, copies)  # type: ignore[no-untyped-call]
-    return y
-
-
 class ExpertsMLP(nn.Module):
     """The experts: grouped linears `up` [X, 2 F or F, D] and `down` [X, D, F] around an activation,
     with inner width F; SwiGLU's gate comes first."""
@@ -159,7 +137,7 @@ class MixtureMLP(nn.Module):
         super().__init__()
         experts = config.experts
         assert experts is not None
-        self.config = experts
+        self.config, self.backend = experts, backend
         self.router = Router(config.width, experts.count)
         self.experts = ExpertsMLP(config, experts, backend, f"{path}.experts")
         self.shared = shared
@@ -172,7 +150,7 @@ class MixtureMLP(nn.Module):
         choice, routing = choose(self.router(x_BTD), self.config, self.balance_bias)
         y_BTD = self._mixed(x_BTD, choice)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD).float()
+            y_BTD = y_BTD + self.backend.mlp(x_BTD, self.shared).float()
         return y_BTD, routing
 
     def _mixed(self, x_BTD: Tensor, choice: Choice) -> Tensor:

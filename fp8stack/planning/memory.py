@@ -17,7 +17,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.planning.run_config import OptimizerName
 from fp8stack.planning.trace import Trace, trace
-from fp8stack.precision import Plan
+from fp8stack.precision import LayerPlan, Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -258,18 +258,26 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
 
 def _gathered(setting: Setting, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
-    time; a block's whole gradient exists until it is summed over ranks. Weights with one scale per
-    tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
+    time; a block's whole gradient exists until it is summed over ranks. Linears' weights with one
+    scale per tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
     block = f"blocks.{setting.config.layers - 1}."
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
     as_bytes = 0
     for layer in setting.plan.layers:
-        weight = None if layer.quantizers is None else layer.quantizers.weight
-        low = weight is not None and weight.per_tensor and setting.plan.backend_of(layer) == "torch"
+        low = setting.plan.backend_of(layer) == "torch" and _gathered_in_fp8(layer)
         if low and layer.name.startswith(block) and layer.out_features % setting.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(last) - as_bytes) + float_bytes(last)
+
+
+def _gathered_in_fp8(layer: LayerPlan) -> bool:
+    """Whether one cast with a scale per tensor makes both copies of a layer's weight."""
+    weight = None if layer.quantizers is None else layer.quantizers.weight
+    if layer.quantizers is None or weight is None or not weight.per_tensor or layer.groups:
+        return False
+    scaled = {"fprop", "dgrad"}.isdisjoint(layer.plain_gemms)
+    return scaled and layer.quantizers.turned("weight")
 
 
 # Parameters and optimizer state
@@ -300,7 +308,7 @@ def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 
 
 def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
     count = math.prod(shape)
-    inner = name.startswith("blocks.") and len(shape) == 2
+    inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
     if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:

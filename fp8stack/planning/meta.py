@@ -37,7 +37,8 @@ from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
-from fp8stack.layers.torch import ScaledOperand, TorchBackend
+from fp8stack.layers.scaled_operands import ScaledOperand
+from fp8stack.layers.torch import TorchBackend
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
@@ -149,13 +150,14 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
 
 def gather_weights(backend: Backend) -> None:
-    """Quantize weights in each pass, except weights with one scale per tensor: they are gathered as
-    FP8 bytes, and are not saved."""
+    """Quantize weights in each pass, except linears' weights with one scale per tensor: they are
+    gathered as FP8 bytes, and are not saved."""
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
-                x for x in delegate._layers if x.quantizers["weight"].quantizer.per_tensor
+                x for x in delegate._layers if x.quantizers["weight"].is_gathered_in_fp8
             ]
+            delegate._grouped_layers = []
 
 
 def _grouped_linear(

@@ -21,8 +21,7 @@ from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.native_gemms import (
     SCALED_AFTERWARDS,
-    emulated_grouped_gemms,
-    kernel_of,
+    kernels_of,
 )
 
 IN_COMPUTE_DTYPE = {
@@ -194,9 +193,7 @@ def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
     """The dtypes of the operands of one of a linear's GEMMs."""
     if layer.quantizers is None:
         return layer.precision, layer.precision
-    first, second = layer.quantizers.gemms[gemm]
-    if second == "forward":
-        second = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
+    first, second = layer.quantizers.values(gemm)
     # Operands that are not quantized are rounded to the compute dtype, except a float32 weight.
     is_plain_weight = gemm != "wgrad" and _holder(plan, layer, gemm) == "fp32"
     plain = "fp32" if is_plain_weight else plan.compute_dtype
@@ -205,7 +202,7 @@ def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
 
 
 def name_of(
-    plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str, gemm: str = "fprop"
+    plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str, gemm: str
 ) -> str:
     """The dtype of an operand of a quantized layer in a GEMM; `plain` if it has no quantizer."""
     holder = _holder(plan, layer, gemm)
@@ -214,20 +211,17 @@ def name_of(
 
 
 def _holder(plan: Plan, layer: LayerPlan, gemm: str) -> str:
-    """The dtype that the emulator holds operands in; "" in other backends."""
-    backend, emulated = plan.backend_of(layer), False
-    if layer.groups and layer.quantizers is not None:  # the sentence begins with the GEMMs
-        gemms, _, _ = emulated_grouped_gemms(backend, layer.quantizers).partition(" by ")
-        emulated = gemm in gemms
-    return plan.emulated_dtype(layer) if backend == "emulate" or emulated else ""
+    """The dtype that emulated GEMMs hold operands in; "" for other GEMMs."""
+    emulated = plan.backend_of(layer) == "emulate" or gemm in layer.plain_gemms
+    return plan.emulated_dtype(layer) if emulated else ""
 
 
 def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
     native = plan.device == "cuda" and plan.backend_of(layer) in ("torch", "te")
-    if layer.quantizers is None or not native or gemm != "fprop":
+    if layer.quantizers is None or not native or gemm != "fprop" or gemm in layer.plain_gemms:
         return "fp32"
     # torch's use_fast_accum, TE's split accumulator: Hopper and Ada add in fewer bits.
-    fast = kernel_of(layer.quantizers) in SCALED_AFTERWARDS
+    fast = kernels_of(layer.quantizers)[gemm] in SCALED_AFTERWARDS
     return "fp32, fast" if fast else "fp32"
 
 
@@ -318,18 +312,31 @@ def _forth_and_back(step: TracedStep) -> Iterator[Cast]:
 
 
 def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
-    """Yield the casts of a linear to FP8, FP6 or FP4."""
+    """Yield the casts of a quantized linear's operands to FP8, FP6 or FP4, and the cast of a weight
+    without a quantizer to the compute dtype."""
     layer, dtype = plan.layer(path), stored_dtype(plan.compute_dtype)
+    plain = [gemm for gemm in ("fprop", "dgrad") if _casts_plain_weight(plan, layer, gemm)]
+    if plain:
+        name = "weight" if len(plain) == 2 else f"weight for {plain[0]}"
+        yield Cast(path=path, what=name, source="fp32", target=dtype, per="step")
     for place, quantizer in layer.quantizers.casts.items() if layer.quantizers else ():
         operand, _, gemm = place.partition(".")
+        of_gemm = gemm or ("dgrad" if operand == "grad_output" else "fprop")
         name = operand.replace("grad_output", "output gradient")
         is_weight = operand == "weight"
         yield Cast(
             path=path,
             what=f"{name} for {gemm}" if gemm else name,
             source="fp32" if is_weight else dtype,
-            target=name_of(plan, layer, quantizer, dtype),
+            target=name_of(plan, layer, quantizer, dtype, of_gemm),
             runs="backward" if operand == "grad_output" else "forward",
             # te and torch keep a quantized weight until an optimizer changes it.
             per="step" if is_weight and plan.backend_of(layer) != "emulate" else "micro-batch",
         )
+
+
+def _casts_plain_weight(plan: Plan, layer: LayerPlan, gemm: str) -> bool:
+    """Whether a GEMM of a quantized layer takes the weight without a quantizer, rounded."""
+    if layer.quantizers is None or gemm not in layer.plain_gemms:
+        return False
+    return layer.quantizers.gemms[gemm][1] is None and operands_of(plan, layer, gemm)[1] != "fp32"

@@ -275,7 +275,7 @@ def predict_all(
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     measured = measured_steps(results, model) if results else {}
     predictions, left_out = [], {}
-    fp8 = [name for name in presets.names("recipes") if load_recipe(name).is_fp8]
+    fp8 = [name for name in presets.training_recipes() if load_recipe(name).is_fp8]
     sizes: dict[str, Any] = {"batch": batch, "context": context}
     for name in ["bf16", *fp8]:
         recipe = load_recipe(name, {"head": True} if ceiling and name != "bf16" else {})

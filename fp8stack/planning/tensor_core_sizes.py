@@ -47,11 +47,11 @@ def size_notes(config: GPTConfig, plan: Plan, tokens: int | None = None) -> list
         elif size % BEST:
             notes.append(_best(name, size, _up(size, BEST)))
     if config.experts is not None and tokens is not None:
-        rows = tokens * config.experts.per_token // config.experts.count
+        rows = tokens * config.experts.per_token / config.experts.count
         if rows < BEST:
             notes.append(
-                f"an expert gets {rows} rows of a micro-batch on average; from {BEST} on, tensor "
-                "cores are used well: take a larger micro-batch (--accumulate)"
+                f"an expert gets {rows:.2g} rows of a micro-batch on average; from {BEST} on, "
+                "tensor cores are used well: take a larger micro-batch (--accumulate)"
             )
     multiple = _ATTENTION[plan.attention]
     if config.head_dim % multiple:

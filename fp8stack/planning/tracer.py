@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8stack.layers.activation_checkpoint import GEMMS, policy
+from fp8stack.layers.grouped import QuantizedGroupedLinear
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.model import gpt
 from fp8stack.planning import meta
@@ -165,7 +166,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of cached quantized weights, by section."""
         sizes = Counter[str]()
         for layer, copies in self._caches():
-            tensors = [x for copy in copies for x in (copy.data, copy.inv_scale)]
+            tensors = [x for copy in copies for x in copy[:2] if x is not None]
             sizes[section_of(self._paths[layer])] += sum(_sizes(tensors).values())
         return sizes
 
@@ -175,8 +176,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = {_storage(x) for x in self._model.parameters()}
         counted |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
         for _, copies in self._caches():
-            tensors = [x for copy in copies for x in (copy.upper_scale, copy.data, copy.inv_scale)]
-            counted.update(_storage(x) for x in tensors if x is not None)
+            tensors = [x for copy in copies for x in copy if isinstance(x, Tensor)]
+            counted.update(map(_storage, tensors))
         activations, weight_copies = self._te_saved.copy(), Counter[str]()
         for packed in filter(None, (reference() for reference in self._packed)):
             storage = _storage(packed.tensor)
@@ -190,7 +191,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _caches(self) -> Iterator[tuple[nn.Module, Any]]:
         """Yield the layers with cached quantized weights, and the copies."""
         for layer in self._model.modules():
-            if isinstance(layer, QuantizedLinear):
+            if isinstance(layer, QuantizedLinear | QuantizedGroupedLinear):
                 cached = getattr(layer.quantizers["weight"], "cached", None)
                 if cached is not None:
                     yield layer, cached.copies

@@ -1,11 +1,12 @@
-"""The FP8 and FP4 GEMMs of GPUs as data, and `kernel_of`, which finds the GEMM for quantizers.
+"""The FP8 and FP4 GEMMs of GPUs as data, and `kernels_of`, which finds those for quantizers.
 
-Quantizers without a kernel are emulated. Sources: docs.nvidia.com/cuda/cublas for the GEMMs,
-Transformer Engine 2.20's recipes and their checks.
+A GEMM whose operands have no kernel multiplies their values in bf16 or float32. Sources:
+docs.nvidia.com/cuda/cublas for the GEMMs, Transformer Engine 2.20's recipes and their checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fp8stack.common.formats import OPERANDS, Quantizer, Quantizers
@@ -66,44 +67,69 @@ SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
 Hopper and Ada may accumulate its sums in fewer bits."""
 
 
+def kernels_of(quantizers: Quantizers) -> dict[str, str | None]:
+    """The name in `KERNELS` of the GEMM for the operands of each GEMM, fprop, dgrad and wgrad; None
+    without one. Values of the forward pass count as quantized where their transposed bytes are the
+    bytes of the transposed tensor."""
+    kernels: dict[str, str | None] = {}
+    for gemm, pair in quantizers.gemms.items():
+        first, second = quantizers.values(gemm)
+        if first is None or second is None or ("forward" in pair and not second.turns):
+            kernels[gemm] = None
+        else:
+            kernels[gemm] = _kernel_of_gemm(gemm, first, second)
+    return kernels
+
+
 def kernel_of(quantizers: Quantizers) -> str | None:
-    """The name in `KERNELS` of the GEMM for these operands; None without one."""
-    if _is_nvfp4(quantizers):
-        return "nvfp4"
-    by_operand = quantizers.each
-    if any(
-        name not in by_operand or quantizers.across(name) != by_operand[name] for name in OPERANDS
-    ):
+    """The name in `KERNELS` of the GEMM that all three GEMMs of these operands need; None without
+    one."""
+    kernels = set(kernels_of(quantizers).values())
+    return kernels.pop() if len(kernels) == 1 else None
+
+
+def _kernel_of_gemm(gemm: str, first: Quantizer, second: Quantizer) -> str | None:
+    """The name in `KERNELS` of the GEMM for two quantized operands, x or dy and w, or dy and x."""
+    pair, blocks = (first, second), (first.block, second.block)
+    if all(q.scale == "e4m3" for q in pair):
+        # Only gradients are rounded at random, and only the operands of dw are transformed.
+        random = second.stochastic or (first.stochastic and gemm == "fprop")
+        square = gemm != "wgrad" and blocks == ((1, 16), (16, 16))
+        sizes = (0, 16) if gemm == "wgrad" else (0,)
+        fits = (square or blocks == ((1, 16), (1, 16))) and first.hadamard in sizes
+        return "nvfp4" if fits and not random else None
+    if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in pair):
         return None
-    x, w, dy = (by_operand[name] for name in OPERANDS)
-    if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in (x, w, dy)):
+    if all(q.per_tensor for q in pair):
+        return "delayed" if all(q.delayed for q in pair) else "current"
+    if any(q.format != "e4m3" for q in pair):
         return None
-    if all(q.per_tensor for q in (x, w, dy)):
-        delayed = {q.delayed for q in (x, w, dy)}
-        return None if len(delayed) > 1 else "delayed" if delayed.pop() else "current"
-    if any(q.format != "e4m3" for q in (x, w, dy)) or len({q.scale for q in (x, w, dy)}) > 1:
+    if all(isinstance(block, str) for block in blocks):
+        return "rowwise"  # a tensor's scale is one for each of its rows
+    if any(q.eps for q in pair):
         return None
-    if x.block == w.block == dy.block == "row":
-        return "rowwise"
-    if any(q.eps for q in (x, w, dy)):
-        return None
-    if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale in _FLOAT32:
+    squares = (1, 128) if gemm == "wgrad" else (128, 128)
+    if blocks == ((1, 128), squares) and all(q.scale in _FLOAT32 for q in pair):
         return "block"
-    mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"
-    return "mxfp8" if mx and len({q.scale_rounding for q in (x, w, dy)}) == 1 else None
+    mx = blocks == ((1, 32), (1, 32)) and all(q.scale == "e8m0" for q in pair)
+    return "mxfp8" if mx else None
 
 
-def _is_nvfp4(quantizers: Quantizers) -> bool:
-    """Whether some settings of TE's `NVFP4BlockScaling` give these quantizers: gradients rounded
-    stochastically or not, Hadamard transforms for dw or not, weights in squares or in rows."""
+def te_has(quantizers: Quantizers) -> bool:
+    """Whether some settings of a recipe of Transformer Engine give these quantizers, which have a
+    kernel: of `NVFP4BlockScaling`, gradients rounded stochastically or not, Hadamard transforms for
+    dw or not, weights in squares or in rows; of the others, one setting for all operands, E4M3 or
+    with gradients in E5M2."""
     by_operand = quantizers.each
-    if len(by_operand) < 2 * len(OPERANDS):
-        return False
+    if kernel_of(quantizers) != "nvfp4":
+        x, w = by_operand["input"], by_operand["weight"]
+        settings = {replace(q, format=x.format, block=x.block) for q in by_operand.values()}
+        shared = all(quantizers.across(name) == by_operand[name] for name in OPERANDS)
+        return shared and len(settings) == 1 and w.format == x.format
     rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
     gradient = replace(rows, rounding=by_operand["grad_output"].rounding)
-    weight, hadamard = by_operand["weight"], by_operand["grad_output.wgrad"].hadamard
-    if hadamard == 32 or weight not in (rows, replace(rows, block=(16, 16))):
-        return False
+    weight = by_operand["weight"]
+    hadamard = by_operand["grad_output.wgrad"].hadamard
     return quantizers == Quantizers(
         input=rows,
         input_wgrad=replace(rows, hadamard=hadamard),
@@ -116,10 +142,10 @@ def _is_nvfp4(quantizers: Quantizers) -> bool:
 
 def feature_multiple(quantizers: Quantizers, backend: str) -> int:
     """The divisor that a backend's GEMMs require of a layer's in and out features."""
-    kernel = kernel_of(quantizers)
-    if kernel == "block" and backend == "torch":
+    kernels = set(filter(None, kernels_of(quantizers).values()))
+    if "block" in kernels and backend == "torch":
         return 128
-    return KERNELS[kernel].feature_multiple if kernel else 16
+    return max((KERNELS[kernel].feature_multiple for kernel in kernels), default=16)
 
 
 def lacking_grouped_gemm(
@@ -129,11 +155,12 @@ def lacking_grouped_gemm(
     grouped linears are emulated; "" if it has. By source:
 
     torch 2.13 (aten/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu): compute capability 9.0 and
-    10.0; fewer than 1024 groups, sizes divisible by 16; to bfloat16, without a bias; no kernel for
-    CPUs. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales by row. Of two matrices,
-    as in wgrad, each group needs rows, a multiple of 16. There are no scales in blocks of 128.
-    `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8, MXFP4 and NVFP4 with scales
-    in blocks of 128 x 4 for each group by itself, in builds with FBGEMM alone: not used.
+    10.0; sizes divisible by 16; to bfloat16, without a bias; no kernel for CPUs; for the number of
+    groups see `too_many_groups`. `_scaled_grouped_mm` multiplies E4M3 by E4M3 with float32 scales
+    by row. Of two matrices, as in wgrad, each group needs rows, a multiple of 16. There are no
+    scales in blocks of 128. `F.scaled_grouped_mm`, which has no meta function, also takes MXFP8,
+    MXFP4 and NVFP4 with scales in blocks of 128 x 4 for each group by itself, in builds with FBGEMM
+    alone: not used.
 
     Transformer Engine 2.20.2 has `GroupedLinear`, see `TEGroupedLinear`.
     The path with splits on the host, which is used, takes every recipe; it casts all weights, also
@@ -147,18 +174,60 @@ def lacking_grouped_gemm(
         return ""
     if not HOPPER_OR_BLACKWELL.have(capability):
         return f"torch's grouped FP8 GEMM needs compute capability {HOPPER_OR_BLACKWELL.words}"
-    kernel, x = kernel_of(quantizers), quantizers.input
-    if kernel not in SCALED_AFTERWARDS:
-        return f"the torch backend has no grouped GEMM for {kernel}"
-    if x is None or x.format != "e4m3":
-        return "torch's grouped FP8 GEMM takes E4M3 alone"
-    return ""
-
-
-def emulated_grouped_gemms(backend: str, quantizers: Quantizers) -> str:
-    """The GEMMs that are emulated in a grouped linear that a backend runs, with the reason; "" if
-    there are none."""
-    if backend != "torch":
+    kernels = kernels_of(quantizers)
+    if len(plain_grouped_gemms(backend, quantizers)) < len(kernels):
         return ""
-    emulated = "wgrad" if kernel_of(quantizers) == "rowwise" else "dgrad and wgrad"
-    return f"{emulated} by bf16 GEMMs on the exact operands: torch's takes E4M3 and gives bf16"
+    for kernel in kernels.values():
+        if kernel is not None and kernel not in SCALED_AFTERWARDS:
+            return f"the torch backend has no grouped GEMM for {kernel}"
+    return _GROUPED_TAKES
+
+
+MOST_GROUPS = 1023
+"""The most groups that torch's grouped GEMMs take (ScaledGroupMM.cu and GroupMM.cu of torch 2.8 to
+2.13, which have a CUDA thread for each group)."""
+
+
+def too_many_groups(backend: str, groups: int) -> str:
+    """The reason that a backend has no GEMM for so many groups of rows, whose grouped linear is
+    emulated; "" if it has."""
+    if backend != "torch" or groups <= MOST_GROUPS:
+        return ""
+    return f"torch's grouped FP8 GEMM takes at most {MOST_GROUPS} groups, not {groups}"
+
+
+def plain_grouped_gemms(backend: str, quantizers: Quantizers) -> dict[str, str]:
+    """The GEMMs of a grouped linear that a backend runs which are not scaled ones, each with the
+    reason, or "" if not both operands are quantized."""
+    if backend != "torch":
+        return {}
+    plain: dict[str, str] = {}
+    kernels = kernels_of(quantizers)
+    for gemm, pair in quantizers.gemms.items():
+        formats = {q and q.format for q in quantizers.values(gemm)}
+        if None in formats:
+            plain[gemm] = ""
+        elif gemm == "wgrad" or formats != {"e4m3"}:
+            plain[gemm] = "torch's takes E4M3 and gives bf16"
+        elif "forward" in pair:
+            plain[gemm] = "it takes forward values"
+        elif kernels[gemm] not in SCALED_AFTERWARDS:
+            plain[gemm] = f"the torch backend has no grouped GEMM for {kernels[gemm] or 'them'}"
+    return plain
+
+
+_GROUPED_TAKES = "torch's grouped FP8 GEMM takes E4M3 alone"
+
+
+def plain_in_words(plain: Mapping[str, str], dtype: str) -> str:
+    """A sentence about the GEMMs of a quantized layer that multiply in `dtype`, see
+    `plain_grouped_gemms`."""
+    by_reason: dict[str, list[str]] = {}
+    for gemm, reason in plain.items():
+        by_reason.setdefault(reason, []).append(gemm)
+    return "; ".join(
+        f"{' and '.join(gemms)} by {dtype} GEMMs on the exact operands: {reason}"
+        if reason
+        else f"{' and '.join(gemms)} in {dtype}: not both operands are quantized"
+        for reason, gemms in by_reason.items()
+    )

@@ -12,10 +12,11 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.native_gemms import (
-    KERNELS,
-    emulated_grouped_gemms,
     feature_multiple,
     kernel_of,
+    plain_grouped_gemms,
+    plain_in_words,
+    too_many_groups,
 )
 from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
@@ -52,6 +53,8 @@ class LayerPlan:
             grouped linear, the mean share of a group.
         groups: the number of groups of a grouped linear, whose features are those of one group; 0
             for a linear.
+        plain_gemms: the GEMMs that its backend, te or torch, does not multiply in FP8 or FP4, but
+            in the compute dtype if that represents the values of their operands, else in float32.
     """
 
     name: str
@@ -66,6 +69,7 @@ class LayerPlan:
     why: str = ""
     active: float = 1.0
     groups: int = 0
+    plain_gemms: tuple[str, ...] = ()
 
     @property
     def work(self) -> float:
@@ -79,6 +83,12 @@ class LayerPlan:
         return self.work * sum(None not in operands for operands in gemms.values()) / 3
 
     @property
+    def emulated(self) -> Quantizers:
+        """The quantizers of the GEMMs that are emulated, if any are."""
+        assert self.quantizers is not None
+        return self.quantizers.only(self.plain_gemms) if self.plain_gemms else self.quantizers
+
+    @property
     def sentence(self) -> str:
         """The layer's precision and the reason that it differs from the plan's."""
         return f"{self.name}: {self.precision}, {self.reason or self.why}"
@@ -87,8 +97,9 @@ class LayerPlan:
         """The decision as JSON data; the quantizers are in the plan's recipe."""
         left_out = {"quantizers"} if self.backend else {"quantizers", "backend", "why"}
         left_out |= {"active"} if self.active == 1 else set()
-        left_out |= set() if self.groups else {"groups"}
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        left_out |= {name for name in ("groups", "plain_gemms") if not getattr(self, name)}
+        values = vars(self) | {"plain_gemms": list(self.plain_gemms)}
+        return {name: value for name, value in values.items() if name not in left_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +121,8 @@ class Plan:
         delegated: quantizers of layers that `backend` cannot run, each with the backend that runs
             these layers and the reason.
         ungrouped: quantizers whose grouped linears are emulated, each with the reason.
+        plain_gemms: quantizers that torch runs, each with the GEMMs that are in no FP8 or FP4 and
+            the reason, or "" if not both operands are quantized.
         layers: the decisions for linear layers, see `for_layers`.
         work_outside_linears: multiplications per token with weights outside linears, such as
             experts in one tensor.
@@ -129,6 +142,7 @@ class Plan:
     gpu: str = ""
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     ungrouped: tuple[tuple[Quantizers, str], ...] = ()
+    plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
@@ -255,7 +269,7 @@ class Plan:
                 reason = "a router, which stays in the model's own precision"
             groups = (grouped or {}).get(name, 0)
             if quantizers is not None:
-                reason = self.unserved(name, shape, quantizers, groups > 0)
+                reason = self.unserved(name, shape, quantizers, groups)
                 if tokens is not None and not reason and not groups:
                     doubted = self._doubt((tokens, *shape), quantizers)
             if doubted and self.asked == "auto":
@@ -263,7 +277,7 @@ class Plan:
             if reason:
                 quantizers = None
             without = otherwise if reason and otherwise is not None else self.compute_dtype
-            backend, backend_reason = self._served_by(quantizers, groups > 0)
+            backend, backend_reason, plain = self._served_by(quantizers, groups)
             layers.append(
                 LayerPlan(
                     name=name,
@@ -277,6 +291,7 @@ class Plan:
                     backend=backend,
                     why=backend_reason,
                     groups=groups,
+                    plain_gemms=plain,
                 )
             )
         plan = replace(self, layers=tuple(layers))
@@ -317,19 +332,27 @@ class Plan:
         return replace(self, compute_dtype=dtype, reasons=reasons)
 
     def _served_by(
-        self, quantizers: Quantizers | None, grouped: bool = False
-    ) -> tuple[BackendName | None, str]:
-        """The backend for these quantizers, None for the plan's backend, and the reason for it or
-        for the GEMMs that are emulated."""
+        self, quantizers: Quantizers | None, groups: int = 0
+    ) -> tuple[BackendName | None, str, tuple[str, ...]]:
+        """The backend for a layer with these quantizers, None for the plan's backend; the reason
+        for it, or for the GEMMs that are in no FP8; and these GEMMs. `groups` is the number of
+        groups of a grouped linear."""
         if quantizers is None:
-            return None, ""
-        for table, reason in self.ungrouped if grouped else ():
-            if table == quantizers:
-                return "emulate", f"{reason}: emulated"
-        for delegated, backend, reason in self.delegated:
-            if delegated == quantizers:
-                return backend, reason
-        return None, emulated_grouped_gemms(self.backend, quantizers) if grouped else ""
+            return None, "", ()
+        delegates = {table: (backend, reason) for table, backend, reason in self.delegated}
+        backend, reason = delegates.get(quantizers, (None, ""))
+        plain = of_linears = dict(dict(self.plain_gemms).get(quantizers, ()))
+        if groups:
+            problem = dict(self.ungrouped).get(quantizers, "")
+            problem = problem or too_many_groups(backend or self.backend, groups)
+            if problem:
+                return "emulate", f"{problem}: emulated", ()
+            plain = plain_grouped_gemms(backend or self.backend, quantizers)
+        # The plan's reasons name those of linears with the recipe's own quantizers.
+        if plain and not (quantizers == self.recipe.quantizers and plain == of_linears):
+            words = plain_in_words(plain, self.compute_dtype)
+            reason = "; ".join(filter(None, (reason, words)))
+        return backend, reason, tuple(plain)
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """The plan that "auto" gives if no layer can run in FP8."""
@@ -346,20 +369,22 @@ class Plan:
         )
 
     def unserved(
-        self, name: str, shape: tuple[int, int], quantizers: Quantizers, grouped: bool = False
+        self, name: str, shape: tuple[int, int], quantizers: Quantizers, groups: int = 0
     ) -> str:
         """The reason that the hardware cannot run a layer of this shape in FP8; "" if it can.
+        `groups` is the number of groups of a grouped linear.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        delegate, problem = self._served_by(quantizers, grouped)
+        delegate, problem, plain = self._served_by(quantizers, groups)
         if delegate == "emulate" and self.strict:
             raise UserError(f"--strict: {name} does not run as asked: {problem}.")
         backend = delegate or self.backend
         if backend == "emulate":
             return ""  # the emulator pads
-        multiple = feature_multiple(quantizers, backend)
+        scaled = quantizers.only([gemm for gemm in quantizers.gemms if gemm not in plain])
+        multiple = feature_multiple(scaled, backend)
         for side, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
                 problem = f"{size} {side} features, not divisible by {multiple}"
@@ -370,23 +395,23 @@ class Plan:
 
     def _doubt(self, shape: Shape, quantizers: Quantizers) -> str:
         """The reason that native FP8 probably does not speed up a GEMM of this shape, or ""."""
-        kernel = kernel_of(quantizers)
-        backend = self._served_by(quantizers)[0] or self.backend
-        if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
+        backend, _, plain = self._served_by(quantizers)
+        if self.device != "cuda" or (backend or self.backend) == "emulate":
             return ""  # emulation is for the numerics, not for speed
-        return doubt(shape, quantizers, find_gpu(self.gpu))
+        gemms = len(quantizers.gemms) - len(plain)
+        return doubt(shape, quantizers, find_gpu(self.gpu), gemms)
 
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
         return layer.backend or self.backend
 
     def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
-        """The dtype of a quantized layer's operands in the emulator: the compute dtype if it
+        """The dtype of a quantized layer's operands in emulated GEMMs: the compute dtype if it
         represents their values exactly and, on a CPU, the GEMMs may round to it; else float32."""
-        assert layer.quantizers is not None
-        on_cpu, quantizers = self.device == "cpu", layer.quantizers
-        in_bf16 = quantizers.by_bf16_gemms if on_cpu else quantizers.exact_in_bf16
-        return self.compute_dtype if in_bf16 else "fp32"
+        quantizers = layer.emulated
+        on_cpu = self.device == "cpu"
+        exact = quantizers.by_bf16_gemms if on_cpu else quantizers.exact_in_bf16
+        return self.compute_dtype if exact else "fp32"
 
     @property
     def notes(self) -> list[str]:

@@ -71,26 +71,27 @@ LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU: M K N = 4e9 on an H200."""
 
 
-def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
-    """The K N / (K + N) above which three FP8 GEMMs save more time than the casts of x and dy take.
+def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3) -> float:
+    """The K N / (K + N) above which so many FP8 GEMMs of a linear save more time than the casts of
+    x and dy take.
 
-    The GEMMs save 6 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes. NVFP4
-    uses the FP4 rate.
+    Each saves 2 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes. NVFP4 uses
+    the FP4 rate.
     """
     rates = achievable(gpu)
-    saved = 6 * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
+    saved = 2 * gemms * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
     moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
     return moved / rates.memory / saved
 
 
-def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None) -> str:
-    """The reason that FP8 does not seem to pay for a GEMM of this shape on `gpu`; "" if it does, or
-    the GPU's rates are not known."""
+def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None, gemms: int = 3) -> str:
+    """The reason that FP8 does not seem to pay for a linear of this shape on `gpu`, of whose GEMMs
+    so many are in FP8; "" if it does, or the GPU's rates are not known."""
     rows, inputs, outputs = shape
     gemm = f"{rows} x {inputs} -> {outputs}"
     if gpu is None or gpu.fp8_tflops is None:
         return ""
-    ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers)
+    ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers, gemms)
     if ratio < least:
         return f"{gemm} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
     least = LEAST_GEMM_S * achievable(gpu).half / 2

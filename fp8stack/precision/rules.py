@@ -12,24 +12,32 @@ from typing import get_args
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UnservedAttention, UserError, described, unknown
-from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.common.formats import FORMATS, Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.native_gemms import (
     BLACKWELL,
     KERNELS,
-    SCALED_AFTERWARDS,
     kernel_of,
     lacking_grouped_gemm,
+    te_has,
 )
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
+from fp8stack.precision.torch_gemms import (
+    gemms_in_words,
+    is_older,
+    kind_of,
+    lacking_hardware,
+    plain_gemms,
+    too_special,
+    unable_in_all_gemms,
+)
 
 # The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
 # has been in use longest. Put the figures of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
 TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
-ROWS_ON_CPU = (2, 12)  # 2.11 asserts that there is one scale
 
 
 def resolve(
@@ -67,7 +75,7 @@ def resolve(
         recipe = auto_recipe(hardware)
         if recipe == "fp32" and hardware.capability is not None:
             notes = (
-                f"auto needs compute capability 7.0 for more, this is {_kind(hardware)}: fp32",
+                f"auto needs compute capability 7.0 for more, this is {kind_of(hardware)}: fp32",
             )
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if chosen.quantizers is None:
@@ -85,7 +93,7 @@ def resolve(
         raise UnservedAttention(
             f"attention = '{chosen.attention}' needs Transformer Engine on compute capability "
             f"{kind.gpus.words}",
-            f" This is {_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give "
+            f" This is {kind_of(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give "
             "another --recipe, or attention = 'compute' (--set recipe.attention=compute).",
         )
     # A substitute recipe keeps the requested attention and residual stream.
@@ -96,14 +104,16 @@ def resolve(
 
 def shipped() -> list[str]:
     """The names of the shipped recipes: recipes with a kernel in the order of `KERNELS`, then other
-    recipes with quantizers by falling bits, then recipes without quantizers."""
+    recipes with quantizers by falling bits, then recipes without quantizers, then the schemes of
+    inference servers."""
+    training = presets.training_recipes()
 
-    def order(name: str) -> tuple[int, int, str]:
-        recipe = load_recipe(name)
+    def order(name: str) -> tuple[bool, int, int, str]:
+        recipe, served = load_recipe(name), name not in training
         if recipe.quantizers is None:
-            return len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
+            return served, len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
         kernel = kernel_of(recipe.quantizers)
-        return [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
+        return served, [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
 
     return sorted(presets.names("recipes"), key=order)
 
@@ -114,7 +124,7 @@ def auto_recipe(hardware: Hardware) -> str:
         return best_plain_dtype(hardware)
     return (
         "mxfp8"
-        if BLACKWELL.have(hardware.capability) and not _older(hardware.cuda_version, (12, 8))
+        if BLACKWELL.have(hardware.capability) and not is_older(hardware.cuda_version, (12, 8))
         else "delayed"
     )
 
@@ -152,7 +162,7 @@ def _resolve_plain(
     if runs != dtype:
         scaled = " with loss scaling" if runs == "fp16" else ""
         substitutions.append(
-            f"{dtype} needs {_NEEDS[dtype]}, this is {_kind(hardware)}: {runs}{scaled}"
+            f"{dtype} needs {_NEEDS[dtype]}, this is {kind_of(hardware)}: {runs}{scaled}"
         )
         recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
@@ -186,13 +196,19 @@ def _resolve_fp8(
     ) -> tuple[Plan, str]:
         """The plan with `backend`, and `reason` if the backend substitutes the requested one."""
         native = backend != "emulate" and capability is not None
+        dtype, wide_dtype, refused = _compute_dtypes(recipe, backend, hardware)
         reasons = [OfBackend(reason)] if reason else []
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
             slow = f"its casts are slower than they could be: {hardware.numba_problem}"
             reasons.append(OfBackend(slow))
         delegated = _delegated(recipe, backend, hardware)
-        dtype, wide_dtype, refused = _compute_dtypes(recipe, backend, hardware)
         reasons += [OfBackend(refused)] * bool(refused)
+        plain = {} if backend != "torch" else plain_gemms(quantizers, hardware)
+        if plain:
+            sentence = gemms_in_words(quantizers, plain, dtype)
+            reasons.append(OfBackend(sentence))
+            if any(plain.values()):  # quantized operands, but no GEMM for them
+                reason, substitutes = "; ".join(filter(None, (reason, sentence))), True
         plan = Plan(
             asked=requested,
             recipe=recipe,
@@ -204,6 +220,7 @@ def _resolve_fp8(
             reasons=tuple(reasons),
             delegated=delegated,
             ungrouped=_ungrouped(recipe, backend, delegated, hardware),
+            plain_gemms=_plain_by_table(recipe, backend, delegated, hardware),
         )
         return plan, (reason if substitutes else "") or refused
 
@@ -227,7 +244,7 @@ def _resolve_fp8(
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
         # On these GPUs emulation is nearly as fast as bf16: worth it where nothing else is exact.
-        special = capability >= (8, 9) and _too_special(quantizers)
+        special = capability >= (8, 9) and too_special(quantizers)
         if special or (kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)):
             return planned("emulate", f"{problem}: emulated by bf16 GEMMs on the exact operands")
         return _without_fp8(requested, problem, hardware)
@@ -313,97 +330,72 @@ def _ungrouped(
     return tuple((table, reason) for table, reason in reasons.items() if reason)
 
 
-def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:
-    """The reason that the GPU or its CUDA version has no GEMM for these operands; "" if it has."""
-    assert hardware.capability is not None
-    name = kernel_of(quantizers)
-    if name is None:
-        return "no GEMM of the GPU backends takes these operands"
-    kernel = KERNELS[name]
-    if not kernel.gpus.have(hardware.capability):
-        return f"{name} needs compute capability {kernel.gpus.words}, this is {_kind(hardware)}"
-    if kernel.cuda is not None and _older(hardware.cuda_version, kernel.cuda):
-        return "{} needs CUDA {}.{}".format(name, *kernel.cuda)
-    return ""
+def _plain_by_table(
+    recipe: Recipe,
+    backend: BackendName,
+    delegated: Collection[tuple[Quantizers, BackendName, str]],
+    hardware: Hardware,
+) -> tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...]:
+    """`Plan.plain_gemms` of the quantizers that torch runs."""
+    backends = {table: of_table for table, of_table, _ in delegated}
+    plain = {
+        table: tuple(plain_gemms(table, hardware).items())
+        for table in recipe.tables
+        if backends.get(table, backend) == "torch"
+    }
+    return tuple((table, gemms) for table, gemms in plain.items() if gemms)
 
 
 def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
     """The reason that `backend`, te or torch, cannot run these operands here; "" if it can."""
-    if hardware.capability is None:
-        return _unable_on_cpu(backend, quantizers, hardware)
-    if lacking := _lacking_hardware(quantizers, hardware):
-        return lacking
-    if special := _too_special(quantizers):
-        return special
-    kernel, x = kernel_of(quantizers), quantizers.input
-    assert x is not None
     if backend == "te":
-        if kernel == "rowwise":
-            return "Transformer Engine has no scale per row"
-        if kernel == "nvfp4" and not BLACKWELL.have(hardware.capability):
-            # TE accepts 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard
-            # transforms fail (TransformerEngine issue 3062, pull request 3281).
-            return "Transformer Engine's NVFP4 works on 10.x alone"
-        if not hardware.has_te:
-            return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
-        if kernel == "mxfp8" and x.scale_rounding != "rceil":
-            return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
-        if kernel == "block" and BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
-            return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
-        if kernel in ("delayed", "current"):
-            # The operands may differ only in that gradients are E5M2.
-            settings = {replace(q, format="e4m3") for q in quantizers.each.values()}
-            w = quantizers.weight
-            if len(settings) > 1 or w is None or w.format != x.format:
-                return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
-        return ""
-    if old := _old_torch(hardware):
+        return _unable_by_te(quantizers, hardware)
+    if hardware.capability is None and (old := _old_torch(hardware)):
         return old
-    if kernel == "block" and BLACKWELL.have(hardware.capability):
-        # Only TE can run it on 10.x: as MXFP8 with the block recipe's scales.
-        return "the torch backend has no block scaling on 10.x"
+    if problem := unable_in_all_gemms(quantizers, hardware) or _old_torch(hardware):
+        return problem
+    if any(q.stochastic for place, q in quantizers.each.items() if place.startswith("weight")):
+        return "the torch backend casts a weight once a step, and not at random"
     return ""
 
 
-def _unable_on_cpu(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
-    if backend == "te":
+def _unable_by_te(quantizers: Quantizers, hardware: Hardware) -> str:
+    """`_unable` for Transformer Engine."""
+    if hardware.capability is None:
         return "Transformer Engine needs a CUDA GPU"
-    if old := _old_torch(hardware):
-        return old
-    kernel = kernel_of(quantizers)
-    if kernel not in SCALED_AFTERWARDS:
-        return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
-    if kernel == "rowwise" and _older(version_pair(hardware.torch_version), ROWS_ON_CPU):
-        least = ".".join(map(str, ROWS_ON_CPU))
-        return f"torch's scaled_mm on a CPU has no rowwise scaling before torch {least}"
-    return _too_special(quantizers)
+    kernel, x = kernel_of(quantizers), quantizers.input
+    if kernel is None:
+        # Not by its `backward_override` either: in high precision, TE 2.20.2 multiplies bfloat16
+        # gradients by the float32 weight itself, which no GEMM of cuBLAS does; dequantized, it
+        # rounds forward values to bfloat16.
+        problem = unable_in_all_gemms(quantizers, hardware)
+        return problem or "Transformer Engine has no recipe with these operands"
+    if lacking := lacking_hardware(kernel, hardware) or too_special(quantizers):
+        return lacking
+    assert x is not None
+    if kernel == "rowwise":
+        return "Transformer Engine has no scale per row"
+    if kernel == "nvfp4" and not BLACKWELL.have(hardware.capability):
+        # TE accepts 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard
+        # transforms fail (TransformerEngine issue 3062, pull request 3281).
+        return "Transformer Engine's NVFP4 works on 10.x alone"
+    if not hardware.has_te:
+        return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
+    if kernel == "mxfp8" and x.scale_rounding != "rceil":
+        return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
+    if kernel == "block" and BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
+        return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+    if not te_has(quantizers):
+        return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
+    return ""
 
 
 def _old_torch(hardware: Hardware) -> str:
     """The message that torch is older than its backend requires; "" if it is not."""
-    if not _older(version_pair(hardware.torch_version), TORCH_MINIMUM):
+    if not is_older(version_pair(hardware.torch_version), TORCH_MINIMUM):
         return ""
     needed = ".".join(map(str, TORCH_MINIMUM))
     return (
         f"the torch backend needs torch {needed} or later, this is {hardware.torch_version} "
         f"(pip install --upgrade 'torch>={needed}')"
     )
-
-
-def _too_special(quantizers: Quantizers) -> str:
-    """The reason that no FP8 unit multiplies these operands; "" if some do."""
-    for pair in quantizers.gemms.values():
-        if [q.format for q in pair if isinstance(q, Quantizer)] == ["e5m2", "e5m2"]:
-            return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
-    return ""
-
-
-def _kind(hardware: Hardware) -> str:
-    if hardware.capability is None:
-        return "a CPU"
-    return "compute capability {}.{}".format(*hardware.capability)
-
-
-def _older(version: tuple[int, int] | None, least: tuple[int, int]) -> bool:
-    """Whether a version is older than `least`; an unknown version counts as current."""
-    return version is not None and version < least

@@ -25,7 +25,6 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, at_home
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
-from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.training.checkpoint.state import restore_weights
@@ -33,10 +32,12 @@ from fp8stack.training.checkpoint.validation import has_weights, load_sound, mod
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
-    """Load the model of a run's newest usable checkpoint, or of one checkpoint, in eval mode.
+    """Load the model of a run's newest usable checkpoint, of one checkpoint, or of transformers, in
+    eval mode.
 
     Args:
-        run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
+        run_or_checkpoint: a run's folder, `.../checkpoints/step-000200`, `hf:` and a folder that
+            transformers saved, or `hf:owner/name[@revision]` on the Hub.
         recipe: the recipe to run it in, which need not be the recipe of its training.
 
     Returns:
@@ -46,6 +47,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
         UserError: there is no run, or `recipe` needs scales that the checkpoint does not have.
         NoUsableCheckpoint: the checkpoint is damaged, or all of the run's are.
     """
+    if isinstance(run_or_checkpoint, str) and run_or_checkpoint.startswith(hub.HF):
+        return find_source(run_or_checkpoint).model(recipe, probe())
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
         warnings.warn(printable(f"{path} is used, an older checkpoint. {reason}"), stacklevel=2)
@@ -166,12 +169,10 @@ class Trained:
         plan = self.plan(recipe, hardware, backend)
         model = GPT(self.shape, build_backend(plan))
         restore_weights(model, self.weights)
-        saved = self._fp8_state
-        scales = {name: of for name, of in saved.items() if plan.delayed and _is_scale(name)}
-        if not plan.recipe.attention_slots:
-            scales = {name: of for name, of in scales.items() if not _is_of_attention(name)}
+        saved, state = self._fp8_state, fp8_state(model)
+        scales = _scales_for(plan, state, saved)
         # Layers that did not round stochastically in the run start at their initial counters.
-        draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
+        draws = {n: saved.get(n, t) for n, t in state.items() if not _is_scale(n)}
         try:
             load_fp8_state(model, scales | draws)
         except UserError as error:
@@ -228,7 +229,7 @@ def _of_folder(path: Path, name: str) -> Trained:
         path=Path(name),
         shape=model.config,
         weights=hf.from_hf(model.config, model.layout, folder.tensors, str(path)),
-        notes=model.notes,
+        notes=(*model.notes, *folder.tensors.notes()),
         tokenizer=folder.tokenizer,
     )
 
@@ -247,9 +248,23 @@ def _is_scale(name: str) -> bool:
     return not name.endswith(".draws")
 
 
-def _is_of_attention(name: str) -> bool:
-    """Whether a scale or a history belongs to an operand of FP8 attention."""
-    return name.split(".")[-2] in {slot for kind in FP8_ATTENTION.values() for slot in kind.slots}
+def _scales_for(
+    plan: Plan, state: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The scales and histories in `saved`, a checkpoint's FP8 state, of the operands that `plan`
+    quantizes by such scales. A history of another length than in the model's `state` stays empty:
+    evaluation takes the scales alone."""
+    places = {place for table in plan.tables for place, q in table.each.items() if q.delayed}
+    operands = tuple(f".{place}" for place in (*places, *plan.recipe.attention_slots))
+    scales = {
+        name: tensor
+        for name, tensor in saved.items()
+        if _is_scale(name) and name.rpartition(".")[0].endswith(operands)
+    }
+    for name in scales.keys() & state.keys():
+        if name.endswith(".amax_history") and len(scales[name]) != len(state[name]):
+            scales[name] = state[name]
+    return scales
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:

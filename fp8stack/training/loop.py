@@ -212,14 +212,14 @@ class _Loop:
         run.state.step = step
         self.metrics.step_done()
         if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.guard.plan_now(), self.train_step.load)
+            self.metrics.report(step, self.guard.plan_now(), self.train_step.load())
         if not logs:
             return {}
         # Reading the loss synchronizes with the device.
         precision = self.guard.plan_now().precision
         row = self.metrics.row(step, float(loss), float(norm), precision)
-        if self.train_step.load is not None:
-            row |= self.train_step.load.metrics()
+        if (load := self.train_step.load()) is not None:
+            row |= load.metrics()
         if len(run.schedule.phases) > 1:
             row["phase"] = self.phases.phase(step)
         return row

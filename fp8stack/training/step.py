@@ -23,7 +23,6 @@ class Step:
 
     Attributes:
         draws: whether a step uses torch's random number generators, see `restore_rng`.
-        load: the load of the experts in the last step, if there are any.
     """
 
     def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
@@ -33,7 +32,7 @@ class Step:
         self.draws = run.model.config.dropout > 0  # only dropout uses torch's RNG
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self.events = DebugLog(run)
-        self.load: ExpertLoad | None = None
+        self._load: ExpertLoad | None = None  # once it is computed
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train on the batch of a step. Returns the mean loss and the gradient norm before
@@ -52,6 +51,7 @@ class Step:
         events.begin(step)
         micro_batches = tokens_BT.chunk(config.accumulate)
         run.model.routing.begin()
+        self._load = None
         events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(micro_batches))
         losses = [
             self.micro_step(step, part_BT, number) for number, part_BT in enumerate(micro_batches)
@@ -78,14 +78,20 @@ class Step:
         events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
         optimizer.step()  # not `scaler.step`, which decides for itself whether to skip
         events.add("optimizer", lr=rate)
-        self.load = load_in(run.model.routing, run.ranks.count)
-        if self.load is not None:
-            run.model.update_biases(self.load.counts, self.monitor.skips.bool().all())
+        if run.model.config.buffer_shapes() and (load := self.load()) is not None:
+            run.model.update_biases(load.counts, self.monitor.skips.bool().all())
         if scaler is not None:
             scaler.update()
         events.add("update_scale", scale=None if scaler is None else scaler.now(norm))
         optimizer.zero_grad(set_to_none=True)
         return loss, norm
+
+    def load(self) -> ExpertLoad | None:
+        """The load of the experts in the last step; None for a model without experts. All ranks
+        call this, since it sums over them."""
+        if self._load is None:
+            self._load = load_in(self.run.model.routing, self.run.ranks.count)
+        return self._load
 
     def micro_step(self, step: int, part_BT: Tensor, number: int) -> Tensor:
         """Run the forward and backward pass of a step's micro-batch `number`, counted from 0.

@@ -23,6 +23,8 @@ from bench.runner import RESULTS
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
+from fp8stack.precision import load_recipe, resolve
+from fp8stack.precision.hardware import machine_for
 from tests.conftest import refusal
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -185,15 +187,17 @@ def test_a_capability_that_is_not_known_is_an_error():
 
 def native(capability: str) -> list[str]:
     """The recipes with scaled GEMMs on such a GPU."""
-    recipes = {*presets.names("recipes"), *gpu_code.RESIDUAL} - {"bf16"}
+    recipes = {*presets.training_recipes(), *gpu_code.RESIDUAL} - {"bf16"}
     return sorted(name for name in recipes if gpu_code.is_native(name, capability))
 
 
 def check_gemms(model: str, recipes: list[str], capability: str) -> None:
     for recipe, gemms in gpu_code.scaled_gemms(model, recipes, capability).items():
-        # Three of each of four linears; weight gradients per row are float32, see scaled_gemm.
-        bf16 = recipe.startswith("rowwise") and capability != "9.0"
-        assert len(gemms) == (8 if bf16 else 12), recipe
+        # In four linears; weight gradients per row are float32, see scaled_gemm.
+        bf16 = {"wgrad"} if recipe.startswith("rowwise") and capability != "9.0" else set()
+        plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
+        bf16 |= {gemm for _, plain in plan.plain_gemms for gemm, _ in plain}
+        assert len(gemms) == 4 * (3 - len(bf16)), recipe
         assert Counter(gemm["part"] for gemm in gemms).keys() == {"block"}
 
 
@@ -202,6 +206,21 @@ def check_gemms(model: str, recipes: list[str], capability: str) -> None:
 @pytest.mark.parametrize("capability", gpu_code.CAPABILITIES)
 def test_torch_takes_every_scaled_gemm_of_every_recipe(model, capability):
     check_gemms(model, native(capability), capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "capability", "scaled", "plain"),
+    [
+        ("rowwise_wgrad_hp", "9.0", "_scaled_mm", {"mm": 4}),
+        ("nvfp4_forward_high", "10.0", "mx_gemm", {"addmm": 4}),  # biases are added in fprop
+    ],
+)
+def test_gemms_without_quantized_operands_are_torchs_own(recipe, capability, scaled, plain):
+    kernels = kernels_of("gpt2-124m", recipe, capability)
+    block = (k for k in kernels if k["part"] == "block" and k["kind"] == "GEMM")
+    names = Counter(kernel["name"].partition("::")[2].partition(".")[0] for kernel in block)
+    assert names == {scaled: 8} | plain
 
 
 BLOCKS_COMPILED_BY_INDUCTOR = """
@@ -256,7 +275,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("first", "second"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("first", "second"), [*LAYOUTS, (ScaleLayout.PER_ROW, ScaleLayout.PER_TENSOR)]
+)
 def test_torch_takes_the_scales_of_every_layout(first, second):
     from bench.gpu_code.gemms import ScaledGemms
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -126,6 +127,12 @@ def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
     message = refusal(parse_config, None, {"guard": {"windows": 1}})
     assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
     assert "accumulate" not in message
+
+
+def test_an_override_that_is_not_finite_is_named_by_its_key():
+    table = {"model_overrides": {"experts": {"bias": math.nan}}}
+    message = refusal(parse_config, None, table)
+    assert "model_overrides.experts.bias = nan: Input should be a finite number" in message
 
 
 @pytest.mark.parametrize("flag", ["--config", "--model", "--recipe", "--set"])
@@ -260,6 +267,20 @@ def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys
     assert len([line for line in lines if line.startswith("block: ") and TE_REMEDY in line]) == 1
 
 
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_doctor_names_the_gemms_in_low_precision_and_those_that_are_not(
+    capability, command, capsys
+):
+    assert command("doctor", "--capability", capability) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reason = "fprop and dgrad run in FP8, wgrad in bf16: not both operands are quantized"
+    assert f"rowwise_wgrad_hp: {reason}" in lines
+    reason = "dgrad and wgrad run in FP4, fprop in bf16: not both operands are quantized"
+    native = capability == "10.0"
+    assert (f"nvfp4_forward_high: {reason}" in lines) == native
+    assert any("nvfp4_forward_high (native)" in line for line in lines) == native
+
+
 @pytest.mark.parametrize("width", [40, 80, 400])
 def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"
@@ -272,7 +293,6 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     assert problem in lines
     assert f"auto, delayed, current, block: {problem}; until then torch runs" in lines
     # A row of a recipe is one line from 80 columns on.
-    assert ("│ nvfp4_forward_high │ nvfp4_forward_high (emulated)" in printed.getvalue()) == (
-        width >= 80
-    )
+    row = r"│ nvfp4_forward_high +│ nvfp4_forward_high \(emulated\) "
+    assert bool(re.search(row, printed.getvalue())) == (width >= 80)
     assert doctor.as_json(hardware)["hardware"]["te_problem"] == problem

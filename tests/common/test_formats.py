@@ -11,7 +11,7 @@ import pytest
 import torch
 from gfloat import formats as gfloats
 
-from fp8stack.common.formats import FormatName, fp8_format
+from fp8stack.common.formats import FormatName, Quantizers, fp8_format
 from fp8stack.numerics import FORMATS, Quantizer
 from tests.support.oracles import BITS, MAX, ML_DTYPES, decoded
 
@@ -126,6 +126,15 @@ def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
 def test_a_quantizer_with_an_unknown_value_is_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         Quantizer(**{field: value})
+
+
+def test_the_quantizers_of_some_gemms_keep_the_forward_values_that_these_take():
+    x, w = Quantizer(block="row"), Quantizer(block="tensor")
+    table = Quantizers(input=x, weight=w, grad_output=w, weight_dgrad=w, input_wgrad="forward")
+    assert table.only(["fprop", "dgrad", "wgrad"]) == table
+    assert table.only(["dgrad"]) == Quantizers(grad_output=w, weight_dgrad=w)
+    assert table.only(["wgrad"]) == Quantizers(input=x, input_wgrad="forward")
+    assert table.only([]) == Quantizers()
 
 
 def test_a_block_may_be_given_as_a_list():

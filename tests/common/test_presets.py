@@ -37,12 +37,31 @@ def write_file(tmp_path) -> Callable[[str], str]:
 @pytest.mark.parametrize("kind", ["models", "recipes"])
 def test_names_are_those_of_the_files_which_are_read_by_name_and_by_path(kind):
     names = presets.names(kind)
-    assert names == sorted(path.stem for path in presets.folder(kind).iterdir())
+    files = {
+        ":".join(path.relative_to(presets.folder(kind)).with_suffix("").parts): path
+        for path in presets.folder(kind).rglob("*.toml")
+    }
+    assert names == sorted(files)
     assert len(names) >= 7
-    for name in names:
-        path = presets.folder(kind) / f"{name}.toml"
-        held = name, tomllib.loads(path.read_text())
-        assert presets.read(kind, name) == presets.read(kind, str(path)) == held
+    for name, path in files.items():
+        table = tomllib.loads(path.read_text())
+        assert presets.read(kind, name) == (name, table)
+        assert presets.read(kind, str(path)) == (path.stem, table)
+
+
+def test_recipes_of_servers_are_no_recipes_of_training():
+    training = presets.training_recipes()
+    assert {*presets.names("recipes")} - {*training} == {
+        f"served:{path.stem}" for path in (presets.folder("recipes") / "served").iterdir()
+    }
+    assert "mxfp8" in training
+
+
+@pytest.mark.parametrize("name", ["served:mxpf8", "served", "served:", "served:../mxfp8"])
+def test_an_unknown_recipe_of_a_server_is_refused(name):
+    message = refusal(presets.read, "recipes", name)
+    assert message.startswith(f"No recipe {'file ' * ('/' in name)}'{name}'")
+    assert "served:mxfp8" in message
 
 
 @pytest.mark.parametrize(

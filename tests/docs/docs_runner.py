@@ -43,6 +43,7 @@ NOT_RUN = {
     "fp8stack tune ": "refuses a model as small as the tests'; tests/forecast runs it",
     "python -m bench law": "reads the models of a study of hours; tests/bench fits a law",
     "vllm serve ": "needs a GPU; not installed by the extras",
+    "python3 -m sglang.launch_server ": "needs a GPU; not installed by the extras",
     "lm_eval ": "downloads its tasks; not installed by the extras",
 }
 
@@ -71,7 +72,8 @@ def scaled(words: Sequence[str]) -> list[str]:
     if command == "pretrain":
         return [*words, *SMALL, *RUN, f"--steps={_steps(words)}", *_sizes(words)]
     if command == "compare":
-        return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
+        one_pair = ["--hours=0.001"] if "--hours" in words else []
+        return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *one_pair, *_sizes(words)]
     if command == "bench" and words[1] == "roofline":  # of a GPU without FP8, in seconds less
         return [*words, "--capability=8.0"]
     small = {"generate": ["--tokens=4"], "prepare": ["--workers=1"]}

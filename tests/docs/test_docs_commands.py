@@ -208,11 +208,18 @@ def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
         words = [sys.executable, "-m", "fp8stack", *runner.scaled(words[1:])]
     elif words[0] in _LAUNCHERS:
         words = runner.on_two_ranks(words)
-    elif words[3:] and "--short" not in words:
+    elif words[3:]:
         words = [sys.executable, *words[1:], *_short(words[3:])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
+@pytest.mark.parametrize(
+    "words", [c.words[3:] for c in SLOW if _measures(c) and c.words[3:]], ids=lambda words: words[0]
+)
+def test_a_scenario_has_the_options_of_its_quick_form(words, tmp_path):
+    checks.check_bench([*words, *_short(words)], tmp_path)
 
 
 def test_every_command_that_is_not_run_has_a_reason_and_is_in_the_documents():
@@ -313,8 +320,11 @@ def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
 
 def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
-    options = {"reliability": ["--short"], "gpu": ["--quick"], "startup": ["--rounds=2"]}
+    options = {"reliability": ["--short", "--only=R3"], "startup": ["--rounds=2"]}
+    options["gpu"] = ["--quick", *(["--part=1"] if "--dry-run" in words else [])]
+    options |= {"prepare": ["--rounds=1", "--mb=1"], "golden": []}
     options["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
     timed = ("emulation", "step", "grid", "scaling", "operations", "telemetry")
     few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
+    few += ["--compiled=delayed"] if words[0] == "emulation" else []
     return [*options.get(words[0], ["--tiny", *few]), "--out", "measured"]

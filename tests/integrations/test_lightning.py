@@ -17,6 +17,7 @@ from fp8stack import UserError, fp8_state
 from fp8stack.integrations.lightning import FP8Precision
 from tests.integrations.loops import RECIPES, adamw, converted, gpt2, tokens
 from tests.support.backend_models import same
+from tests.support.expert_loops import experts_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -117,3 +118,9 @@ def test_which_modules_are_converted_can_be_said(caplog):
     with pytest.raises(UserError, match="Wrap them in a module"):
         FP8Precision(plan).convert_module(bare)
     assert torch.equal(bare.head(torch.zeros(1, 32)), bare.head.bias[None])
+
+
+def test_a_module_whose_only_layers_are_experts_is_converted():
+    lit = Lit(nn.ModuleDict({"experts": experts_of("MixtralExperts")}))
+    FP8Precision("delayed").convert_module(lit)
+    assert [layer.fp8 for layer in lit.model.fp8_plan.layers] == [True, True]

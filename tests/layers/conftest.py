@@ -1,4 +1,4 @@
-"""The stand-in for Transformer Engine, for one test or for all of a module."""
+"""The stand-ins for Transformer Engine and for CUDA's scaled GEMMs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.training import run_plans
 from fp8stack.training.setup import start
 from tests.support.backend_models import H100, machine
+from tests.support.cuda_gemms import cuda_gemms
 from tests.support.te.te_stand_in import StandIn, installed
 
 
@@ -27,6 +28,12 @@ def te_throughout() -> Iterator[None]:
     """Transformer Engine can be imported in all tests of a module."""
     with installed():
         yield
+
+
+@pytest.fixture
+def cuda_gemm(monkeypatch):
+    """The calls of torch's scaled GEMMs, see `cuda_gemms`."""
+    return cuda_gemms(monkeypatch)
 
 
 @pytest.fixture

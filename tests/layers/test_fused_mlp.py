@@ -19,7 +19,7 @@ from fp8stack.layers.kernels.fused_casts import Product
 from fp8stack.layers.kernels.scaled_gemm import Scaled
 from fp8stack.layers.linear import Call, QuantizedLinear
 from fp8stack.layers.observe import observing
-from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.precision import Hardware
@@ -36,6 +36,9 @@ TINY: dict[str, Any] = {
     "context": 32,
     "vocabulary": 64,
 }
+
+
+EXPERTS = Experts(count=4, per_token=2, width=64, shared=2)
 
 
 class Fusing:
@@ -69,6 +72,8 @@ def config_of(activation: str) -> GPTConfig:
 def trained(recipe: str, activation: str, way: str = "eager", rows: int = 2) -> list[Tensor]:
     """The losses, gradients and FP8 state of two passes."""
     config = config_of(activation)
+    if way == "shared experts":
+        config = config.model_copy(update={"experts": EXPERTS})
     gpt = GPT(config, build_backend(plan_for(config, recipe, Hardware("cpu"), backend="torch")))
     if way == "frozen":
         gpt.blocks[0].mlp.up.weight.requires_grad_(False)
@@ -87,7 +92,7 @@ def trained(recipe: str, activation: str, way: str = "eager", rows: int = 2) -> 
 
 @pytest.mark.parametrize(
     ("recipe", "way"),
-    [*itertools.product(["delayed", "current"], ["eager", "frozen"]),
+    [*itertools.product(["delayed", "current"], ["eager", "frozen", "shared experts"]),
      *(pytest.param(x, "compiled", marks=pytest.mark.slow) for x in ("delayed", "current"))],
 )  # fmt: skip
 def test_a_fused_mlp_gives_what_its_parts_give(recipe, way, fusing):

@@ -190,7 +190,7 @@ def test_columns_saved_as_bytes_give_the_same_gradients_in_a_quarter_of_the_memo
 
 def test_ranks_that_shard_the_weights_compute_what_ranks_with_all_of_them_do() -> None:
     for equal in in_ranks(grouped_ranks.all_of, 2):
-        assert [len(tensors) for tensors in equal.values()] == [10, 4, 4]
+        assert [len(tensors) for tensors in equal.values()] == [12, 6, 6]
         assert all(map(all, equal.values()))
 
 

@@ -17,7 +17,8 @@ from tests.support.grouped_models import Grouped, ends_of
 
 IN, OUT = 64, 96
 SIZES = [[5, 0, 20, 7], [16, 16, 0, 32], [0, 0, 0, 9], [0, 0, 0, 0]]
-FP8_GEMMS = {"delayed": 1, "current": 1, "rowwise": 2}  # fprop, and dgrad of rowwise
+# fprop, and dgrad where both operands are E4M3
+FP8_GEMMS = {"delayed": 1, "current": 1, "rowwise": 2, "rowwise_wgrad_hp": 2}
 
 
 class Gemm:
@@ -107,6 +108,18 @@ def test_outputs_and_gradients_follow_the_emulators(gemm, recipe, bias) -> None:
     assert sum(gemm.fast) == with_rows  # forward alone
 
 
+def test_groups_that_are_too_many_for_the_kernel_are_emulated(gemm) -> None:
+    many = Grouped("rowwise", backend="torch", hardware=H100, size=(16, 16), groups=1024)
+    x = normal(8, 16)
+    y = many(x, torch.full((1024,), 8, dtype=torch.int32))
+    one = Grouped("rowwise", backend="emulate", hardware=H100, size=(16, 16), groups=1)
+    with torch.no_grad():
+        one.up.weight.copy_(many.up.weight[:1])
+        one.up.bias.copy_(many.up.bias[:1])
+    assert torch.equal(y, one(x, ends_of([8])))
+    assert not gemm.fast
+
+
 @pytest.mark.parametrize("recipe", FP8_GEMMS)
 def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
     gemm, recipe, monkeypatch
@@ -130,7 +143,8 @@ def test_a_weight_is_cast_once_until_it_changes_and_saved_as_bytes(
             model.up.weight.mul_(2)
     assert counts == [1, 2]
     large = {tensor.dtype for tensor in saved if tensor.numel() > 1000}
-    assert large == {torch.float8_e4m3fn}
+    plain_input = {torch.bfloat16} if recipe == "rowwise_wgrad_hp" else set()
+    assert large == {torch.float8_e4m3fn} | plain_input
     with torch.no_grad():  # an evaluation has copies of its own
         expected = grouped(recipe, "torch")
         expected.load_state_dict(model.state_dict())

@@ -293,16 +293,20 @@ def test_all_weights_of_192_linears_are_one_launch_and_little_host_time(launches
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_casts_weights_by_rows_in_one_graph_for_each_shape(
-    monkeypatch, backend
+@pytest.mark.parametrize(
+    ("recipe", "graphs"),
+    [("rowwise", 1), ("rowwise_wgrad_hp", 2)],  # rows, and the scale of a tensor
+)
+def test_a_compiled_model_casts_weights_one_by_one_in_a_graph_for_each_shape(
+    monkeypatch, backend, recipe, graphs
 ) -> None:
     """They are 80 to 90 launches for each weight else, and several times the memory traffic."""
-    model = gpt("rowwise", B200, width=128)
+    model = gpt(recipe, B200, width=128)
     hooks(model)
     expected = kept(model)
     monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
     torch._dynamo.reset()
-    torch_backend._compiled_copies.cache_clear()
+    torch_backend._compile_once.cache_clear()
     counter = CompileCounterWithBackend(backend)
     model.compile_blocks(backend=counter)
     model.backend.weights.mark_changed()
@@ -310,7 +314,7 @@ def test_a_compiled_model_casts_weights_by_rows_in_one_graph_for_each_shape(
     tensors = kept(model)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert counter.frame_count == len(
+    assert counter.frame_count == graphs * len(
         {
             module.weight.shape
             for module in model.blocks.modules()

@@ -26,8 +26,10 @@ from tests.support.backend_models import (
     checkpointed,
     gpt,
     loss_of,
+    normal,
 )
 from tests.support.cases import case
+from tests.support.expert_loops import EXPERTS, WIDTH, pair
 from tests.support.grouped_models import Grouped, Loop, passed
 from tests.support.te import te_stand_in
 
@@ -114,6 +116,22 @@ def test_a_grouped_linear_shows_what_a_loop_of_linears_over_its_groups_casts(siz
         scale = scale_of(path, grouped.up, "input", x, quantizers.input)
         assert scale is not None
         assert torch.equal(scale, fp8_state(grouped)["up.input.scale"][int(path[-1])])
+
+
+@pytest.mark.parametrize("name", ["GptOssExperts", "MixtralExperts"])
+def test_converted_experts_show_what_a_loop_of_converted_linears_casts(name) -> None:
+    operands: list[dict[tuple[str, str], Tensor]] = []
+    for model in pair(name):
+        convert(model, resolve("delayed", CPU))
+        records: Seen = []
+        with observing(model, keep(records), outputs=True):
+            model(normal(48, WIDTH).requires_grad_()).square().sum().backward()
+        operands.append({(path, operand): tensor for path, operand, tensor in records})
+        assert len(operands[-1]) == len(records) == 2 * EXPERTS * 5
+    assert operands[0].keys() == operands[1].keys()
+    assert ("experts.gate_up_proj.3", "weight") in operands[0]
+    for place, tensor in operands[0].items():
+        assert torch.equal(tensor, operands[1][place])
 
 
 def test_operands_have_the_dtype_that_is_cast() -> None:

@@ -11,7 +11,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import OPERANDS, Operand, Quantizer
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe, resolve
-from tests.support.backend_models import CPU, H100, LOW, linear
+from tests.support.backend_models import B200, CPU, H100, LOW, linear
 from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close
 from tests.support.not_finite import hidden
@@ -168,8 +168,9 @@ def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_ar
 
 # On the forward values
 
+BACKWARD = [name for name in LOW if not name.startswith("served:")]  # quantized in training
 FORWARD: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"backward": "dequantized"}) for name in LOW if name != "delayed"),
+    *((name, {"backward": "dequantized"}) for name in BACKWARD if name != "delayed"),
     *(
         (name, {"backward": "dequantized", "power_of_two": False})
         for name in ("rowwise", "block", "current")
@@ -239,7 +240,7 @@ def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_
     ("recipe", "mode"),
     [
         ("rowwise", "aot_eager"),
-        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in LOW if r != "delayed"),
+        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in BACKWARD if r != "delayed"),
     ],
 )
 def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
@@ -266,11 +267,19 @@ def test_bf16_gemms_take_the_forward_values_only_where_bf16_holds_them(recipe, c
     assert quantizers.exact_in_bf16 is exact
 
 
-@pytest.mark.parametrize("hardware", [CPU, H100])
-@pytest.mark.parametrize("recipe", [name for name in LOW if name != "delayed"])
-def test_a_plan_for_the_forward_values_is_emulated_whatever_was_asked_for(recipe, hardware):
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "backend"),
+    [
+        ("current", CPU, "torch"), ("current", H100, "torch"), ("rowwise", H100, "torch"),
+        ("block", H100, "torch"), ("mxfp8", CPU, "emulate"), ("mxfp8", H100, "emulate"),
+        ("mxfp8", B200, "torch"), ("mxfp4", B200, "emulate"), ("nvfp4", B200, "torch"),
+    ],
+)  # fmt: skip
+def test_a_backward_pass_on_the_forward_values_is_in_no_fp8(recipe, hardware, backend):
     plan = resolve(load_recipe(recipe, {"backward": "dequantized"}), hardware, "torch")
-    assert plan.backend == "emulate"
+    layer = plan.for_layers({"layer": (128, 128)}).layer("layer")
+    assert plan.backend == backend
+    assert layer.plain_gemms == (("dgrad", "wgrad") if backend == "torch" else ())
 
 
 FLOAT32_SCALES = {"power_of_two": False}
@@ -294,8 +303,10 @@ def test_an_emulated_gemm_gives_back_the_precision_that_a_user_set(request, ambi
 @pytest.mark.parametrize(
     ("recipe", "changes", "in_bf16"),
     [
-        *((name, {}, 3) for name in LOW if not name.endswith(("_hp", "_high"))),
+        *((name, {}, 3) for name in BACKWARD if not name.endswith(("_hp", "_high"))),
         ("rowwise_wgrad_hp", {}, 2),
+        ("served:fp8_dynamic", {}, 1),
+        ("served:fp8_block", {}, 0),
         ("block", FLOAT32_SCALES, 0),
         ("mxfp8", HIGH_WGRAD, 2),
         ("rowwise", FORWARD_WEIGHT, 3),

@@ -99,6 +99,7 @@ def test_an_experts_width_and_its_rows_of_a_micro_batch_are_noted():
         "an expert gets 62 rows of a micro-batch on average; from 64 on, tensor cores are used "
         "well: take a larger micro-batch (--accumulate)",
     ]
+    assert any("gets 0.5 rows" in note for note in size_notes(config, plan, 2))
 
 
 PADDED = [
@@ -216,6 +217,11 @@ def test_an_impossible_mixture_is_one_line(experts, words, tmp_path):
     lines = toml_lines(table | {"experts": MIXTURE | experts})
     (tmp_path / "mine.toml").write_text("\n".join(lines))
     assert words in refusal(load_config, str(tmp_path / "mine.toml"))
+
+
+def test_experts_that_are_no_table_are_refused_with_the_keys_of_one():
+    message = refusal(load_config, "gpt-nano", {"experts": 4})
+    assert "experts = 4: a table is needed, with keys of count, per_token, width" in message
 
 
 def test_overrides_change_keys_of_experts_and_one_balance_replaces_the_other():

@@ -159,6 +159,18 @@ def test_experts_of_one_weight_compute_what_a_loop_of_converted_linears_does(rec
 # A converted model is the same model
 
 
+@pytest.mark.parametrize("name", ["MixtralExperts", "LongcatFlashExperts"])
+def test_the_gradient_of_a_token_is_summed_over_its_experts_in_float32(name) -> None:
+    experts = converted(name, "current").to(torch.bfloat16).experts
+    x, dy = normal(16, WIDTH).bfloat16(), normal(16, WIDTH, seed=1).bfloat16()
+    index = torch.stack([torch.arange(4).roll(token) for token in range(16)])
+    weights = normal(16, 4, seed=2).softmax(-1).bfloat16()
+    together, apart = x.clone().requires_grad_(), x.repeat_interleave(4, 0).requires_grad_()
+    experts(together, index, weights).backward(dy)
+    experts(apart, index.view(-1, 1), weights.view(-1, 1)).backward(dy.repeat_interleave(4, 0))
+    assert torch.equal(grad(together), grad(apart).view(16, 4, -1).float().sum(1).bfloat16())
+
+
 def test_modules_parameters_and_names_stay_the_same() -> None:
     model: Any = family("GptOssForCausalLM")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())

@@ -26,9 +26,10 @@ from transformers import (
 from fp8stack.common import presets
 from fp8stack.layers import Backend, build_backend
 from fp8stack.model.config import ActivationName, GPTConfig, load_config, padded_vocabulary
-from fp8stack.model.gpt import GPT, rope_tables
+from fp8stack.model.gpt import GPT
 from fp8stack.model.hf.architectures import layout_of
 from fp8stack.model.hf.tensors import from_hf
+from fp8stack.model.rope import rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import grad, gradients
 

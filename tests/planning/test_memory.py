@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -62,6 +63,7 @@ RUNS = [
         for save in (False, True)
     ],
     ("mxfp6_e3m2", "emulate", True), (NO_HADAMARD, "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 
 
@@ -114,6 +116,7 @@ IN_ONE_SHAPE = [
     *IN_ALL_SHAPES,
     ("fp32", "auto", False), ("current", "torch", False), ("block", "emulate", True),
     ("mxfp8", "emulate", False), ("nvfp4", "emulate", True), ("rowwise_wgrad_hp", "emulate", True),
+    ("rowwise_wgrad_hp", "torch", False),
 ]  # fmt: skip
 CASES = [
     case(*run, shape, quick=run in (IN_ONE_SHAPE if shape == "llama" else IN_ALL_SHAPES))
@@ -287,7 +290,7 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
         assert optimizer_bytes(shapes, name) == total
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise_wgrad_hp"])
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = build("llama", recipe, "torch")
     loss_of(model, setting)
@@ -356,6 +359,19 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     block = sum(4 * torch.Size(s).numel() for n, s in shapes.items() if n.startswith("blocks.0."))
     root = alone.parameters - 2 * block  # of two blocks
     assert fsdp.gathered == root + 3 * block
+
+
+def test_fsdp_gathers_weights_in_fp8_only_where_one_cast_makes_both_copies():
+    def bytes_of(recipe: str, **changes: Any) -> int:
+        _, setting = build("llama", recipe, "torch", recipe_overrides=changes)
+        return estimate(replace(setting, ranks=4, parallel="fsdp")).gathered
+
+    in_fp8, in_float32 = bytes_of("current"), bytes_of("rowwise")
+    assert in_fp8 < in_float32
+    no_wgrad = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+    assert bytes_of("current", **no_wgrad) == in_fp8
+    assert bytes_of("current", backward="high_precision") == in_float32
+    assert bytes_of("rowwise_wgrad_hp", weight={"fprop": {"block": "tensor"}}) == in_fp8
 
 
 def test_savings_are_an_average_over_the_phases_and_the_peak():
@@ -430,6 +446,11 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
         assert piece in printed
 
 
+def test_the_active_parameters_of_a_mixture_are_told(estimated):
+    asked = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
+    assert (asked["parameters"], asked["active_parameters"]) == (2_102_656, 923_008)
+
+
 def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     table = estimated(*arguments)
@@ -479,6 +500,28 @@ def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
     fp8_weights = {name: estimate(setting).fp8_weights for name, setting in settings.items()}
     assert fp8_weights["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
     assert 2 * elements < fp8_weights["delayed"] < 2.001 * elements
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_torch_keeps_fp8_weights_of_experts_and_gathers_them_in_float32(recipe):
+    config = build("mixture", "fp32")[1].config
+    setting = on(assumed("9.0", has_te=False), config, recipe, 64)
+    layers = [layer for layer in setting.plan.layers if layer.fp8]
+    elements = sum(la.in_features * la.out_features * (la.groups or 1) for la in layers)
+    rows = sum((la.in_features + la.out_features) * (la.groups or 1) for la in layers)
+    scales = 4 * rows if recipe == "rowwise" else 4 * 2 * sum(la.groups or 1 for la in layers)
+    estimates = estimate(setting)
+    assert 2 * elements < estimates.fp8_weights <= 2 * elements + scales
+    fsdp = estimate(replace(setting, ranks=2, parallel="fsdp"))
+    assert fsdp.fp8_weights == 0
+    shapes = config.parameter_shapes()
+    blocks = {n: 4 * math.prod(s) for n, s in shapes.items() if n.startswith("blocks.")}
+    last = sum(size for name, size in blocks.items() if name.startswith("blocks.1."))
+    root = estimates.parameters - sum(blocks.values())
+    # Two blocks, and a gradient: linears with a scale per tensor are gathered as bytes.
+    linears = [la for la in layers if la.name.startswith("blocks.1.") and not la.groups]
+    as_bytes = 3 * sum(la.in_features * la.out_features for la in linears)
+    assert fsdp.gathered == root + 3 * last - (2 * as_bytes if recipe == "delayed" else 0)
 
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():

@@ -58,6 +58,8 @@ RUNS = [
     *[(name, "emulate", "fp32") for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "rowwise_wgrad_hp")],
     (BACKWARD_HIGH, "emulate", "bf16"),
     ("nvfp4_forward_high", "emulate", "fp32"),
+    ("rowwise_wgrad_hp", "torch", "fp32"),
+    ("rowwise_wgrad_hp", "torch", "bf16"),
 ]
 
 

@@ -104,6 +104,24 @@ def test_the_operands_of_nvfp4_gemms_on_a_gpu_are_fp4_codes_and_norms_round_befo
     assert operations["blocks.0.mlp_norm", "norm"].output == "bf16"
 
 
+def test_gemms_that_torch_does_not_multiply_in_fp4_take_bf16_and_a_weight_is_cast_for_them():
+    b200 = assumed("10.0")
+    planned = rows("nvfp4_forward_high", b200)
+    path = "blocks.0.mlp.up"
+    operands = {name: planned[path, name].operands for name in ("fprop", "dgrad", "wgrad")}
+    fp4 = ("e2m1", "e2m1")
+    assert operands == {"fprop": ("bf16", "bf16"), "dgrad": fp4, "wgrad": fp4}
+    assert [planned[path, name].adds_in for name in operands] == ["fp32"] * 3
+    casts = [x for x in table("nvfp4_forward_high", b200).casts if x.path == path]
+    of_weight = {x.what: (x.source, x.target, x.per) for x in casts if "weight" in x.what}
+    assert of_weight == {
+        "weight for fprop": ("fp32", "bf16", "step"),
+        "weight for dgrad": ("fp32", "e2m1", "step"),
+    }
+    dequantized = rows("mxfp8", b200, backward="dequantized")[path, "dgrad"]
+    assert dequantized.operands == ("bf16", "e4m3 in bf16")
+
+
 def test_the_emulators_operands_are_fp8_values_in_a_wider_dtype():
     on_gpu = rows("mxfp8", H100)["blocks.0.mlp.up", "fprop"]
     on_cpu = rows("mxfp8", Hardware("cpu"))["blocks.0.mlp.up", "fprop"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8stack.analysis.benchmark.step_timing import FP8
-from fp8stack.common.presets import names
+from fp8stack.common.presets import training_recipes
 from fp8stack.model.config import Experts, GPTConfig, load_config, padded_vocabulary, plan_for
 from fp8stack.planning import roofline
 from fp8stack.planning.roofline import PARTS, KernelWork, Prediction, ideal_work, predict
@@ -35,7 +35,8 @@ FLOPS = Rates(
     half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, memory=INF
 )  # seconds are operations
 FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=INF)
-NVFP4 = ("nvfp4",)
+NVFP4 = ("nvfp4", "nvfp4_forward_high")
+ROWWISE = ("rowwise", "rowwise_wgrad_hp")
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
 
@@ -502,10 +503,10 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
     [
         ("8.0", ["bf16"]),
         ("8.9", ["bf16", "current", "delayed"]),
-        ("9.0", ["bf16", "block", "current", "delayed", "rowwise"]),
-        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, "rowwise"]),
+        ("9.0", ["bf16", "block", "current", "delayed", *ROWWISE]),
+        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, *ROWWISE]),
         pytest.param(
-            "12.0", ["bf16", "current", "delayed", *NVFP4, "rowwise"], marks=pytest.mark.slow
+            "12.0", ["bf16", "current", "delayed", *NVFP4, *ROWWISE], marks=pytest.mark.slow
         ),
     ],
 )
@@ -514,10 +515,19 @@ def test_every_recipe_that_runs_natively_is_predicted_and_the_others_have_a_reas
 ):
     predicted_table = table(capability)
     assert [row.precision for row in predicted_table.predictions] == predicted
-    quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
+    quantized = {name for name in training_recipes() if load_recipe(name).is_fp8}
     assert set(predicted_table.left_out) == quantized - set(predicted)
     for name, reason in predicted_table.left_out.items():
-        assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in reason
+        has_gemm = name in (*FP8, *NVFP4, *ROWWISE)
+        assert ("compute capability" if has_gemm else "no GEMM of the GPU") in reason
+
+
+def test_a_gemm_that_is_not_quantized_is_predicted_at_the_rate_of_bf16():
+    steps = {row.precision: row for row in table("9.0").predictions}
+    by_recipe = {name: row.parts_ms["GEMMs"] for name, row in steps.items()}
+    # One of three GEMMs of all layers but the head, which is in bf16 in all three recipes.
+    saved = (by_recipe["bf16"] - by_recipe["rowwise"]) * 2 / 3
+    assert by_recipe["bf16"] - by_recipe["rowwise_wgrad_hp"] == pytest.approx(saved, rel=0.02)
 
 
 def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
@@ -539,11 +549,11 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert "memory 4.1 of 4.8 (85 %) TB/s" in lines[1]
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]
-    assert len({line.count("|") for line in lines[3:10]}) == 1
-    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # printed once for all of them
-    assert lines[11].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
+    assert len({line.count("|") for line in lines[3:11]}) == 1
+    assert lines[11].startswith("mxfp4, mxfp6_e2m3, ")  # printed once for all of them
+    assert lines[12].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
     assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
-    base, *rows = (cells(line) for line in lines[5:10])
+    base, *rows = (cells(line) for line in lines[5:11])
     for row in rows:
         assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
         assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)

@@ -592,8 +592,11 @@ def test_where_te_cannot_do_what_else_is_asked_torch_runs_and_the_plan_says_so(
 E5M2 = {"forward_format": "e5m2"}
 TWO_E5M2 = "one E5M2 operand at most"
 RCEIL = "Transformer Engine rounds MXFP8's scales by rceil, not"
-NO_GEMM = "no GEMM of the GPU backends takes these operands: emulated"
+NO_GEMM = "no GEMM of the GPU backends takes these operands"
 POWER = "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+
+ONE_OPERAND = "not both operands are quantized"
+HIGH_DGRAD: dict[str, Any] = {"grad_output": {"dgrad": "none"}, "weight": {"dgrad": "none"}}
 
 # The same, with changed keys of the recipe.
 SPECIAL_CASES: list[tuple[Any, ...]] = [
@@ -608,6 +611,15 @@ SPECIAL_CASES: list[tuple[Any, ...]] = [
     ("delayed", E5M2, "auto", T4, "te", "fp16!", ("7.5", ": fp16")),
     ("delayed", E5M2, "torch", CPU, "te", "emulate!", (TWO_E5M2, ": emulated")),
     ("delayed", E5M2, "auto", CPU, "te", "emulate!", ("this is a CPU", ": emulated")),
+    (
+        "current",
+        E5M2 | {"weight": {"dgrad": "forward"}},
+        "auto",
+        H100,
+        "te",
+        "emulate!",
+        (TWO_E5M2,),
+    ),
     ("mxfp8", {"scale_rounding": "floor"}, "auto", B200, "te", "torch", ()),
     ("mxfp8", {"scale_rounding": "even"}, "torch", B200, "te", "torch", ()),
     (
@@ -622,16 +634,53 @@ SPECIAL_CASES: list[tuple[Any, ...]] = [
     ("block", {"power_of_two": False}, "torch", H100, "te", "torch", ()),
     ("block", {"power_of_two": False}, "auto", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
     ("block", {"power_of_two": False}, "torch", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
-    # No setting of Transformer Engine gives these quantizers.
     ("nvfp4", {"weight": {"block": [1, 16]}}, "auto", B200, "te", "te", ()),
-    ("nvfp4", {"hadamard": 32}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
-    ("nvfp4", {"weight": {"rounding": "stochastic"}}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
+    # No setting of Transformer Engine gives these quantizers.
+    (
+        *("nvfp4", {"weight": {"rounding": "stochastic"}}, "auto", B200, "te"),
+        *("emulate!", ("the torch backend casts a weight once a step, and not at random",)),
+    ),
     (
         *("nvfp4", {"grad_output": {"wgrad": {"rounding": "nearest"}}}, "auto", B200, "te"),
-        *("emulate!", (NO_GEMM,)),
+        *("torch", ()),
     ),
-    ("nvfp4", {"backward": "dequantized"}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
-    ("nvfp4_forward_high", {}, "te", B200, "te", "emulate!", (NO_GEMM,)),
+    ("delayed", {"grad_output": {"amax": "current"}}, "auto", L4, "te", "torch", ()),
+    # Some GEMMs are in no FP8 or FP4.
+    (
+        *("rowwise_wgrad_hp", {}, "auto", H100, "te", "torch"),
+        (f"fprop and dgrad run in FP8, wgrad in bf16: {ONE_OPERAND}",),
+    ),
+    ("rowwise_wgrad_hp", {}, "auto", B200, "te", "torch", ("fprop and dgrad run in FP8, wgrad",)),
+    ("rowwise_wgrad_hp", {}, "auto", L4, "te", "emulate!", ("rowwise needs", ": emulated")),
+    (
+        *("nvfp4_forward_high", {}, "auto", B200, "te", "torch"),
+        (f"dgrad and wgrad run in FP4, fprop in bf16: {ONE_OPERAND}",),
+    ),
+    ("nvfp4_forward_high", {}, "auto", RTX5090, "no te", "torch", ("fprop in bf16",)),
+    ("nvfp4_forward_high", {}, "auto", H100, "te", "emulate!", ("nvfp4 needs", ": emulated")),
+    (
+        "nvfp4",
+        {"backward": "dequantized"},
+        "auto",
+        B200,
+        "te",
+        "torch",
+        ("fprop runs in FP4, dgrad",),
+    ),
+    ("current", {"backward": "high_precision"}, "auto", L4, "te", "torch", ("fprop runs in FP8",)),
+    ("delayed", HIGH_DGRAD, "auto", H100, "te", "torch", ("fprop and wgrad run in FP8, dgrad in",)),
+    (
+        *("nvfp4", {"hadamard": 32}, "auto", B200, "te", "torch!"),
+        (f"wgrad by bf16 GEMMs on the exact operands: {NO_GEMM}",),
+    ),
+    (
+        *("mxfp8", {"backward": "current"}, "auto", H100, "te", "torch!"),
+        ("fprop by bf16 GEMMs on the exact operands: mxfp8 needs compute capability 10.x",),
+    ),
+    (
+        *("block", {"backward": "high_precision"}, "auto", B200, "te", "emulate!"),
+        (f"{NO_BLOCK}: emulated",),
+    ),
 ]
 
 
@@ -649,6 +698,32 @@ def test_a_recipe_that_not_every_fp8_unit_multiplies_is_run_by_one_that_does_or_
     recipe, over, backend, machine, software, runs, pieces
 ):
     check(changed(recipe, **over), backend, having(machine, software), runs, pieces)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "backend", "reasons"),
+    [
+        (
+            *("nvfp4_forward_high", B200, "te"),
+            (
+                "Transformer Engine has no recipe with these operands; torch runs instead",
+                f"dgrad and wgrad run in FP4, fprop in bf16: {ONE_OPERAND}",
+            ),
+        ),
+        (
+            *("rowwise_wgrad_hp", CPU, "torch"),
+            (
+                "torch's scaled_mm on a CPU, as --backend torch asks",
+                f"fprop and dgrad run in FP8, wgrad in fp32: {ONE_OPERAND}",
+            ),
+        ),
+    ],
+)
+def test_the_gemms_in_low_precision_are_named_after_the_backends_reason(
+    recipe, machine, backend, reasons
+):
+    plan = resolve(recipe, machine, backend)
+    assert (plan.backend, plan.reasons) == ("torch", reasons)
 
 
 def test_torchs_block_gemm_takes_sizes_that_divide_by_128():
@@ -1379,9 +1454,12 @@ def test_a_plan_and_its_parts_are_never_mutated():
 # Quantizers that no hardware multiplies as they are
 
 
-@pytest.mark.parametrize("recipe", [name for name in rules.shipped() if name not in RECIPES])
 @pytest.mark.parametrize(
-    ("machine", "runs"), [(CPU, "fp32"), (V100, "fp16"), (A100, "bf16"), (B200, "bf16")], ids=str
+    "recipe",
+    [name for name in rules.shipped() if name not in RECIPES and not name.startswith("served:")],
+)
+@pytest.mark.parametrize(
+    ("machine", "runs"), [(CPU, "fp32"), (V100, "fp16"), (A100, "bf16"), (L4, "bf16")], ids=str
 )
 def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(recipe, machine, runs):
     plan = resolve(recipe, machine).for_layers(shapes())
@@ -1396,7 +1474,9 @@ def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(recipe, machine, r
 def test_recipes_are_in_the_order_of_what_runs_them():
     names = rules.shipped()
     assert names[: len(FP8)] == list(FP8)
-    assert names[-4:] == ["bf16", "fp16", "tf32", "fp32"]
+    training = [name for name in names if not name.startswith("served:")]
+    assert training[-4:] == ["bf16", "fp16", "tf32", "fp32"]
+    assert names[: len(training)] == training
     assert names.index("rowwise_wgrad_hp") < names.index("mxfp6_e2m3") < names.index("mxfp4")
     assert sorted(names) == presets.names("recipes")
 
@@ -1456,6 +1536,12 @@ DGRAD_TOO = "dgrad and wgrad by bf16 GEMMs on the exact operands: torch's takes 
         ("current", H100, "torch", None, DGRAD_TOO),
         ("delayed", B200, "torch", None, DGRAD_TOO),
         ("rowwise", H100, "torch", None, DGRAD_TOO.removeprefix("dgrad and ")),
+        ("nvfp4_forward_high", B200, "torch", "emulate", "no grouped GEMM for nvfp4"),
+        (changed("rowwise", backward="high_precision"), H100, "torch", None, ""),
+        (
+            changed("rowwise", weight={"dgrad": "forward"}),
+            *(H100, "torch", None, "dgrad by bf16 GEMMs on the exact operands: it takes forward"),
+        ),
         ("mxfp8", B200, "torch", "emulate", "the torch backend has no grouped GEMM for mxfp8"),
         ("nvfp4", B200, "torch", "emulate", "the torch backend has no grouped GEMM for nvfp4"),
         ("current", L4, "torch", "emulate", "torch's grouped FP8 GEMM needs compute capability"),
@@ -1469,6 +1555,48 @@ def test_what_runs_a_grouped_linear_and_why(recipe, machine, backend, runs, reas
     assert layer.backend == runs
     assert reason in layer.why
     assert bool(reason) == bool(layer.why) == any("up:" in line for line in plan.reasons)
+
+
+@pytest.mark.parametrize(("groups", "runs"), [(1023, None), (1024, "emulate")])
+def test_more_groups_than_torchs_kernel_takes_are_emulated(groups, runs) -> None:
+    plan = resolve("rowwise", H100, "torch")
+    layer = plan.for_layers({"up": (16, 16)}, grouped={"up": groups}).layer("up")
+    assert layer.backend == runs
+    if runs:
+        assert layer.why == (
+            "torch's grouped FP8 GEMM takes at most 1023 groups, not 1024: emulated"
+        )
+        strict = resolve("rowwise", H100, "torch", strict=True)
+        with pytest.raises(UserError, match="up does not run as asked: torch's grouped FP8 GEMM"):
+            strict.for_layers({"up": (16, 16)}, grouped={"up": groups})
+
+
+def test_layers_with_other_quantizers_and_groups_name_their_gemms_in_bf16():
+    rules = [{"match": "*.down", "recipe": "rowwise_wgrad_hp"}]
+    shapes = {f"0.{name}": (128, 128) for name in ("up", "down", "experts.down")}
+    for backend, start in (
+        ("torch", ""),
+        ("te", "Transformer Engine runs one recipe in a model; "),
+    ):
+        plan = resolve(changed(layers=rules), H100, backend)
+        assert plan.reasons == ()
+        plan = plan.for_layers(shapes, grouped={"0.experts.down": 8})
+        for name in ("0.down", "0.experts.down"):
+            layer = plan.layer(name)
+            assert (layer.backend or plan.backend, layer.plain_gemms) == ("torch", ("wgrad",))
+            assert layer.why == f"{start}wgrad in bf16: {ONE_OPERAND}"
+        assert plan.layer("0.up").plain_gemms == ()
+    plan = resolve("rowwise_wgrad_hp", H100).for_layers(shapes, grouped={"0.experts.down": 8})
+    assert [layer.why for layer in plan.layers] == [""] * 3  # the plan says so once
+    assert {layer.plain_gemms for layer in plan.layers} == {("wgrad",)}
+    assert plan.layers[0].to_json()["plain_gemms"] == ["wgrad"]
+
+
+def test_features_need_to_divide_only_as_the_gemms_in_low_precision_require():
+    layers = {"a": (48, 80), "b": (40, 64)}
+    plan = resolve(changed("mxfp8", backward="current"), H100).for_layers(layers)
+    assert left_out(plan) == {"b"}  # MXFP8 would need 32
+    assert left_out(resolve("nvfp4_forward_high", B200).for_layers(layers)) == {"a", "b"}
 
 
 def test_the_summary_says_once_that_groups_of_many_blocks_are_emulated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,17 @@ SHIPPED: dict[str, Quantizers | None] = {
     "mxfp4": all_of(replace(MX, format="e2m1")),
     "nvfp4": NVFP4,
     "nvfp4_forward_high": replace(NVFP4, input=None, weight=None),
+    "served:fp8_dynamic": Quantizers(
+        input=Quantizer(block="row", eps=1 / 512), weight=Quantizer(block="row")
+    ),
+    "served:fp8_static": Quantizers(input=DELAYED, weight=DELAYED),
+    "served:fp8_block": Quantizers(
+        input=Quantizer(block=(1, 128)), weight=Quantizer(block=(128, 128))
+    ),
+    "served:fp8_block_e8m0": Quantizers(input=BLOCKS, weight=replace(BLOCKS, block=(128, 128))),
+    "served:mxfp8": Quantizers(input=MX, weight=MX),
+    "served:nvfp4": Quantizers(input=FP4, weight=FP4),
+    "served:mxfp4": Quantizers(weight=replace(MX, format="e2m1", scale_rounding="even")),
     **dict.fromkeys(("bf16", "fp16", "tf32", "fp32")),
 }
 LOW = [name for name, table in SHIPPED.items() if table is not None]
@@ -156,9 +168,23 @@ def test_the_studys_variations_of_nvfp4_change_one_thing(path, quantizers):
     assert rules == ([("last 1 block", None)] if path == LAST_BF16 else [])
 
 
+def path_of(name: str) -> Path:
+    """The file of a shipped recipe."""
+    return presets.folder("recipes").joinpath(*name.split(":")).with_suffix(".toml")
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if ":" in name])
+def test_a_scheme_of_a_server_names_its_source_and_has_no_backward_pass(name):
+    comments = [line for line in path_of(name).read_text().splitlines() if line.startswith("# ")]
+    assert re.search("vLLM|SGLang|TensorRT-LLM", " ".join(comments))
+    table = load_recipe(name).quantizers
+    assert table is not None
+    assert table.each.keys() <= {"input", "weight"}
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_explains_each_of_its_lines(name):
-    text = (presets.folder("recipes") / f"{name}.toml").read_text()
+    text = path_of(name).read_text()
     keys = [line for line in text.splitlines() if " = " in line and not line.startswith("desc")]
     explained = [line for line in keys if "#" in line]
     assert name in ("bf16", "fp16", "tf32", "fp32") or len(explained) >= 0.8 * len(keys)

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fp8stack import Hardware, UserError, convert, fp8_state, resolve
-from tests.support.average_gradients import average_gradients
+from tests.support.sharding import sharded, train
 
 # use_orig_params of FSDP1, or None for FSDP2; the backend; whether each block is a unit of its own
 WRAPS = [(True, "torch", False), (False, "torch", True), (False, "torch", False),
@@ -42,29 +40,9 @@ def fsdp(rank: int, use_orig_params: bool | None, backend: str, nested: bool) ->
     torch.manual_seed(0)
     model = converted(Block(), Block(), backend=backend)
     twin = copy.deepcopy(model)
-    if use_orig_params is None:
-        for module in (*model, model):
-            fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,)))
-        wrapped: nn.Module = model
-    else:
-        policy = ModuleWrapPolicy({Block}) if nested else None
-        cpu = torch.device("cpu")
-        wrapped = FullyShardedDataParallel(
-            model, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=cpu
-        )
-    losses = []
-    for trained in (wrapped, twin):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for step in range(3):
-            for micro_step in range(2):
-                loss = trained(x(10 * step + 2 * micro_step + rank)).square().mean()
-                loss.backward()
-                losses.append(loss.item())
-            if trained is twin:
-                average_gradients(twin)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+    wrapped = sharded(model, [*model] if nested else [], use_orig_params)
+    losses = train(wrapped, x, rank, 0.1)
+    return losses + train(twin, x, rank, 0.1, averages=True)
 
 
 def stage(rank: int, group: Any) -> str:

@@ -3,15 +3,13 @@
 import copy
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch import Tensor
 
 from fp8stack import convert
-from tests.support.average_gradients import average_gradients
 from tests.support.backend_models import normal
 from tests.support.expert_loops import WIDTH, Model, experts_of
+from tests.support.sharding import sharded, train
 
 
 def losses(rank: int) -> list[tuple[list[float], list[float]]]:
@@ -22,30 +20,12 @@ def losses(rank: int) -> list[tuple[list[float], list[float]]]:
     for use_orig_params in (None, True, False):
         model = convert(Model(experts_of("GptOssExperts")), "delayed")
         twin = copy.deepcopy(model)
-        wrapped: nn.Module = model
-        if use_orig_params is None:
-            for module in (model.experts, model):
-                fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,)))
-        else:
-            wrapped = FullyShardedDataParallel(
-                model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-            )
-        results.append((train(wrapped, rank, False), train(twin, rank, True)))
+        units = [model.experts] if use_orig_params is None else []
+        wrapped = sharded(model, units, use_orig_params)
+        results.append((train(wrapped, x, rank, 0.01), train(twin, x, rank, 0.01, averages=True)))
     return results
 
 
-def train(model: nn.Module, rank: int, averages: bool) -> list[float]:
-    """The losses of a rank; `averages` the gradients of the ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    values = []
-    for step in range(3):
-        for micro_step in range(2):
-            x = normal(32, WIDTH, seed=10 * step + 2 * micro_step + rank)
-            loss = model(x).square().mean()
-            loss.backward()
-            values.append(loss.item())
-        if averages:
-            average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return values
+def x(seed: int) -> Tensor:
+    """The input of a micro-batch."""
+    return normal(32, WIDTH, seed=seed)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from fp8stack.layers import fp8_state
+from fp8stack.layers.fsdp import first_row, local_shard
 from tests.support.average_gradients import average_gradients
 from tests.support.backend_models import normal
 from tests.support.grouped_models import IN, Grouped, ends_of
@@ -20,8 +21,8 @@ SIZES = [[[5, 0, 20, 7], [8, 8, 8, 8]], [[32, 0, 0, 0], [1, 2, 3, 26]]]  # of st
 
 
 def sharded(rank: int, recipe: str, groups: int) -> list[list[Tensor]]:
-    """The outputs, FP8 state and weights of a model under FSDP2, and of its twin, whose gradients
-    are averaged by hand."""
+    """The outputs, FP8 state, weights and this rank's rows of the weights of a model under FSDP2,
+    and of its twin, whose gradients are averaged by hand."""
     model = Grouped(recipe, groups=groups)
     twin = copy.deepcopy(model)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
@@ -43,6 +44,10 @@ def sharded(rank: int, recipe: str, groups: int) -> list[list[Tensor]]:
             values: Any = parameter.detach()
             tensors.append(values.full_tensor() if trained is model else values)
         results.append(tensors)
+    for parameter, weights in zip(model.parameters(), twin.parameters(), strict=True):
+        rows, start = local_shard(parameter), first_row(parameter)
+        results[0].append(rows.detach())
+        results[1].append(weights.detach()[start : start + len(rows)])
     return results
 
 

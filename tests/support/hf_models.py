@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
-from fp8stack.model.gpt import PADDED
+from fp8stack.model.config import PADDED
 from fp8stack.trained.export.format_files import ModelSource, hf_files
 from fp8stack.trained.export.writing import replace_folder
 

@@ -60,7 +60,14 @@ def hidden(layer: Any, rows: int, forward: Any = None) -> list[str]:
         results = run(layer, x.to(dtype), dy.to(dtype), forward)
         expected = products(x, weight, dy)
         saturated = products(*(x.nan_to_num(math.nan, 1e3, -1e3) for x in (x, weight, dy)))
-        gemms = layer.operands.quantizers.gemms.values()
+        quantizers = layer.operands.quantizers
+        forward_values = (None, quantizers.weight, quantizers.input)
+        gemms = [
+            (first, values if second == "forward" else second)
+            for (first, second), values in zip(
+                quantizers.gemms.values(), forward_values, strict=True
+            )
+        ]
         for name, gemm, result, exact, finite in zip(
             ("y", "dx", "dw"), gemms, results, expected, saturated, strict=False
         ):

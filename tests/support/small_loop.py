@@ -31,6 +31,12 @@ WAITS |= {"aten::equal"}
 # Tests on a GPU are of eager code, whose numbers repeat, unless they say otherwise.
 ON_GPU = {"compile": False, "deterministic": True} if torch.cuda.is_available() else {}
 
+# Flags of a model with four experts in its block.
+MIXTURE: dict[str, Any] = {
+    "model": "gpt-nano-moe",
+    "model_overrides": {"experts": {"count": 4, "per_token": 2, "width": 32, "shared": 1}},
+}
+
 PEAK = Peak(tflops=None, name="none")
 
 
@@ -87,14 +93,33 @@ class SmallLoop:
         fp8 = {name: value.clone() for name, value in fp8_state(self.run.model).items()}
         return self.state() | fp8 | {"rng": torch.get_rng_state()}
 
-    def spoil(self, where: str, steps: Container[int], factor: float = math.nan) -> None:
+    def spoil(
+        self, where: str, steps: Container[int], factor: float = math.nan, group: int | None = None
+    ) -> None:
         """Multiply, in some training steps, the output of a module ("" is the model, whose output
-        is the loss), as long as it is in FP8 if it can be; or the gradient of a parameter."""
+        is the loss), as long as it is in FP8 if it can be; or the gradient of a parameter. With a
+        `group`, the module is a grouped linear and only its output for that group is multiplied, or
+        the group's gradient."""
 
         def spoilt(x: Tensor) -> Tensor:
             return x * (factor if self.run.step + 1 in steps else 1.0)
 
-        if where.endswith(".weight"):
+        def spoilt_group(x: Tensor, start: int, stop: int) -> Tensor:
+            return torch.cat([x[:start], spoilt(x[start:stop]), x[stop:]])
+
+        if group is not None and where.endswith(".weight"):
+            self.run.model.get_parameter(where).register_hook(
+                lambda x: spoilt_group(x, group, group + 1)
+            )
+        elif group is not None:
+            self.run.model.get_submodule(where).register_forward_hook(
+                lambda module, args, y: (
+                    spoilt_group(y, *[0, *args[1].tolist()][group : group + 2])
+                    if module.training
+                    else None
+                )
+            )
+        elif where.endswith(".weight"):
             self.run.model.get_parameter(where).register_hook(spoilt)
         else:
             self.run.model.get_submodule(where).register_forward_hook(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8stack.analysis.benchmark.timing import Timing, interleaved, ratio
 from fp8stack.common.errors import UserError
+from fp8stack.common.presets import training_recipes
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
@@ -25,8 +26,12 @@ from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.optim.grad_scaler import LossScaler
 from fp8stack.training.optim.optimizer import build_optimizer
 
-QUANTIZED = {name: tables[0] for name in shipped() if (tables := load_recipe(name).tables)}
-"""The quantizers of the recipes that ship."""
+QUANTIZED = {
+    name: tables[0]
+    for name in shipped()
+    if name in training_recipes() and (tables := load_recipe(name).tables)
+}
+"""The quantizers of the recipes for training that ship."""
 FP8 = tuple(name for name, table in QUANTIZED.items() if kernel_of(table) and table.bits == 8)
 """The recipes of eight bits that some hardware multiplies as they are."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)

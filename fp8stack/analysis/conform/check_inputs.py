@@ -18,7 +18,9 @@ QUANTIZED_RECIPES = (
     *("current", "block", "mxfp8", "rowwise", "rowwise_wgrad_hp"),
     *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
 )
-"""Shipped recipes that have, together, every shipped quantizer of current scaling."""
+"""Recipes for training that have, together, every quantizer of current scaling of such recipes."""
+SERVED_RECIPES = ("served:fp8_dynamic", "served:fp8_block", "served:mxfp4")
+"""Schemes of inference servers with further quantizers."""
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
 

@@ -23,6 +23,7 @@ from fp8stack.analysis.conform.check_inputs import (
     MXFP8,
     NVFP4,
     QUANTIZED_RECIPES,
+    SERVED_RECIPES,
     extreme,
     matrix,
     ties,
@@ -77,7 +78,7 @@ def quantizers(context: Context) -> Iterator[Check]:
     if not context.quick:
         ways["bytes, compiled"] = as_bytes, stored_bytes, {"compiled": True}
         ways["values, compiled"] = as_values, multiplied_values, {"compiled": True}
-    for recipe in QUANTIZED_RECIPES:
+    for recipe in (*QUANTIZED_RECIPES, *SERVED_RECIPES):
         cases = quantizers_of(recipe)
         for way, (cast, layout, options) in ways.items():
             yield Check(

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.observe import Place, fp8_linears, observing
+from fp8stack.layers.observe import Place, all_linears, fp8_linears, observing
+from fp8stack.layers.swapped import swapped
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import RandomBits
@@ -162,15 +163,15 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     )
     if exact or not linears:
         return 0.0, dict.fromkeys(linears, 0.0)
+    log_probabilities(quantized, windows[:1])  # prepares the layers, see `swapped`
     layer_sets = [[*linears], *([path] for path in linears)]
     sums, count = [0.0] * len(layer_sets), 0
     for chunk in torch.split(windows, batch):
         reference = log_probabilities(model, chunk)
         count += reference[..., 0].numel()
         for index, paths in enumerate(layer_sets):
-            for path, linear in linears.items():
-                linear.in_fp8 = path in paths
-            sums[index] += float(divergence(reference, log_probabilities(quantized, chunk)).sum())
+            with swapped(model, quantized, paths):
+                sums[index] += float(divergence(reference, log_probabilities(model, chunk)).sum())
     total, *layer_divergences = (max(0.0, value / count) for value in sums)
     return total, dict(zip(linears, layer_divergences, strict=True))
 
@@ -188,11 +189,7 @@ class OperandRecorder:
         """Record the operands of the linears at `paths` for the loss on `windows`. The model's
         gradients stay unchanged."""
         operands = cls()
-        layers = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | GroupedLinear) and path in paths
-        }
+        layers = {path: layer for path, layer in all_linears(model).items() if path in paths}
 
         def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
             of_layer = path.rpartition(".")[0] if isinstance(layer, GroupedLinear) else path

@@ -15,6 +15,7 @@ from torch import Tensor
 from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.groups import spans, split_groups, split_rows
 from fp8stack.numerics.operators import operator_on_any_device
+from fp8stack.precision.native_gemms import MOST_GROUPS
 
 Gemm = Callable[[int, Tensor, Tensor, slice, Tensor | None], Tensor]
 """Multiplies a group: its number, both its matrices, and the rows of the first. The product may be
@@ -79,7 +80,7 @@ def grouped_gemm(
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, ends: Tensor, turn: str, bias: Tensor | None) -> Tensor:
-    if bias is None and takes_grouped_mm(a, b):
+    if bias is None and takes_grouped_mm(a, b, ends):
         return by_grouped_mm(a, b, ends, turn)
 
     def multiply(group: int, a: Tensor, b: Tensor, place: slice, out: Tensor | None) -> Tensor:
@@ -100,10 +101,12 @@ def _fake_grouped_gemm(
 _operator = operator_on_any_device("grouped_gemm", _fake_grouped_gemm)(_grouped_gemm)
 
 
-def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
+def takes_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> bool:
     """Whether `F.grouped_mm` multiplies these in one kernel, as torch 2.13 does for bfloat16 on
-    compute capability 9.0 and 10.0, with rows of a multiple of 16 bytes; it adds no bias and gives
-    bfloat16."""
+    compute capability 9.0 and 10.0, with rows of a multiple of 16 bytes and at most `MOST_GROUPS`
+    groups; it adds no bias and gives bfloat16."""
+    if len(ends) > MOST_GROUPS:
+        return False
     if not a.is_cuda or {a.dtype, b.dtype} != {torch.bfloat16} or not a.numel():
         return False
     wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0

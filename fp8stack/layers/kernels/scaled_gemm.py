@@ -110,7 +110,8 @@ def scaled_gemm(
 
     Args:
         a: the first operand.
-        b: the second; one of the two at most is E5M2.
+        b: the second; one of the two at most is E5M2. Beside scales per row, one with a scale per
+            tensor has it for each of its rows.
         out_dtype: bfloat16, float16 or float32; of NV bfloat16 or float32.
         bias: added before the one rounding where scales are per tensor or per row, after it else.
         fast_accumulation: let Hopper and Ada add in fewer bits; for the forward pass.
@@ -119,6 +120,8 @@ def scaled_gemm(
         ValueError: formats, sizes or a layout that the hardware does not take.
     """
     _check(a, b)
+    if {a.kind, b.kind} == {ScaleLayout.PER_TENSOR, ScaleLayout.PER_ROW}:
+        a, b = _by_row(a), _by_row(b)
     if (
         a.kind is ScaleLayout.PER_ROW
         and out_dtype == torch.float32
@@ -146,6 +149,14 @@ def scaled_gemm(
     else:
         y = _by_blocks(a, b, out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
+
+
+def _by_row(operand: Scaled) -> Scaled:
+    """The operand with a scale for each row."""
+    if operand.kind is ScaleLayout.PER_ROW:
+        return operand
+    scales = operand.inv_scale.expand(len(operand.data), 1).contiguous()
+    return operand._replace(inv_scale=scales, kind=ScaleLayout.PER_ROW)
 
 
 def _rows_in_float32(data: Tensor) -> bool:

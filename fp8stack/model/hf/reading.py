@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = {
     *("id2label", "label2id", "problem_type", "add_cross_attention", "scale_attn_weights"),
     *("scale_attn_by_inverse_layer_idx", "partial_rotary_factor", "is_decoder", EXTRA_KEY),
     *("gradient_checkpointing", "attn_implementation", "_attn_implementation"),
-    "output_router_logits",
+    *("output_router_logits", "quantization_config"),
 }
 
 
@@ -130,10 +130,9 @@ def model_from_config(table: Mapping[str, Any], where: str) -> HfModel:
         )
     layout = LAYOUTS[kind]
     _only(table, where, "is_causal", True)
-    for key in ("quantization_config", "auto_map"):
-        if table.get(key) is not None:
-            limit = "only plain weights" if key == "quantization_config" else "no code of its own"
-            raise UserError(f"{where}: {key} is set, and {limit} can be read. Save it without.")
+    if table.get("auto_map") is not None:
+        reason = "no code of its own can be read"
+        raise UserError(f"{where}: auto_map is set, and {reason}. Save it without.")
     gpt2 = layout.model_type == "gpt2"
     shape, notes = (_gpt2 if gpt2 else _rotary)(dict(table), layout, where)
     config: GPTConfig = presets.parse(GPTConfig, shape, where)

@@ -1,5 +1,7 @@
 """Converts weights to transformers' names and shapes, and back."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +11,7 @@ from torch import Tensor
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.hf.architectures import Layout
-from fp8stack.model.hf.model_folder import Tensors
+from fp8stack.model.hf.stored_tensors import DequantizedTensors
 from fp8stack.precision.hardware import require_free
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,11 +164,23 @@ def from_hf(
             weights do not fit into the free memory.
     """
     source = _Source(layout, tensors, where)
+    _require_shapes(config, layout, source, len(tensors))
+    require_free(4 * config.parameters(), where)
+    state = dict(_read(config, layout, source))
+    if config.tied:
+        source.require_tied(state["embedding.weight"])
+    source.require_all_taken()
+    return state
+
+
+def _require_shapes(config: GPTConfig, layout: Layout, source: _Source, count: int) -> None:
+    """Compare the shapes in the headers of a folder with `count` tensors. For errors see
+    `from_hf`."""
     experts = 1 if config.experts is None else config.experts.count
-    if config.layers * experts > len(tensors):
+    if config.layers * experts > count:
         of_experts = f" of {experts} experts" if experts > 1 else ""
         raise UserError(
-            f"{where} has {len(tensors)} tensors, too few for {config.layers} layers{of_experts}."
+            f"{source.where} has {count} tensors, too few for {config.layers} layers{of_experts}."
         )
     shapes = config.parameter_shapes()
     for name, modules, transposed, has_bias in _modules(config, layout):
@@ -175,8 +189,25 @@ def from_hf(
             source.require_shape(f"{module.path}.weight", _shape(module, inputs, transposed))
             if has_bias:
                 source.require_shape(f"{module.path}.bias", (module.rows,))
-    require_free(4 * config.parameters(), where)
-    state: dict[str, Tensor] = {}
+
+
+def holds(
+    config: GPTConfig,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    weights: Mapping[str, Tensor],
+) -> bool:
+    """Whether the tensors of a transformers folder have the values of these float32 `weights`. One
+    weight of the folder is in memory at a time. Arguments and errors are those of `from_hf`."""
+    source = _Source(layout, tensors, where)
+    _require_shapes(config, layout, source, len(tensors))
+    return all(torch.equal(weight, weights[name]) for name, weight in _read(config, layout, source))
+
+
+def _read(config: GPTConfig, layout: Layout, source: _Source) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a folder by name; for errors see `from_hf`."""
+    where, shapes = source.where, config.parameter_shapes()
     for name, modules, transposed, has_bias in _modules(config, layout):
         shape = shapes[f"{name}.weight"]
         weight, bias = torch.empty(shape), torch.zeros(shape[:-1] or shape)
@@ -196,17 +227,13 @@ def from_hf(
                 )
             weight[place], bias[place] = module_weight, module_bias
             read.add((module.expert, module.start))
-        state[f"{name}.weight"] = weight
+        yield f"{name}.weight", weight
         if has_bias and config.bias:
-            state[f"{name}.bias"] = bias
+            yield f"{name}.bias", bias
         elif bias.any():
             raise UserError(
                 f"{where}: the config says bias = false, and '{name}.bias' is not zero."
             )
-    if config.tied:
-        source.require_tied(state["embedding.weight"])
-    source.require_all_taken()
-    return state
 
 
 def _inputs(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -233,7 +260,7 @@ class _Source:
         """Raise a UserError if the tensor `name` is missing, or its file's header has another
         shape."""
         stored_name, tensors = self._name(name), self._tensors
-        if isinstance(tensors, Tensors):
+        if isinstance(tensors, DequantizedTensors):
             stored_shape = tensors.shape(stored_name)
         else:
             stored_shape = tuple(tensors[stored_name].shape)

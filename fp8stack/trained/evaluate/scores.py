@@ -12,16 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.common.errors import UserError
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import warn
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Plan, probe
-from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
+from fp8stack.precision import Plan
+from fp8stack.trained.evaluate.evaluated_run import evaluated_runs
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.load import find_source, tokenizer_of_run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,12 +55,9 @@ class Score:
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of `difference`: the standard deviation of the windows' differences,
-        over the root of the number of windows; None for a single window."""
+        """The `standard_error` of `difference`; None for a single window."""
         differences_N = self._differences_N
-        if differences_N is None or len(differences_N) < 2:
-            return None
-        return (differences_N.std(correction=1) / math.sqrt(len(differences_N))).item()
+        return None if differences_N is None else standard_error(differences_N)
 
     @property
     def _differences_N(self) -> Tensor | None:
@@ -87,7 +81,8 @@ def evaluate(
         runs: one or several models: a run's folder, a checkpoint's folder, `hf:` and a folder that
             transformers saved, or `hf:owner/name` (the last two need `data`).
         recipes: recipes to run each model in. By default, the recipe that a run was last trained
-            in, and fp32 for a model of transformers.
+            in, and fp32 for a model of transformers. A folder of transformers, `hf:...` or a path,
+            runs in the place of the model, in its own weights and scheme: see `ServedFolder`.
         data, windows, context: see `windows_for`.
         batch: windows per forward pass; None for as many as the run's own evaluations take.
         tokenizer: the name or path of the tokenizer, for runs that do not have one.
@@ -102,37 +97,28 @@ def evaluate(
         UserError: no such run, recipe, data or tokenizer.
         NoUsableCheckpoint: a run's checkpoints are damaged.
     """
-    for name, value in (("windows", windows), ("context", context), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
-    hardware = probe(device)
     scores: list[Score] = []
-    for run in [str(runs)] if isinstance(runs, str | Path) else map(str, runs):
-        trained = find_source(run)
-        for note in trained.notes:
-            warn(note)
-        require_text(run, trained.config, data)
-        config = trained.config or RunConfig()
-        chosen = recipes or (trained.recipe,)
-        for recipe in chosen:  # raise for any recipe before the first is evaluated
-            trained.plan(recipe, hardware, backend)
+    for evaluated in evaluated_runs(
+        runs,
+        recipes,
+        data=data,
+        windows=windows,
+        context=context,
+        batch=batch,
+        tokenizer=tokenizer,
+        device=device,
+        backend=backend,
+    ):
         baseline: Score | None = None
-        run_windows: Windows | None = None
-        for recipe in chosen:
-            model = trained.model(recipe, hardware, backend)
-            if run_windows is None:
-                tokenizer_name = tokenizer or trained.own_tokenizer
-                run_tokenizer = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
-                run_windows = windows_for(
-                    run, config, model.config, run_tokenizer, data, windows, context
-                )
-            count = len(run_windows.tokens)
-            warn(f"{trained.path} in {recipe}: {counted(count, 'window')}")
+        run_windows, path = evaluated.windows, evaluated.trained.path
+        for recipe in evaluated.recipes:
+            model = evaluated.model(recipe)
+            warn(f"{path} in {recipe}: {counted(len(run_windows.tokens), 'window')}")
             began = time.perf_counter()
-            nats_NT = nats_of(model, run_windows.tokens, batch or config.batch // config.accumulate)
+            nats_NT = nats_of(model, run_windows.tokens, evaluated.batch)
             score = Score(
-                run=run,
-                checkpoint=trained.path,
+                run=evaluated.run,
+                checkpoint=path,
                 recipe=recipe,
                 plan=model.backend.plan,
                 data=run_windows.name,
@@ -163,6 +149,14 @@ def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
                 for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)
             ]
     return torch.stack(nats)
+
+
+def standard_error(differences_N: Tensor) -> float | None:
+    """The standard error of the mean of the windows' differences, [N]: their standard deviation
+    over the root of their number; None for a single window."""
+    if len(differences_N) < 2:
+        return None
+    return (differences_N.std(correction=1) / math.sqrt(len(differences_N))).item()
 
 
 def bits_per_byte(nats_NT: Tensor, text_bytes: Tensor | None) -> float | None:

@@ -10,7 +10,7 @@ from fp8stack.common.errors import UserError, unknown
 from fp8stack.common.io import restore
 from fp8stack.trained.export.card import CARD, model_card
 from fp8stack.trained.export.format_files import Dtype, hf_files, load_source, safetensors_files
-from fp8stack.trained.export.quantized_weights import Strategy, quantized_files
+from fp8stack.trained.export.quantized_weights import SchemeName, quantized_files
 from fp8stack.trained.export.writing import replace_folder, require_room
 
 __all__ = ["Exported", "Format", "export", "write_export"]
@@ -49,22 +49,26 @@ def export(
     *,
     dtype: str = "fp32",
     tokenizer: str | None = None,
-    strategy: str | None = None,
+    scheme: str | None = None,
     overwrite: bool = False,
 ) -> tuple[str, list[str]]:
     """Write a trained model into the folder `out`, which appears complete or not at all.
 
     Args:
-        run_or_checkpoint: a run, whose newest good checkpoint is used, or
-            `.../checkpoints/step-000200`.
+        run_or_checkpoint: a run, whose newest good checkpoint is used,
+            `.../checkpoints/step-000200`, or a model of transformers, `hf:FOLDER` or
+            `hf:owner/name[@revision]`.
         format: "hf", a folder for transformers; "fp8", such a folder with weights in FP8, FP6 or
-            FP4 and their scales, for compressed-tensors and vLLM; "safetensors", a file with
+            FP4 and their scales, for transformers and vLLM; "safetensors", a file with
             fp8stack's parameter names.
         out: a folder that does not exist or is empty.
         dtype: of weights that are not quantized: "fp32", as trained, or "bf16".
         tokenizer: a name or path, for a run that records no tokenizer.
-        strategy: for "fp8", the elements that share a scale: "tensor", "channel" (a row of a
-            weight) or "block" (128 x 128). None uses the run's recipe.
+        scheme: for "fp8", the elements that share a scale: "tensor", "channel" (a row of a weight)
+            or "block" (128 x 128), in compressed-tensors' layout; or "deepseek", "block" in the
+            layout of DeepSeek-V3 and Qwen3-FP8 (`weight_scale_inv`); or "mxfp4", "mxfp6" or
+            "nvfp4", weights alone. None uses the run's recipe, or
+            the tensors of the folder that the weights come from, if no step has changed them.
         overwrite: replace an earlier export.
 
     Returns:
@@ -75,7 +79,7 @@ def export(
         NoUsableCheckpoint: every checkpoint is damaged.
         StorageError: the folder cannot be written.
     """
-    options = {"tokenizer": tokenizer, "strategy": strategy}
+    options = {"tokenizer": tokenizer, "scheme": scheme}
     exported = write_export(
         run_or_checkpoint, format, out, dtype=dtype, overwrite=overwrite, **options
     )
@@ -89,18 +93,18 @@ def write_export(
     *,
     dtype: str = "fp32",
     tokenizer: str | None = None,
-    strategy: str | None = None,
+    scheme: str | None = None,
     overwrite: bool = False,
     repository: str | None = None,
 ) -> Exported:
     """Like `export`, but return the result as data. `repository` is the `owner/name` on the Hub
     that the model card mentions."""
     choices = (("export format", format, Format), ("dtype", dtype, Dtype))
-    for kind, name, literal in (*choices, ("strategy", strategy, Strategy)):
+    for kind, name, literal in (*choices, ("scheme", scheme, SchemeName)):
         if name is not None and name not in get_args(literal):
             raise unknown(kind, name, get_args(literal))
-    if strategy is not None and format != "fp8":
-        raise UserError("--strategy is of --format fp8. Leave it out.")
+    if scheme is not None and format != "fp8":
+        raise UserError("--scheme is of --format fp8. Leave it out.")
     out = Path(out)
     restore(out)
     require_room(out, overwrite)
@@ -113,8 +117,8 @@ def write_export(
         if format == "hf":
             written = hf_files(source, tokenizer)
         else:
-            written = quantized_files(source, tokenizer, cast(Strategy | None, strategy))
-        card = model_card(source, format, written.title, repository)
+            written = quantized_files(source, tokenizer, cast(SchemeName | None, scheme))
+        card = model_card(source, written, repository)
         written = replace(written, texts={**written.texts, CARD: card})
     replace_folder(out, written)
     return Exported(
@@ -122,7 +126,7 @@ def write_export(
         format=format,
         title=written.title,
         parameters=source.config.parameters(),
-        dtype=dtype,
+        dtype=written.dtype or dtype,
         source=source.path,
         notes=(*source.notes, *written.notes),
     )

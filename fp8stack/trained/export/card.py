@@ -1,5 +1,6 @@
 """The model card of an exported folder, a `README.md` for the Hugging Face Hub."""
 
+import json
 import re
 from contextlib import suppress
 from importlib.resources import files
@@ -14,7 +15,7 @@ from fp8stack.common.io import read_json
 from fp8stack.common.version import __version__
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision.phases import shared_note
-from fp8stack.trained.export.format_files import ModelSource
+from fp8stack.trained.export.format_files import Files, ModelSource
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import context_of
 
@@ -24,17 +25,18 @@ MARK = "<!-- Written by fp8stack export. -->"
 _ACTIVE = re.compile(r"[^\w .,;+±%()/='-]")
 
 
-def model_card(source: ModelSource, format: str, title: str, repository: str | None) -> str:
+def model_card(source: ModelSource, written: Files, repository: str | None) -> str:
     """The text of the model card.
 
     Args:
         source: the model. Facts that its run's folder lacks are left out.
-        format: "hf" or "fp8".
-        title: a short description of the folder's contents.
+        written: the folder's other files.
         repository: `owner/name` on the Hub; None if the folder is not pushed.
     """
     recipe = str(source.plan["recipe"]["name"])
-    tags = ["fp8stack", visible(recipe), *(["compressed-tensors"] if format == "fp8" else [])]
+    quantization = json.loads(written.texts["config.json"]).get("quantization_config", {})
+    method = str(quantization.get("quant_method", ""))
+    tags = ["fp8stack", visible(recipe), *([method] if method else [])]
     config = source.info.get("config")
     run = config and presets.parse(RunConfig, config, f"config of {source.path}")
     measured = forecast = None
@@ -55,8 +57,9 @@ def model_card(source: ModelSource, format: str, title: str, repository: str | N
         mark=Markup(MARK),
         tags=list(dict.fromkeys(tags)),
         repository=repository,
-        title=title,
-        format=format,
+        title=written.title,
+        method=method,
+        converted=not source.info,
         recipe=recipe,
         backend=source.plan.get("backend"),
         shape=source.config,

@@ -10,23 +10,29 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.errors import UserError
+from fp8stack.common.hub import HF
 from fp8stack.common.version import __version__
 from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from fp8stack.model.config import GPTConfig
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.hf import config_json, layout_of, reader_notes, to_hf
 from fp8stack.planning.run_config import toml_lines
+from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint.reader import recorded_tokenizer
-from fp8stack.training.checkpoint.validation import model_of
-from fp8stack.training.load import find_checkpoint, tokenizer_of_run
+from fp8stack.training.load import (
+    find_checkpoint,
+    find_source,
+    tokenizer_of_run,
+    trained_run,
+)
 
 Dtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model from a checkpoint."""
+    """A model from a checkpoint or of transformers."""
 
-    path: Path  # of the checkpoint
+    path: Path  # of the checkpoint, or the name of a model of transformers
     step: int  # number of steps trained
     config: GPTConfig
     weights: Mapping[str, Tensor]  # float32, all parameters, without vocabulary padding
@@ -35,6 +41,8 @@ class ModelSource:
     dtype: torch.dtype  # of the exported weights
     notes: tuple[str, ...]  # for the user
     info: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's info, as JSON data
+    began_with: str | None = None  # the source of the initial weights, as `--init-from` names it
+    tokenizer_file: str | None = None  # of a model of transformers, if it has one
 
     @property
     def run(self) -> Path | None:
@@ -45,6 +53,7 @@ class ModelSource:
     def tokenizer(self, name: str | None) -> Tokenizer | None:
         """The tokenizer called `name`, by default the run's; None if the run records none. Raises a
         UserError if it cannot be loaded, or has more ids than the model's vocabulary."""
+        name = name or self.tokenizer_file
         tokenizer = tokenizer_of_run(self.path, name, recorded_tokenizer(self.info))
         if tokenizer is not None and tokenizer.vocabulary > self.config.vocabulary:
             raise UserError(
@@ -56,19 +65,32 @@ class ModelSource:
 
 
 def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> ModelSource:
-    """Load the model of a checkpoint, or of a run's newest good checkpoint. For errors see
-    `find_checkpoint`."""
-    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    """Load the model of a checkpoint, of a run's newest good checkpoint, or of transformers
+    (`hf:...`). For errors see `find_source`."""
+    if isinstance(run_or_checkpoint, str) and run_or_checkpoint.startswith(HF):
+        trained = find_source(run_or_checkpoint)
+    else:
+        trained = trained_run(*find_checkpoint(run_or_checkpoint))
+    fields: dict[str, Any] = {
+        "path": trained.path,
+        "config": trained.shape,
+        "weights": trained.weights,
+        "dtype": dtype,
+        "notes": trained.notes,
+        "tokenizer_file": trained.own_tokenizer,
+    }
+    checkpoint = trained.checkpoint
+    if checkpoint is None:
+        plan = plan_for(trained.shape, trained.recipe, Hardware("cpu")).to_json()
+        return ModelSource(step=0, plan=plan, fp8={}, began_with=trained.name, **fields)
+    config = trained.config
     return ModelSource(
-        path=path,
         step=checkpoint.step,
-        config=model_of(checkpoint),
-        weights=checkpoint.tensors["model"],
         plan=checkpoint.info["plan"],
         fp8=checkpoint.tensors.get("fp8", {}),
-        dtype=dtype,
         info=checkpoint.info,
-        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+        began_with=None if config is None else config.init_from,
+        **fields,
     )
 
 
@@ -81,6 +103,7 @@ class Files:
     metadata: Mapping[str, str]  # of the same file
     texts: Mapping[str, str]  # of other files, by name
     notes: list[str] = field(default_factory=list)
+    dtype: str | None = None  # of weights that are not quantized; None: the source's
 
 
 def safetensors_files(source: ModelSource) -> Files:

@@ -1,8 +1,10 @@
-"""Quantized weights and their scales in the layouts of compressed-tensors, which vLLM reads.
+"""Quantized weights and their scales in the layouts of compressed-tensors and of DeepSeek, which
+vLLM reads.
 
 "float-quantized": a value is `weight.float() * weight_scale`; their scale is fp8stack's inv_scale.
-"mxfp4-pack-quantized" and "mxfp6-pack-quantized": the same with codes in `weight_packed` and scales
-as E8M0 codes. "nvfp4-pack-quantized": scales are E4M3, divided by the float32
+"weight_scale_inv": the same by blocks of 128 x 128, under that name, as in DeepSeek-V3 and
+Qwen3-FP8. "mxfp4-pack-quantized" and "mxfp6-pack-quantized": the same with codes in `weight_packed`
+and scales as E8M0 codes. "nvfp4-pack-quantized": scales are E4M3, divided by the float32
 `weight_global_scale`. Source: compressed-tensors 0.20.0, `quantization/quant_scheme.py`
 (FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4A16, MXFP4, MXFP6A16), `quantization/lifecycle/initialize.py`
 (shapes of scales), `compressors/nvfp4`, `mxfp4` and `mxfp6`.
@@ -22,31 +24,30 @@ from fp8stack import numerics
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.model.hf import HfModule, layout_of, modules_of
+from fp8stack.model.hf.schemes import GROUPED, INVERSE, PACKED, PLAIN
+from fp8stack.model.hf.stored_tensors import pack_fp6
 from fp8stack.numerics.scales import nvfp4_scale
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.trained.export.format_files import Files, ModelSource, as_json, hf_files
+from fp8stack.trained.export.source_folder import stored_files, unchanged_folder
 
 BLOCK = 128
-PLAIN = "float-quantized"
-Strategy = Literal["tensor", "channel", "block"]
+SchemeName = Literal["tensor", "channel", "block", "deepseek", "mxfp4", "mxfp6", "nvfp4"]
+_MULTIPLES = {"block": BLOCK, "deepseek": BLOCK, "mxfp4": 32, "mxfp6": 32, "nvfp4": 16}
+"""The sizes of blocks that must divide a weight, by scheme."""
 Inputs = Literal["dynamic", "static", "none"]
+_PACKED = frozenset(PACKED.values())
+"""Layouts that have the scale of a square block once for each of its rows."""
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-PACKED = {
-    ("e2m1", "e4m3", 16): _NVFP4,
-    ("e2m1", "e8m0", 32): _MXFP4,
-    ("e2m3", "e8m0", 32): "mxfp6-pack-quantized",
-}
-"""Layouts with fewer than eight bits, by (format, scale, length of a block). The scale of a square
-block is written once for each of its rows."""
 
 
 class Scheme(NamedTuple):
     """The storage scheme of a layer.
 
     `format` is the layout's name. `strategy` names the elements that share a scale; it is "group"
-    in packed layouts. `weight` is the quantizer of the weight. `inputs` is the scaling of
-    activations: "dynamic", "static" with the run's scales, or "none".
+    in packed layouts, "block" in DeepSeek's. `weight` is the quantizer of the weight. `inputs` is
+    the scaling of activations: "dynamic", "static" with the run's scales, or "none".
     """
 
     format: str
@@ -56,27 +57,32 @@ class Scheme(NamedTuple):
 
 
 def quantized_files(
-    source: ModelSource, tokenizer: str | None, strategy: Strategy | None = None
+    source: ModelSource, tokenizer: str | None, scheme_name: SchemeName | None = None
 ) -> Files:
     """`hf_files` with quantized weights and scales for the layers whose forward pass the run
-    quantized. If the run quantized no layer, the linears of all blocks are cast to FP8.
+    quantized. If the run quantized no layer, the linears of all blocks are cast to FP8. If the run
+    began with a quantized folder of transformers and no weight has changed, the folder's tensors.
 
-    `strategy` names the elements that share a scale in FP8. With None the run's recipe casts the
-    float32 master weights; with a strategy they are cast by it, with dynamic activation scales.
+    `scheme_name` names the elements that share a scale in FP8, DeepSeek's layout, or a packed one.
+    With None the run's recipe casts the float32 master weights; with a name they are cast by that
+    scheme, with dynamic activation scales, or none in packed layouts.
 
     Raises a UserError for GPT-2's layout, a weight quantizer without a layout, and blocks that do
     not divide a weight; and see `hf_files`.
     """
+    notes: list[str] = []
+    folder = unchanged_folder(source, scheme_name, notes)
     plain = hf_files(source, tokenizer)
+    if folder is not None:
+        return stored_files(folder, plain, source.dtype)
     layout = layout_of(source.config)
     if layout.model_type == "gpt2":
         raise UserError(
             "--format fp8 is not possible for the layout of GPT-2, whose layers are Conv1D and no "
             "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
         )
-    notes: list[str] = []
     hf_modules = modules_of(source.config, layout)
-    planned = _layers_to_quantize(source, hf_modules, notes)
+    planned = _layers_to_quantize(source, hf_modules, scheme_name or "channel", notes)
     widths = {source.weights[f"{name}.weight"].shape[-1] for name in planned}
     sizes = widths | {module.rows for name in planned for module in hf_modules[name]}
 
@@ -86,14 +92,14 @@ def quantized_files(
 
     schemes: dict[str, Scheme] = {}
     for name, (quantizers, recipe) in planned.items():
-        if quantizers is not None and quantizers.weight is not None and strategy is None:
+        if quantizers is not None and quantizers.weight is not None and scheme_name is None:
             _require_layout(quantizers.weight, recipe)
-        schemes[name] = _scheme(source, strategy, name, planned[name], indivisible_size, notes)
+        schemes[name] = _scheme(source, scheme_name, name, planned[name], indivisible_size, notes)
     of_experts = [scheme for name, scheme in schemes.items() if name in source.config.grouped]
-    if any(scheme.format == _NVFP4 or scheme.strategy == "block" for scheme in of_experts):
+    if any(s.format == _NVFP4 or (s.format, s.strategy) == (PLAIN, "block") for s in of_experts):
         # Its integrations/compressed_tensors.py multiplies by the weight_scale alone, by row.
         notes.append(
-            "transformers 5.23 cannot decompress experts with these scales; --strategy channel "
+            "transformers 5.23 cannot decompress experts with these scales; --scheme channel "
             "gives it others"
         )
     tensors: dict[str, Tensor] = {}
@@ -108,7 +114,7 @@ def quantized_files(
         module.path for name in hf_modules if name not in schemes for module in hf_modules[name]
     ]
     table = json.loads(plain.texts["config.json"])
-    if source.dtype != torch.bfloat16 and any(s.format != PLAIN for s in schemes.values()):
+    if source.dtype != torch.bfloat16 and any(s.format in _PACKED for s in schemes.values()):
         # compressed-tensors 0.20 decompresses packed weights to bfloat16, whatever else is float32.
         table["dtype"] = "bfloat16"
         notes.append(
@@ -135,9 +141,10 @@ def quantized_files(
 
 
 def _layers_to_quantize(
-    source: ModelSource, layers: Mapping[str, object], notes: list[str]
+    source: ModelSource, layers: Mapping[str, object], cast_by: str, notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
-    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}."""
+    """The layers to quantize: {fp8stack path: (the run's quantizers, name of their recipe)}.
+    `cast_by` is the scheme without a recipe, for a note."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
     blocks = block_indices(layers)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
@@ -147,7 +154,9 @@ def _layers_to_quantize(
             if quantizers is not None and quantizers.weight is not None:
                 planned[name] = quantizers, recipe_name
     if not planned:
-        notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
+        notes.append(
+            f"the run had no layer in FP8: the layers of all blocks are cast, by {cast_by}"
+        )
         without = {"lm_head", *source.config.routers}
         return {name: (None, recipe.name) for name in layers if name not in without}
     if "lm_head" in planned and source.config.tied:
@@ -158,7 +167,7 @@ def _layers_to_quantize(
 
 def _scheme(
     source: ModelSource,
-    strategy: Strategy | None,
+    scheme_name: SchemeName | None,
     name: str,
     quantized_as: tuple[Quantizers | None, str],
     indivisible_size: Callable[[int], int | None],
@@ -170,11 +179,17 @@ def _scheme(
     weight = None if quantizers is None else quantizers.weight
     activation = None if quantizers is None else quantizers.input
     inputs: Inputs = "none" if weight is not None and activation is None else "dynamic"
-    if strategy == "block" and (size := indivisible_size(BLOCK)):
+    multiple = _MULTIPLES.get(scheme_name or "", 1)
+    if size := indivisible_size(multiple):
         raise UserError(
-            f"--strategy block needs sizes that {BLOCK} divides, and the model has {size}. "
-            "Take --strategy channel."
+            f"--scheme {scheme_name} needs sizes that {multiple} divides, and the model has "
+            f"{size}. Take --scheme channel."
         )
+    if scheme_name in ("mxfp4", "mxfp6", "nvfp4"):
+        packed = f"{scheme_name}-pack-quantized"
+        return Scheme(packed, "group", GROUPED[packed], "none")
+    layout = PLAIN if scheme_name != "deepseek" else INVERSE
+    strategy = "block" if scheme_name == "deepseek" else scheme_name
     if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
         strategy = "tensor"
         if weight.delayed and f"{name}.weight.scale" in source.fp8:
@@ -186,14 +201,14 @@ def _scheme(
             notes.append("the checkpoint has no scales: weights are cast with their own amax")
     elif weight is not None and strategy is None:
         length = weight.blocks[1] if weight.blocks else 0
-        layout = PACKED.get((weight.format, weight.scale, length))
-        if layout and (size := indivisible_size(length)):
+        packed_layout = PACKED.get((weight.format, weight.scale, length))
+        if packed_layout and (size := indivisible_size(length)):
             notes.append(f"{recipe} -> by channel: {size} is not divisible by {length}")
-        elif layout:
-            if layout != _MXFP4 and activation is not None:
-                notes.append(f"{recipe}: activations are not quantized in {layout}")
-            inputs = inputs if layout == _MXFP4 else "none"
-            return Scheme(layout, "group", replace(weight, rounding="nearest"), inputs)
+        elif packed_layout:
+            if packed_layout != _MXFP4 and activation is not None:
+                notes.append(f"{recipe}: activations are not quantized in {packed_layout}")
+            inputs = inputs if packed_layout == _MXFP4 else "none"
+            return Scheme(packed_layout, "group", replace(weight, rounding="nearest"), inputs)
         elif weight.block == "row":
             return Scheme(PLAIN, "channel", replace(weight, rounding="nearest"), inputs)
         elif weight.blocks != (BLOCK, BLOCK) or weight.scale == "e8m0":
@@ -204,7 +219,9 @@ def _scheme(
             strategy = "block"
     scale_strategy = strategy or "channel"
     power = weight is not None and weight.scale == "power_of_two"
-    needs_powers = weight is None or weight.delayed or weight.scale != "float32"
+    needs_powers = weight is not None and weight.scale != "float32"
+    if layout == PLAIN:
+        needs_powers = weight is None or weight.delayed or needs_powers
     casts = {
         "tensor": Quantizer(
             scale="power_of_two" if power else "float32", eps=weight.eps if weight else 0
@@ -214,7 +231,7 @@ def _scheme(
             block=(BLOCK, BLOCK), scale="power_of_two" if needs_powers else "float32"
         ),
     }
-    return Scheme(PLAIN, scale_strategy, casts[scale_strategy], inputs)
+    return Scheme(layout, scale_strategy, casts[scale_strategy], inputs)
 
 
 def _require_layout(quantizer: Quantizer, recipe: str) -> None:
@@ -226,7 +243,7 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
         raise UserError(
             f"Recipe '{recipe}' has weights of {quantizer.format}, block = {block}, "
             f"scale = {quantizer.scale}, hadamard = {quantizer.hadamard}, for which "
-            "compressed-tensors has no layout. Use --format hf, or --strategy channel for E4M3."
+            "compressed-tensors has no layout. Use --format hf, or --scheme channel for E4M3."
         )
 
 
@@ -256,37 +273,38 @@ def _cast_matrix(
     quantizer = scheme.weight
     quantized = numerics.quantize(weight, quantizer, 1, scale=scale)
     scales, block_rows = quantized.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
-    if scheme.format != PLAIN:
+    if scheme.format in _PACKED:
         codes = scales.view(torch.uint8).repeat_interleave(block_rows, 0)
         scales, block_rows = codes if scheme.format != _NVFP4 else codes.view(scales.dtype), 1
     for module in modules:
         end = module.start + module.rows
         cast = {"weight": quantized.data[module.start : end].clone()}
-        if scheme.format != PLAIN:
-            cast = {"weight_packed": _dense(cast["weight"], quantizer)}
+        if scheme.format in _PACKED:
+            codes = cast["weight"]  # of four bits, packed already
+            cast = {"weight_packed": codes if quantizer.element_bits == 4 else pack_fp6(codes)}
         if scheme.format == _NVFP4:  # the reader divides scales by it
             cast["weight_global_scale"] = nvfp4_scale(quantized.amax).reshape(1)
         if quantizer.per_tensor:
             cast["weight_scale"] = scales.reshape(1).clone()
         else:
             first, last = module.start // block_rows, -(-end // block_rows)
-            cast["weight_scale"] = scales[first:last].clone()
+            key = INVERSE if scheme.format == INVERSE else "weight_scale"
+            cast[key] = scales[first:last].clone()
         if input_scale is not None:
             cast["input_scale"] = numerics.inverse(input_scale).reshape(1)
         yield cast
 
 
-def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Pack four FP6 codes into three bytes, the first one lowest. FP4 codes are packed already."""
-    if quantizer.element_bits == 4:
-        return codes
-    shifts = torch.tensor([0, 6, 12, 18])
-    words = (codes.view(len(codes), -1, 4).to(torch.int32) << shifts).sum(2, dtype=torch.int32)
-    return torch.stack([words >> shift & 255 for shift in (0, 8, 16)], 2).to(torch.uint8).flatten(1)
-
-
 def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
     """The `quantization_config` of `config.json`."""
+    if any(scheme.format == INVERSE for scheme in groups):  # then it is the only one
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ignored,
+        }
     formats = {scheme.format for scheme in groups}
     config_groups = {}
     for number, (scheme, modules) in enumerate(groups.items()):

@@ -13,7 +13,8 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.layers.fsdp import local_shard
-from fp8stack.model.gpt import GPT, PADDED
+from fp8stack.model.config import PADDED
+from fp8stack.model.gpt import GPT
 from fp8stack.training.checkpoint.sharded import SharedGroup, copy_into, first_row
 from fp8stack.training.distributed.process_group import Ranks
 from fp8stack.training.optim.chained import first_state, optimizers_in, parameters_of, plain

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.layers.fsdp import local_shard
-from fp8stack.layers.observe import observing
+from fp8stack.layers.fsdp import first_row, local_shard
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.observe import all_linears, observing
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.training.dataloader import inputs_of, tokens_of
 from fp8stack.training.guard.spikes import LARGEST
@@ -25,45 +26,61 @@ STANDS_OUT = 8.0  # an operand is blamed if its amax is this many times its amax
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """An operand (input, weight, output, grad_output, grad_input or weight gradient) of a layer,
-    given by its module path, and its fault."""
+    given by its module path, and its fault; in a grouped linear, also the group."""
 
     layer: str
     operand: str
     fault: str
+    group: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.layer}, {self.operand} {self.fault}"
+        group = "" if self.group is None else f".{self.group}"
+        return f"{self.layer}{group}, {self.operand} {self.fault}"
 
 
-Trace = list[tuple[str, str, Tensor]]
-"""Layer, operand and amax (float32, 0-dim), in the order of execution."""
+class Traced(NamedTuple):
+    """An operand of a step: its layer, its name, its amax (float32, 0-dim) and, in a grouped
+    linear, its group."""
+
+    layer: str
+    operand: str
+    amax: Tensor
+    group: int | None = None
+
+
+Trace = list[Traced]
+"""Operands in the order of execution."""
 
 
 def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     """Find the first operand that is not finite (`LARGEST` or more) in the step `bad`; if all are
-    finite, the first that is much larger than in the good step `good`. None if the step does not go
-    wrong again. `run` has to be in its state before the bad step."""
+    finite, the first that is much larger than in the good step `good`. A group is compared with all
+    groups of its layer, since it may have had few rows in the good step. None if the step does not
+    go wrong again. `run` has to be in its state before the bad step."""
     trace = _repeat(run, bad)
     amaxes = _to_host(trace)
-    for (layer, operand, _), amax in zip(trace, amaxes, strict=True):
+    for traced, amax in zip(trace, amaxes, strict=True):
         if not amax < LARGEST:
-            fault = f"is {amax:.3g}" if math.isfinite(amax) else "is not finite"
-            return Diagnosis(layer=layer, operand=operand, fault=fault)
+            return _blame(traced, f"is {amax:.3g}" if math.isfinite(amax) else "is not finite")
     usual: dict[tuple[str, str], float] = {}
     good_trace = _repeat(run, good)
-    for (layer, operand, _), amax in zip(good_trace, _to_host(good_trace), strict=True):
-        usual[layer, operand] = max(amax, usual.get((layer, operand), 0.0))
-    ratios = [
-        amax / usual[layer, operand] if usual.get((layer, operand)) else 0.0
-        for (layer, operand, _), amax in zip(trace, amaxes, strict=True)
-    ]
+    for traced, amax in zip(good_trace, _to_host(good_trace), strict=True):
+        place = traced.layer, traced.operand
+        usual[place] = max(amax, usual.get(place, 0.0))
+    ratios = []
+    for traced, amax in zip(trace, amaxes, strict=True):
+        usual_amax = usual.get((traced.layer, traced.operand))
+        ratios.append(amax / usual_amax if usual_amax else 0.0)
     worst = max(ratios, default=0.0)
     if not worst >= STANDS_OUT:
         return None
     # The excess grows or shrinks from layer to layer: blame the first of about that size.
     first = next(index for index, ratio in enumerate(ratios) if ratio >= worst**0.5)
-    layer, operand, _ = trace[first]
-    return Diagnosis(layer=layer, operand=operand, fault=f"is {ratios[first]:.3g} times its usual")
+    return _blame(trace[first], f"is {ratios[first]:.3g} times its usual")
+
+
+def _blame(traced: Traced, fault: str) -> Diagnosis:
+    return Diagnosis(layer=traced.layer, operand=traced.operand, fault=fault, group=traced.group)
 
 
 def _to_host(trace: Trace) -> list[float]:
@@ -71,7 +88,7 @@ def _to_host(trace: Trace) -> list[float]:
     batch."""
     if not trace:
         return []
-    amaxes = torch.stack([amax for _, _, amax in trace])
+    amaxes = torch.stack([traced.amax for traced in trace])
     if several_ranks():
         broken = amaxes.isnan().float()
         amaxes_and_nans = torch.stack([amaxes.nan_to_num(0.0, math.inf), broken])
@@ -87,24 +104,31 @@ def _repeat(run: Run, step: int) -> Trace:
     tokens_BT = tokens_of(run, step).to(run.accelerator.device)
 
     def record(path: str, layer: nn.Module, operand: str, tensor: Tensor) -> None:
-        trace.append((path, operand, _amax(tensor)))
+        group = None
+        if isinstance(layer, GroupedLinear):
+            path, _, number = path.rpartition(".")
+            group = int(number)
+        trace.append(Traced(path, operand, _amax(tensor), group))
 
-    linears = {
-        n: module for n, module in run.model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = all_linears(run.model)
     observed = observing(run.model, record, outputs=True, layers=linears)
     eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
     with _unchanged(run, step), eager, observed, _others(run.model, record):
         for part_BT in tokens_BT.chunk(run.config.accumulate):
             loss = run.model(*inputs_of(part_BT))
-            trace.append(("loss", "output", _amax(loss)))
+            trace.append(Traced("loss", "output", _amax(loss)))
             if run.scaler is not None:
                 loss = run.scaler.scale(loss)
             (loss / (run.config.accumulate * run.ranks.count)).backward()
         for name, parameter in reversed(list(run.model.named_parameters())):
             if parameter.grad is not None:
                 layer, _, key = name.rpartition(".")
-                trace.append((layer, f"{key} gradient", _amax(parameter.grad)))
+                operand = f"{key} gradient"
+                if isinstance(linears.get(layer), GroupedLinear):
+                    for group, amax in enumerate(_amaxes_of_groups(parameter.grad)):
+                        trace.append(Traced(layer, operand, amax, group))
+                else:
+                    trace.append(Traced(layer, operand, _amax(parameter.grad)))
     return trace
 
 
@@ -112,6 +136,16 @@ def _amax(x: Tensor) -> Tensor:
     """The largest magnitude; NaN if an element is NaN."""
     x = local_shard(x.detach())
     return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+
+
+def _amaxes_of_groups(x: Tensor) -> Tensor:
+    """The `_amax` of each group of a parameter's gradient [groups, ...], 0 for the groups that are
+    on other ranks: [groups]."""
+    shard = local_shard(x.detach())
+    amaxes = torch.zeros(len(x), device=shard.device)
+    start = first_row(x)
+    amaxes[start : start + len(shard)] = shard.flatten(1).abs().amax(1).float()
+    return amaxes
 
 
 @contextmanager
@@ -141,6 +175,7 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
 def _others(model: nn.Module, record: Any) -> Iterator[None]:
     """A context that calls `record` for layers that are not linear but have parameters, such as
     norms and embeddings."""
+    linears = all_linears(model).values()
 
     def hook(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for operand, tensor in (("input", args[0] if args else None), ("output", output)):
@@ -153,7 +188,7 @@ def _others(model: nn.Module, record: Any) -> Iterator[None]:
     handles = [
         module.register_forward_hook(partial(hook, path))
         for path, module in model.named_modules()
-        if not isinstance(module, nn.Linear) and any(True for _ in module.parameters(recurse=False))
+        if module not in linears and any(True for _ in module.parameters(recurse=False))
     ]
     try:
         yield

@@ -16,7 +16,6 @@ them out.
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,9 @@ from typing import Any
 
 from fp8stack.common.errors import NoUsableCheckpoint
 from fp8stack.common.tables import counted
-from fp8stack.layers.fsdp import local_shard
-from fp8stack.layers.observe import fp8_parts
+from fp8stack.layers.fsdp import first_row, local_shard
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.layers.observe import all_linears, fp8_parts
 from fp8stack.precision import Plan, resolve
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.checkpoint.reader import Checkpoint
@@ -137,7 +137,7 @@ class Guard:
         findings = self.monitor.poll(check_weights=due)
         outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
         for slot in findings.cleared:
-            layer, operand = _place_of(slot)
+            layer, _, operand = slot.rpartition(".")  # of a grouped linear, with the group
             reason = "its history or scale was broken"
             self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
         # If the guard is not enabled, all steps after the first bad step are skipped.
@@ -299,16 +299,17 @@ class Guard:
         by repeating the step."""
         slot = bad[-1].slot
         if slot is not None:
-            layer, operand = _place_of(slot)
-            return Diagnosis(
-                layer=layer, operand=operand, fault="has an amax out of all proportion"
-            )
+            layer, operand, group = _place_of(slot)
+            fault = "has an amax out of all proportion"
+            return Diagnosis(layer=layer, operand=operand, fault=fault, group=group)
         before = range(bad[0].step - 1, 0, -1)
         good = next((number for number in before if number not in self.left_out), 1)
         return diagnose(self.run, bad[-1].step, good)
 
     def _broken(self) -> str:
-        """A clause that names a weight or moment that is not finite (`LARGEST` or more)."""
+        """A clause that names a weight or moment that is not finite (`LARGEST` or more), and in a
+        grouped linear the group."""
+        linears = all_linears(self.run.model)
         for name, parameter in self.run.model.named_parameters():
             state = plain(self.run.optimizer.state.get(parameter, {}))
             for key, tensor in {"": parameter.detach(), **state}.items():
@@ -318,6 +319,9 @@ class Guard:
                 largest = float(shard.abs().max()) if shard.numel() else 0.0
                 if not largest < LARGEST:
                     tensor_name = f"the moment {key} of {name}" if key else name
+                    if isinstance(linears.get(name.rpartition(".")[0]), GroupedLinear):
+                        broken = ~(shard.abs().flatten(1).amax(1) < LARGEST)
+                        tensor_name += f"[{first_row(tensor) + int(broken.nonzero()[0])}]"
                     return f"{tensor_name} contains {largest:.4g}"
         return "a weight or a moment is not finite"
 
@@ -363,8 +367,8 @@ def _span(bad: Sequence[BadStep]) -> int:
     return bad[-1].step - bad[0].step + 1
 
 
-def _place_of(slot: str) -> tuple[str, str]:
-    """The layer and the operand of a slot. The slots of a grouped linear have the number of the
-    group between the two."""
+def _place_of(slot: str) -> tuple[str, str, int | None]:
+    """The layer, the operand and, in a grouped linear, the group of a slot."""
     path, _, operand = slot.rpartition(".")
-    return re.sub(r"\.\d+$", "", path), operand
+    layer, _, number = path.rpartition(".")
+    return (layer, operand, int(number)) if number.isdecimal() else (path, operand, None)

@@ -56,7 +56,7 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.optimizer in ("adamw", "sgd"):
         make = _adamw if config.optimizer == "adamw" else _sgd
-        return make([p for _, p in named], config, fused)
+        return make(named, config, fused)
     inner = [p for name, p in named if _is_inner(name, p, config)]
     if not inner:
         raise UserError(
@@ -64,7 +64,7 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
             f"that it takes (8 bits: {SMALLEST:,} elements or more). Choose --set optimizer=adamw."
         )
     chosen = {id(p) for p in inner}
-    outer = [p for _, p in named if id(p) not in chosen]
+    outer = [(name, p) for name, p in named if id(p) not in chosen]
     rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
         first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
@@ -75,24 +75,33 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
 
 
 def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
-    if not name.startswith("blocks.") or parameter.ndim != 2:
+    if not name.startswith("blocks.") or parameter.ndim != 2 or name.endswith(".bias"):
         return False
     size = parameter.numel()
     return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
 
 
-def _groups(parameters: Sequence[Tensor], config: RunConfig) -> list[dict[str, Any]]:
-    """Matrices with weight decay, vectors without."""
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters and their names."""
+
+
+def _groups(parameters: Named, config: RunConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors without; experts' biases are vectors in a matrix."""
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, parameter in parameters:
+        is_matrix = parameter.ndim >= 2 and not name.endswith(".bias")
+        (matrices if is_matrix else vectors).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _sgd(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> SGD:
+def _sgd(parameters: Named, config: RunConfig, fused: bool) -> SGD:
     sgd = SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, fused=fused)
-    for parameter in parameters:
+    for _, parameter in parameters:
         # The fused kernel (torch 2.13) leaves a first buffer uninitialized where it skips the step.
         # From zeros, the first step is the same.
         if state := first_state(sgd, parameter):
@@ -100,7 +109,7 @@ def _sgd(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> SGD:
     return sgd
 
 
-def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
+def _adamw(parameters: Named, config: RunConfig, fused: bool) -> AdamW:
     return AdamW(
         _groups(parameters, config),
         lr=config.lr,

@@ -1,7 +1,7 @@
 """The norms of the gradients, for each part of a model.
 
-A part is the weight of a linear or an embedding, or all parameters of a norm. A block is a part as
-well, with all its parameters, including biases.
+A part is the weight of a linear, of experts or of an embedding, or all parameters of a norm. A
+block is a part as well, with all its parameters, including biases.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8stack.layers.fsdp import local_shard
+from fp8stack.layers.grouped import GroupedLinear
+from fp8stack.model.converted_experts import linears_of
 
 FIGURES = ("norm", "ratio", "zeros")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -85,6 +87,12 @@ def _paths_of(model: nn.Module, name: str) -> list[str]:
     path, _, kind = name.rpartition(".")
     block = _BLOCK.match(name)
     paths = [block[1]] if block else []
-    if kind == "bias" and isinstance(model.get_submodule(path), nn.Linear):
+    owner = model.get_submodule(path)
+    experts = [linear.stored for linear in linears_of(owner)]  # several weights in one module
+    biases = {weight.bias for weight in experts}
+    if isinstance(owner, nn.Linear | GroupedLinear):
+        biases.add("bias")
+    if kind in biases:
         return paths  # some biases have no gradient by design, such as the keys' bias
-    return [*paths, path]
+    keys = {weight.key for weight in experts}
+    return [*paths, name if kind in keys - {"weight"} else path]

@@ -22,8 +22,14 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.observe import Place, fp8_linears, fp8_parts, observing, scale_of
+from fp8stack.layers.observe import (
+    Place,
+    all_linears,
+    fp8_linears,
+    fp8_parts,
+    observing,
+    scale_of,
+)
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.error import (
     FIGURES,
@@ -178,10 +184,8 @@ class Telemetry:
         planned = {layer.name for layer in self.plan.layers}
         return {
             path: module
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | GroupedLinear)
-            and path in planned
-            and path.rpartition(".")[2] != "lm_head"
+            for path, module in all_linears(model).items()
+            if path in planned and path.rpartition(".")[2] != "lm_head"
         }
 
     def _measure(self, path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:

@@ -15,6 +15,7 @@ from fp8stack.analysis.conform import casts, gemms, histories, quantizers, suite
 from fp8stack.analysis.conform import te_casts as te
 from fp8stack.analysis.conform.check_inputs import (
     QUANTIZED_RECIPES,
+    SERVED_RECIPES,
     amaxes,
     bf16_values,
     fp32_values,
@@ -102,7 +103,8 @@ def test_inputs_have_all_that_a_cast_may_meet():
 
 
 def test_the_quantizers_of_every_shipped_recipe_are_checked():
-    checked = {q for recipe in QUANTIZED_RECIPES for q in quantizers.quantizers_of(recipe)}
+    recipes = (*QUANTIZED_RECIPES, *SERVED_RECIPES)
+    checked = {q for recipe in recipes for q in quantizers.quantizers_of(recipe)}
     in_recipes = {q for recipe in shipped() for q in quantizers.quantizers_of(recipe)}
     assert checked == {q for q in in_recipes if not q.delayed}
 

@@ -52,7 +52,7 @@ def test_a_bias_is_that_of_the_group_and_sums_are_over_its_rows() -> None:
 
 def test_a_cpu_takes_the_loop() -> None:
     x = normal(24, 72).bfloat16()
-    assert not takes_grouped_mm(x, x)
+    assert not takes_grouped_mm(x, x, ENDS)
 
 
 def test_a_group_without_rows_has_a_product_of_zeros_whatever_the_kernel_leaves(

@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"head_dim": 16}, "'model.layers.0.self_attn.q_proj.weight' is torch.float32 (32,"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("llama", {"hidden_act": "relu"}, "up_proj is not the same as its gate_proj"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    ("llama", {"quantization_config": {"bits": 4}}, "is of a scheme without a name"),
     ("llama", {"auto_map": {"AutoModel": "x.y"}}, "auto_map is set"),
     ("llama", {"hidden_size": "wide"}, "hidden_size = 'wide'"),
     ("llama", {"hidden_size": None}, "key 'hidden_size' is missing"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -72,6 +73,14 @@ def windows_of(run: Path, count: int = 9, context: int = 32, all_text: bool = Fa
     return torch.from_numpy(np.stack([used_text[s : s + context + 1] for s in starts]))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """A run of a mixture that is balanced by biases."""
+    experts = {"count": 4, "per_token": 2, "width": 32, "shared": 1, "bias": 0.003}
+    folder = tmp_path_factory.mktemp("mixture")
+    return trained(folder, model="gpt-nano-moe", model_overrides=SMALL | {"experts": experts})
+
+
 def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     # One window at a time: in current scaling a window's loss depends on the others in its batch.
     results = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
@@ -93,6 +102,37 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     (default,) = scores(run)  # by itself it repeats its own validation loss
     assert default.recipe == "delayed"
     assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
+
+
+def test_a_mixture_runs_in_every_recipe_with_its_biases_and_the_scales_of_its_experts(mixture):
+    recipes = ["fp32", "delayed", "current", "mxfp8", "nvfp4", "bf16"]
+    state = load_file(mixture / "checkpoints" / "step-000006" / "model.safetensors")
+    name, router = "blocks.0.mlp.balance_bias", "blocks.0.mlp.router.weight"
+    assert state[name].any()
+    results = scores(mixture, recipes=recipes, batch=1)
+    first = np.array(by_hand(mixture, "fp32", windows_of(mixture)))
+    for score in results:
+        model = fp8stack.load(mixture, recipe=score.recipe)
+        assert torch.equal(model.get_buffer(name), state[name])
+        assert torch.equal(model.get_parameter(router), state[router])
+        expected = np.array(by_hand(mixture, score.recipe, windows_of(mixture)))
+        np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
+        assert (np.abs(expected - first).max() > 1e-5) == (score.recipe != "fp32")
+        assert abs(score.loss - first.mean()) < 0.05
+        text = fp8stack.generate(mixture, "line", tokens=4, temperature=0, recipe=score.recipe)
+        assert text.startswith("line")
+    assert results[1].loss == pytest.approx(metrics(mixture)[-1]["val_loss"], rel=1e-6)
+
+
+def test_a_mixture_without_scales_is_refused_in_delayed_scaling(mixture, tmp_path):
+    plain = trained(
+        tmp_path,
+        recipe="current",
+        model="gpt-nano-moe",
+        model_overrides=SMALL | {"experts": {"count": 4, "per_token": 2, "width": 32}},
+        steps=1,
+    )
+    assert "holds no scales for recipe 'delayed'" in refusal(fp8stack.load, plain, "delayed")
 
 
 @pytest.mark.parametrize(
@@ -324,6 +364,14 @@ def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
     message = refusal(scores, plain, recipes=["fp32", "delayed"])
     assert "holds no scales for recipe 'delayed'" in message
     assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
+
+
+@pytest.mark.parametrize("history_length", [1024, 3])
+def test_a_run_in_delayed_scaling_is_served_in_its_own_scales(tmp_path, history_length):
+    run = trained(tmp_path, recipe_overrides={"history_length": history_length})
+    delayed, static, current = scores(run, recipes=["delayed", "served:fp8_static", "current"])
+    assert torch.equal(delayed.losses_N, static.losses_N)
+    assert not torch.equal(delayed.losses_N, current.losses_N)
 
 
 def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path):

@@ -16,7 +16,7 @@ import yaml
 
 import fp8stack
 from fp8stack.trained.export.card import CARD, MARK, model_card
-from fp8stack.trained.export.format_files import load_source
+from fp8stack.trained.export.format_files import hf_files, load_source
 from fp8stack.training.load import find_source
 from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
@@ -218,7 +218,7 @@ def test_no_name_of_a_run_is_markup_in_its_card(run):
         )
         (run / "forecast.json").write_text(forecast.replace('"current"', json.dumps(name)))
         named = dataclasses.replace(source, plan=plan, info=info)
-        cards.append(model_card(named, "hf", "title", None))
+        cards.append(model_card(named, hf_files(source, None), None))
         assert "Forecast" in cards[-1]
     plain, card = cards
     for active in "<>`|[]*#&~$\n\x1b\u202e":

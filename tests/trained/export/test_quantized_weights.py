@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -214,7 +215,7 @@ def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused(
     files = quantized_files(source, None)
     assert "by channel" in files.title
     assert any("16 is not divisible by 128" in note for note in files.notes)
-    with pytest.raises(UserError, match=r"and the model has 16\. Take --strategy channel"):
+    with pytest.raises(UserError, match=r"and the model has 16\. Take --scheme channel"):
         quantized_files(source, None, "block")
 
 
@@ -238,6 +239,25 @@ def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strate
     down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
     require_same_logits(plain, hf_model, atol=2e-5)
+
+
+@pytest.mark.parametrize("recipe", ["block", "bf16"])
+def test_deepseeks_layout_has_powers_of_two_where_the_recipe_has_them(recipe, tmp_path):
+    model, source = trained(LLAMA, recipe)
+    files = quantized_files(source, None, "deepseek")
+    table = json.loads(files.texts["config.json"])["quantization_config"]
+    assert (table["quant_method"], table["weight_block_size"]) == ("fp8", [128, 128])
+    assert table["modules_to_not_convert"] == ["lm_head"]
+    scales = files.tensors["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    assert (scales.dtype, scales.shape) == (torch.float32, (2, 3))
+    assert bool((torch.frexp(scales).mantissa == 0.5).all()) == (recipe == "block")
+    replace_folder(tmp_path / "x", files)
+    hf_model = loaded(tmp_path / "x")  # transformers dequantizes without a GPU
+    weight = model.get_parameter("blocks.0.mlp.down.weight").detach().numpy()
+    scale: Any = "power_of_two" if recipe == "block" else "float32"
+    quantized = oracles.quantize(weight, Quantizer(block=(128, 128), scale=scale), 1)
+    down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, torch.from_numpy(quantized.values * quantized.factor))
 
 
 PACKED = {
@@ -385,6 +405,6 @@ def test_what_has_no_fp8_layout_is_refused():
     ):
         plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU).to_json()
         source = source_of(random_model(QWEN3), plan=plan)
-        with pytest.raises(UserError, match=rf"{words}.* Use --format hf, or --strategy channel"):
+        with pytest.raises(UserError, match=rf"{words}.* Use --format hf, or --scheme channel"):
             quantized_files(source, None)
         assert "FP8 weights by channel" in quantized_files(source, None, "channel").title

@@ -25,7 +25,7 @@ from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
 from tests.support.cases import case
-from tests.support.small_loop import SmallLoop, changed
+from tests.support.small_loop import MIXTURE, SmallLoop, changed
 
 NAN, INF = math.nan, math.inf
 
@@ -49,6 +49,33 @@ def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_o
     assert [gemms[step] for step in (5, 12, 14, 15)] == [12, 9, 9, 12]
     losses = {row["step"]: row["loss"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row}
     assert all(losses[step] is not None for step in (1, 5, 12, 16))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_experts_leave_fp8_together_if_one_goes_wrong(recipe, tmp_path):
+    small = SmallLoop(tmp_path / "r", recipe, steps=8, guard={"patience": 2}, **MIXTURE)
+    small.spoil("blocks.0.mlp.experts.up", {4, 5}, group=2)
+    assert small.go() == 0
+    assert small.guard_events() == [(4, "skip"), (5, "skip"), (5, "demote")]
+    demoted = small.events()[-1]
+    assert demoted["layer"] == "blocks.0.mlp.experts.up"
+    assert demoted["why"] == "blocks.0.mlp.experts.up.2, output is not finite"
+    assert not small.run.model.get_submodule("blocks.0.mlp.experts.up").in_fp8
+
+
+def test_a_weight_or_history_of_an_expert_that_is_not_finite_is_named_with_the_expert(tmp_path):
+    small = SmallLoop(tmp_path / "r", "delayed", **MIXTURE)
+    small.advance(1)
+    delayed = small.run.backend.delayed
+    assert delayed is not None
+    delayed.scale("blocks.0.mlp.experts.up.1.input").fill_(NAN)
+    small.advance(1)
+    [cleared] = small.events()
+    assert (cleared["layer"], cleared["operand"]) == ("blocks.0.mlp.experts.up.1", "input")
+    with torch.no_grad():
+        small.run.model.get_parameter("blocks.0.mlp.experts.down.weight")[3, 0, 0] = NAN
+    with pytest.raises(NumericFailure, match=r"experts\.down\.weight\[3\] contains nan"):
+        small.advance(1)
 
 
 def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path):
@@ -118,7 +145,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_recipe_and_every_key_are_tried_with_the_guard():
-    assert sorted(KEYS) == presets.names("recipes")
+    assert sorted(KEYS) == presets.training_recipes()
     tried = {key for ones in KEYS.values() for keys in ones for key in keys}
     assert tried == RecipeFile.model_fields.keys() - {"name", "description", "like"}
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8stack.model.mixture import RoutingRecord
+from fp8stack.training import step
 from fp8stack.training.metrics.expert_load import load_in
 from tests.conftest import metrics
 from tests.faults.processes import difference, run_ranks
@@ -79,6 +80,23 @@ def test_the_load_is_the_mean_over_passes_and_counts_all_tokens():
     assert load.numbers(["a", "b"]) == {
         "experts/largest/a": 2, "experts/largest/b": 1, "experts/idle/a": 1, "experts/idle/b": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "sums"), [(SHAPE, 6), (SHAPE.replace("bias = 0.01\n", ""), 3)])
+def test_ranks_sum_the_load_only_in_steps_that_need_it(shape, sums, tmp_path, monkeypatch):
+    """Biases need it in each step; else steps 1, 4 and 6, which are sampled or logged."""
+    records: list[Any] = []
+
+    def counted(record: RoutingRecord, ranks: int) -> Any:
+        records.append(record)
+        return load_in(record, ranks)
+
+    monkeypatch.setattr(step, "load_in", counted)
+    (tmp_path / "shape.toml").write_text(shape)
+    flags: dict[str, Any] = {"model": str(tmp_path / "shape.toml"), "log_every": 4}
+    loop = SmallLoop(tmp_path / "r", "fp32", steps=6, eval_every=6, telemetry_every=99, **flags)
+    loop.advance(6)
+    assert len(records) == sums
 
 
 def test_a_run_of_a_mixture_logs_its_load_and_goes_on_to_the_bit(folder, command, capsys):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fp8stack.model.config import GPTConfig
+from fp8stack.model.config import Experts, GPTConfig
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import OptimizerName, RunConfig
 from fp8stack.precision import Hardware
@@ -94,6 +94,20 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum):
         set(optimizer.state[weight]) == ({"momentum_buffer"} if momentum else set())
         for weight in parameters
     )
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_biases_of_experts_decay_no_more_than_others_and_are_no_matrix_for_muon(name):
+    experts = Experts(count=4, per_token=2, width=16)
+    sizes: dict[str, Any] = {"vocabulary": 64, "context": 16, "layers": 1, "width": 16, "heads": 2}
+    model = GPT(GPTConfig(**sizes, experts=experts))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, RunConfig(optimizer=name, weight_decay=0.1)).param_groups
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    biases = {name for name in names.values() if name.endswith(".bias")}
+    assert "blocks.0.mlp.experts.up.bias" in biases
+    assert not decayed & biases
+    assert "blocks.0.mlp.experts.up.weight" in decayed
 
 
 def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws():

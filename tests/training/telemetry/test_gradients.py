@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8stack import GPT, build_backend, load_config
+from fp8stack import GPT, build_backend, convert, load_config
 from fp8stack.analysis.report import page
 from fp8stack.analysis.report import text as terminal
 from fp8stack.analysis.report.analysis import analyze, verdict
@@ -22,8 +22,9 @@ from fp8stack.analysis.report.read import Gradient, read_run
 from fp8stack.training.telemetry import gradients
 from tests.faults.processes import run_ranks
 from tests.faults.twins import TEXT
-from tests.support.backend_models import grad
+from tests.support.backend_models import grad, normal
 from tests.support.cases import case
+from tests.support.expert_loops import WIDTH, Model, experts_of
 from tests.support.small_loop import SmallLoop, host_reads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,6 +107,19 @@ def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
     block = model.get_submodule("blocks.0")
     block_norm = math.sqrt(sum(float(grad(p).square().sum()) for p in block.parameters()))
     assert by_part["blocks.0"]["norm"] == pytest.approx(block_norm)
+
+
+def test_each_weight_of_converted_experts_is_a_part_and_their_biases_are_none() -> None:
+    model = Model(experts_of("GptOssExperts"))
+    convert(model, "delayed")
+    model(normal(48, WIDTH)).square().sum().backward()
+    flow = gradients.look(model)
+    assert flow is not None
+    by_part = {figures["part"]: figures for figures in gradients.figures(flow, flow.sums.tolist())}
+    assert [*by_part] == ["router", "experts.gate_up_proj", "experts.down_proj"]
+    for name in ("gate_up_proj", "down_proj"):
+        norm = float(grad(model.experts.get_parameter(name)).norm())
+        assert by_part[f"experts.{name}"]["norm"] == pytest.approx(norm)
 
 
 def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 from bench import runner
 from bench.cost import telemetry as benchmark
-from fp8stack import numerics
+from fp8stack import convert, numerics, resolve
 from fp8stack.layers import build_backend, fp8_state
 from fp8stack.layers.observe import observing
 from fp8stack.model.config import GPTConfig, plan_for
@@ -26,7 +27,9 @@ from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.training.metrics import trackers
 from fp8stack.training.telemetry.operand_errors import Sample, Telemetry
 from tests.conftest import TINY, Command, refusal
+from tests.support.backend_models import normal
 from tests.support.cases import case
+from tests.support.expert_loops import WIDTH, Model, experts_of
 from tests.support.grouped_models import Grouped, passed
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -171,6 +174,31 @@ def test_a_layer_that_left_fp8_has_no_rows_and_the_plan_of_then_says_why() -> No
     assert first["fp8_layers"] == 3
     assert first["fp8_gemms"] is None
     assert {row["layer"] for row in rows} == set(LINEARS) - {"blocks.0.mlp.up"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("GptOssExperts", ["experts.gate_up_proj", "experts.down_proj"]), ("jetmoe", ["experts"])],
+)
+def test_experts_of_a_converted_model_have_a_row_for_each_operand(name, layers) -> None:
+    model: Any
+    if name == "jetmoe":
+        model = nn.ModuleDict({"experts": JetMoeParallelExperts(4, WIDTH, WIDTH)})
+        nn.init.normal_(model.experts.weight)
+        model.forward = lambda x: model.experts(x, [12, 12, 24, 0])
+    else:
+        model = Model(experts_of(name))
+    convert(model, resolve("delayed", Hardware("cpu")))
+    telemetry = Telemetry(model.fp8_plan, 1, ["mxfp8"])
+    with telemetry.sampling(model):
+        model(normal(48, WIDTH)).square().sum().backward()
+    rows = by_operand(telemetry.finish(1, None).rows[1:])
+    assert list(rows) == [
+        (layer, operand) for layer in layers for operand in ("input", "weight")
+    ] + [(layer, "grad_output") for layer in reversed(layers)]
+    weight = model.experts.weight if name == "jetmoe" else model.experts.gate_up_proj
+    amax = float(weight.detach().abs().max())
+    assert rows[layers[0], "weight"]["amax"] == pytest.approx(amax)
 
 
 def test_scale_changes_count_the_scales_that_moved_since_the_sample_before() -> None:

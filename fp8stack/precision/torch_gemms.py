@@ -1,0 +1,93 @@
+"""The GEMMs that torch multiplies in FP8 or FP4 on a machine, and the reasons for the others. Pure;
+no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8stack.common.formats import Quantizers
+from fp8stack.precision.hardware import Hardware, version_pair
+from fp8stack.precision.native_gemms import (
+    BLACKWELL,
+    KERNELS,
+    SCALED_AFTERWARDS,
+    kernels_of,
+    plain_in_words,
+)
+
+ROWS_ON_CPU = (2, 12)  # 2.11 asserts that there is one scale
+NO_GEMM = "no GEMM of the GPU backends takes these operands"
+
+
+def plain_gemms(quantizers: Quantizers, hardware: Hardware) -> dict[str, str]:
+    """The GEMMs of these operands that torch does not multiply in FP8 or FP4 here, each with the
+    reason, or "" if not both operands are quantized."""
+    plain: dict[str, str] = {}
+    kernels = kernels_of(quantizers)
+    for gemm in quantizers.gemms:
+        special = too_special(quantizers.only([gemm]))
+        if None in quantizers.values(gemm):
+            plain[gemm] = ""
+        elif problem := lacking_hardware(kernels[gemm], hardware) or special:
+            plain[gemm] = problem
+        elif kernels[gemm] == "block" and BLACKWELL.have(hardware.capability):
+            # Only TE can run it on 10.x: as MXFP8 with the block recipe's scales.
+            plain[gemm] = "the torch backend has no block scaling on 10.x"
+    return plain
+
+
+def unable_in_all_gemms(quantizers: Quantizers, hardware: Hardware) -> str:
+    """The reasons that torch multiplies no GEMM of these operands in FP8 or FP4 here; "" if it
+    multiplies one."""
+    plain = plain_gemms(quantizers, hardware)
+    if len(plain) < len(quantizers.gemms):
+        return ""
+    return "; ".join(dict.fromkeys(filter(None, plain.values()))) or NO_GEMM
+
+
+def gemms_in_words(quantizers: Quantizers, plain: Mapping[str, str], dtype: str) -> str:
+    """A sentence about the GEMMs that torch multiplies in FP8 or FP4, and those in `dtype`."""
+    low = [gemm for gemm in quantizers.gemms if gemm not in plain]
+    run = "run" if len(low) > 1 else "runs"
+    bits = sorted({quantizers.only([gemm]).bits for gemm in low}, reverse=True)
+    formats = " and ".join(f"FP{number}" for number in bits)
+    return f"{' and '.join(low)} {run} in {formats}, {plain_in_words(plain, dtype)}"
+
+
+def lacking_hardware(name: str | None, hardware: Hardware) -> str:
+    """The reason that a GPU, or torch on a CPU, has no GEMM called `name`; "" if it has."""
+    if hardware.capability is None:
+        if name not in SCALED_AFTERWARDS:
+            return f"torch's scaled_mm on a CPU has no {name or 'such'} scaling"
+        if name == "rowwise" and is_older(version_pair(hardware.torch_version), ROWS_ON_CPU):
+            least = ".".join(map(str, ROWS_ON_CPU))
+            return f"torch's scaled_mm on a CPU has no rowwise scaling before torch {least}"
+        return ""
+    if name is None:
+        return NO_GEMM
+    kernel = KERNELS[name]
+    if not kernel.gpus.have(hardware.capability):
+        return f"{name} needs compute capability {kernel.gpus.words}, this is {kind_of(hardware)}"
+    if kernel.cuda is not None and is_older(hardware.cuda_version, kernel.cuda):
+        return "{} needs CUDA {}.{}".format(name, *kernel.cuda)
+    return ""
+
+
+def too_special(quantizers: Quantizers) -> str:
+    """The reason that no FP8 unit multiplies these operands; "" if some do."""
+    for gemm in quantizers.gemms:
+        if all(q is not None and q.format == "e5m2" for q in quantizers.values(gemm)):
+            return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
+    return ""
+
+
+def kind_of(hardware: Hardware) -> str:
+    """The kind of machine, as messages name it."""
+    if hardware.capability is None:
+        return "a CPU"
+    return "compute capability {}.{}".format(*hardware.capability)
+
+
+def is_older(version: tuple[int, int] | None, least: tuple[int, int]) -> bool:
+    """Whether a version is older than `least`; an unknown version counts as current."""
+    return version is not None and version < least

@@ -1,0 +1,270 @@
+"""Folders of transformers whose linears are in FP8, FP6 or FP4, as weights to begin with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+
+import fp8stack
+from fp8stack import GPT
+from fp8stack.model.hf import layout_of, open_folder, to_hf
+from fp8stack.planning.run_config import parse_config
+from fp8stack.precision import load_recipe
+from fp8stack.training.checkpoint.state import restore_weights
+from fp8stack.training.load import Trained, find_source
+from tests.conftest import refusal
+from tests.support.cases import case
+from tests.support.hf_models import config_json, loaded, logits, require_same_logits, tokens
+from tests.support.quantized_folders import HEADROOM, LAYOUTS, write_quantized
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_transformers(source: Trained) -> dict[str, torch.Tensor]:
+    """The weights that were read, under transformers' names."""
+    return to_hf(source.shape, layout_of(source.shape), source.weights)
+
+
+def model_of(source: Trained) -> GPT:
+    model = GPT(source.shape, seed=3).eval()
+    restore_weights(model, source.weights)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        case(layout, kind, quick=kind == "headroom" or layout in ("deepseek", "mxfp4"))
+        for layout in LAYOUTS
+        for kind in HEADROOM
+    ],
+)
+def test_every_weight_is_dequantized_to_the_bit(layout, kind, tmp_path):
+    values = write_quantized(tmp_path, layout, kind)
+    weights = in_transformers(find_source(f"hf:{tmp_path}"))
+    assert weights.keys() == values.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight.view(torch.int32), values[name].view(torch.int32)), name
+
+
+@pytest.mark.parametrize("model", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("layout", ["deepseek", "channel", case("nvfp4", quick=False)])
+def test_each_expert_has_scales_of_its_own(layout, model, tmp_path):
+    values = write_quantized(tmp_path, layout, model=model)
+    weights = in_transformers(find_source(f"hf:{tmp_path}"))
+    assert weights.keys() == values.keys()
+    assert all(torch.equal(weights[name], values[name]) for name in weights)
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "deepseek e8m0", "tensor", "channel", "mxfp4"])
+def test_transformers_dequantizes_to_the_same_logits(layout, tmp_path):
+    write_quantized(tmp_path, layout, model="qwen3")
+    config: Any = FineGrainedFP8Config if "deepseek" in layout else CompressedTensorsConfig
+    options = {"quantization_config": config(dequantize=True), "dtype": torch.float32}
+    hf_model = loaded(tmp_path, **options).float()  # "fp8" leaves what is not quantized in bfloat16
+    require_same_logits(model_of(find_source(f"hf:{tmp_path}")), hf_model, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["block", "mxfp6", "mxfp8", "nvfp4"])
+def test_compressed_tensors_dequantizes_to_the_same_bits_in_float32(layout, tmp_path):
+    write_quantized(tmp_path, layout)
+    stored, module = open_folder(tmp_path).stored, "model.layers.0.mlp.up_proj"
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    keys = compressor.compression_param_names(scheme)
+    tensors = {key: stored[f"{module}.{key}"] for key in keys}
+    elements = tensors.get("weight")
+    if elements is None:  # the values of the packed elements, with scales of one
+        ones = {key: torch.full_like(x.float(), 1).to(x.dtype) for key, x in tensors.items()}
+        if layout != "nvfp4":
+            ones["weight_scale"] = torch.full_like(tensors["weight_scale"], 127)
+        ones["weight_packed"] = tensors["weight_packed"]
+        elements = compressor.decompress(ones, scheme)["weight"]
+    scales = tensors["weight_scale"]
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    expected = dequantize(
+        elements.float(),
+        scales.float(),
+        args=scheme.weights,
+        global_scale=tensors.get("weight_global_scale"),
+    )
+    weights = in_transformers(find_source(f"hf:{tmp_path}"))
+    assert torch.equal(weights[f"{module}.weight"], expected)
+
+
+Tensors = dict[str, torch.Tensor]
+UP = "model.layers.0.mlp.up_proj"
+
+
+def _without(key: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(f"{UP}.{key}")
+
+
+def _changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Any]:
+    name = f"{UP}.{key}"
+    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def _with_nan(scales: torch.Tensor) -> torch.Tensor:
+    bits = scales.view(torch.uint8).clone()
+    bits[..., -1] = 255  # NaN in E8M0, and with the byte below it in float32
+    return (bits | 240 if scales.dtype == torch.float32 else bits).view(scales.dtype)
+
+
+WRONG: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    ("deepseek", _without("weight_scale_inv"), f"'{UP}.weight' has no 'weight_scale_inv' beside"),
+    (
+        "autofp8",
+        _without("weight_scale"),
+        "beside it, as FP8 with a float32 scale per tensor (fp8)",
+    ),
+    ("channel", _without("weight_scale"), f"'{UP}.weight' has no 'weight_scale' beside it"),
+    ("nvfp4", _without("weight_global_scale"), "has no 'weight_global_scale' beside it"),
+    ("deepseek", _changed("weight_scale_inv", _with_nan), "weight_scale_inv' is not finite"),
+    ("mxfp4", _changed("weight_scale", _with_nan), f"'{UP}.weight_scale' is not finite, as FP4"),
+    ("nvfp4", _changed("weight_global_scale", torch.zeros_like), "is not finite, as FP4"),
+    ("deepseek", _changed("weight_scale_inv", lambda s: s[:1]), "is F32 [1, 2], where FP8 with"),
+    ("deepseek", _changed("weight_scale_inv", torch.Tensor.int), "is I32 [3, 2], where FP8 with"),
+    ("channel", _changed("weight_scale", torch.Tensor.t), "is F32 [1, 384], where FP8"),
+    ("tensor", _changed("weight_scale", lambda s: s.expand(2)), "is F32 [2], where FP8"),
+    ("mxfp4", _changed("weight_scale", lambda s: s[:, :-1]), "is U8 [384, 7], where FP4"),
+    ("nvfp4", _changed("weight_scale", torch.Tensor.float), "is F32 [384, 16], where FP4"),
+    ("mxfp4", _changed("weight_packed", torch.Tensor.short), "is I16 [384, 128], as FP4"),
+    ("mxfp6", _changed("weight_packed", lambda x: x[:, 1:]), "is U8 [384, 191], as FP6"),
+    ("channel", _changed("weight", lambda w: w[1:]), "is F32 [384, 1], where FP8"),
+    ("deepseek", lambda t: t.update({f"{UP}.weight_g_idx": torch.ones(1)}), "a tensor too many"),
+    ("deepseek", _changed("weight", lambda w: w.view(torch.uint8)), "_proj.weight' is torch.uint8"),
+]
+
+
+@pytest.mark.parametrize(("layout", "damage", "message"), WRONG)
+def test_a_folder_with_wrong_scales_is_one_line(layout, damage, message, command, tmp_path, capsys):
+    write_quantized(tmp_path / "x", layout)
+    tensors = safetensors.torch.load_file(tmp_path / "x/model.safetensors")
+    damage(tensors)
+    safetensors.torch.save_file(tensors, tmp_path / "x/model.safetensors")
+    assert command("export", "hf:x", "--out", "y") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("fp8stack: x")
+    assert error.count("\n") == 1
+
+
+def _group(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config_groups"]["group_0"]["weights"].update(changes)
+
+
+UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("deepseek", lambda c: c.update(quant_method="gptq", bits=4), "is of gptq: read are fp8"),
+    ("deepseek", lambda c: c.update(quant_method="awq"), "is of awq: read are fp8"),
+    ("deepseek", lambda c: c.update(quant_method="bitsandbytes"), "is of bitsandbytes: read are"),
+    ("deepseek", lambda c: c.pop("quant_method"), "is of a scheme without a name"),
+    ("deepseek", lambda c: c.update(weight_block_size=[100, 100]), "= [100, 100]: blocks are read"),
+    ("deepseek", lambda c: c.update(weight_block_size=7), "= 7: blocks are read"),
+    ("deepseek", lambda c: c.update(fmt="e5m2"), "fmt = e5m2: only e4m3"),
+    ("deepseek", lambda c: c.update(expert_dtype="fp4"), "expert_dtype = fp4: only fp8"),
+    ("channel", _group(type="int"), "only weights of type float that are symmetric"),
+    ("channel", _group(symmetric=False), "only weights of type float that are symmetric"),
+    ("channel", _group(strategy="group", group_size=128), "8 bits with strategy = group: 8 bits"),
+    ("channel", _group(num_bits=4), "of 4 bits with strategy = channel: 8 bits with tensor"),
+    ("block", _group(block_structure=[64, 64]), "block_structure = [64, 64]: blocks are read"),
+    ("mxfp4", _group(group_size=16), "num_bits and group_size must be 4 and 32"),
+    ("channel", lambda c: c.update(format="int-quantized"), "compressed-tensors int-quantized"),
+    ("channel", lambda c: c.update(format="pack-quantized"), "compressed-tensors pack-quantized"),
+    ("channel", lambda c: c.update(config_groups=[]), "it has no table config_groups"),
+    ("channel", lambda c: c.update(config_groups={"FP8": ["Linear"]}), "FP8 has no list of targ"),
+    ("channel", lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_c"),
+    ("channel", lambda c: c.update(transform_config={"config_groups": {}}), "transform_config is"),
+    ("channel", lambda c: c["config_groups"]["group_0"].update(targets=["re:("]), "is no pattern"),
+    (
+        "channel",
+        lambda c: c["config_groups"]["group_0"].update(targets=["x"]),
+        "gives it no scheme",
+    ),
+    ("channel", lambda c: c["config_groups"]["group_0"].update(weights=7), "weights are no table"),
+    ("channel", lambda c: c["config_groups"]["group_0"].pop("weights"), "is torch.float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize(("layout", "change", "message"), UNREAD)
+def test_a_scheme_that_is_not_read_is_one_line_that_names_it(layout, change, message, tmp_path):
+    write_quantized(tmp_path, layout)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    change(config)
+    config_json(tmp_path, quantization_config=config)
+    error = refusal(find_source, f"hf:{tmp_path}")
+    assert message in error
+    assert str(tmp_path) in error
+    assert "float32, bfloat16 or float16." in error
+
+
+NEAREST = {
+    ("deepseek", "headroom"): "block --set recipe.quantizer.scale=float32",
+    ("deepseek", "power_of_two"): "block",
+    ("deepseek ue8m0", "headroom"): "block",
+    ("tensor", "headroom"): "current",
+    ("tensor", "power_of_two"): "current --set recipe.quantizer.scale=power_of_two",
+    ("channel", "headroom"): "rowwise --set recipe.quantizer.scale=float32",
+    ("channel", "power_of_two"): "rowwise",
+    ("block", "headroom"): "block --set recipe.quantizer.scale=float32",
+    ("mxfp8", "headroom"): "mxfp8",
+    ("mxfp6", "headroom"): "mxfp6_e2m3",
+    ("mxfp4", "headroom"): "mxfp4",
+    ("nvfp4", "headroom"): "nvfp4 --set 'recipe.weight.block=[1, 16]'",
+}
+
+
+@pytest.mark.parametrize(("layout", "kind"), NEAREST)
+def test_the_nearest_recipe_is_named_with_options_that_give_its_quantizer(layout, kind, tmp_path):
+    write_quantized(tmp_path, layout, kind)
+    (note,) = find_source(f"hf:{tmp_path}").notes
+    name, *sets = shlex.split(note.partition("--recipe ")[2].replace("--set ", ""))
+    assert note.endswith(f"the nearest recipe is --recipe {NEAREST[layout, kind]}")
+    overrides = parse_config(None, {"recipe": name}, sets).recipe_overrides
+    quantizers = load_recipe(name, overrides).quantizers
+    assert quantizers is not None
+    weight = quantizers.weight
+    assert weight is not None
+    stored = next(iter(open_folder(tmp_path).tensors.schemes.values())).weight
+    assert (weight.format, weight.block) == (stored.format, stored.block)
+
+
+def test_groups_are_chosen_by_name_then_pattern_then_class(tmp_path):
+    values = write_quantized(tmp_path, "channel")
+    by_tensor = write_quantized(tmp_path / "other", "tensor")
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    others = safetensors.torch.load_file(tmp_path / "other/model.safetensors")
+    moved = [name for name in others if ".k_proj." in name or name.startswith(UP)]
+    tensors |= {name: others[name] for name in moved}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    weights = group["weights"] | {"strategy": "tensor"}
+    for name, target in (("group_1", "re:.*k_proj"), ("group_2", UP)):
+        config["config_groups"][name] = group | {"targets": [target], "weights": weights}
+    config_json(tmp_path, quantization_config=config)
+    source = find_source(f"hf:{tmp_path}")
+    for name, weight in in_transformers(source).items():
+        assert torch.equal(weight, (by_tensor if name in moved else values)[name])
+    assert len(source.notes) == 2
+
+
+def test_a_folder_runs_in_any_recipe_by_load(tmp_path):
+    write_quantized(tmp_path, "mxfp4")
+    model = fp8stack.load(f"hf:{tmp_path}", recipe="mxfp4")
+    exact = fp8stack.load(f"hf:{tmp_path}")
+    x = tokens(256)
+    assert model.backend.plan.recipe.name == "mxfp4"
+    assert torch.equal(logits(exact, x), logits(model_of(find_source(f"hf:{tmp_path}")), x))
