@@ -97,7 +97,7 @@ def _gemm(
     scales: list[Tensor],
     bias: Tensor | None,
     in_bf16: bool,
-    out_bf16: bool,
+    out_bf16: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     a, b = a.t() if turn == "a" else a, b.t() if turn == "b" else b

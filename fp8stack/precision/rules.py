@@ -281,7 +281,7 @@ def _compute_dtypes(
         return wanted or "fp32", "bf16" if multiplies_bf16 and not wanted else None, ""
     if capability >= (8, 0):
         return wanted or "bf16", None, ""
-    lacking = f"bf16 needs {_NEEDS['bf16']}, this is {_kind(hardware)}: fp32"
+    lacking = f"bf16 needs {_NEEDS['bf16']}, this is {kind_of(hardware)}: fp32"
     return "fp32", None, lacking if wanted == "bf16" else ""
 
 
