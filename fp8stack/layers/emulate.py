@@ -255,46 +255,6 @@ def _with_row_scales(rows: Emulated) -> Emulated:
     return rows._replace(values=(values * factor[:, None]).to(values.dtype), factor=None)
 
 
-def emulated_copies(
-    x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
-) -> tuple[Emulated, Emulated | None]:
-    """The copies of an operand for emulated GEMMs, see `GemmBackend.cast`."""
-    bf16 = quantizers.bf16
-    packs = with_columns and quantizers.packs
-    if with_columns and not packs and quantizers.rounding_both is not None:
-        first, second = quantizers.rounding_both.round(x, bf16=bf16)
-        return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
-    copies = []
-    casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
-    for across in (False, True) if casts_columns else (False,):
-        rounding = quantizers.rounding_across if across else quantizers.rounding
-        form = quantizers.columns if across else quantizers.rows
-        if rounding is None:
-            values = x.to(torch.bfloat16 if bf16 else torch.float32)
-            copies.append(Emulated(values, None, form))
-            continue
-        scale = recorded = counts = bits = None
-        slot = quantizers.slot_across if across else quantizers.slot
-        if slot is not None:
-            scale, recorded, counts = slot.cast_arguments(call.record)
-        if quantizers.stochastic_across if across else quantizers.stochastic:
-            bits = quantizers.bits(across, len(x))
-        rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
-        copies.append(Emulated(*rounded, form))
-    rows = copies[0]
-    if not with_columns:
-        if call.record and quantizers.always_records and quantizers.slot_across is not None:
-            quantizers.slot_across.record(numerics.amax(x))
-        return rows, None
-    if packs:
-        return rows, quantizers.pack(x, rows)
-    if quantizers.reuses_row_copy:
-        by_row = rows.factor is not None and rows.factor.ndim
-        columns = _with_row_scales(rows) if by_row else rows
-        return rows, columns._replace(form=quantizers.columns)
-    return rows, copies[1]
-
-
 def in_bf16(plan: Plan, layer: LayerPlan) -> bool:
     """Whether the operands of a layer's emulated GEMMs are bfloat16, else float32. Without
     instructions for it, a CPU takes many times as long for a product of bfloat16."""
@@ -318,10 +278,43 @@ class EmulateBackend(Backend):
         return QuantizedLinear(size, self, operands, quantizers)
 
     def cast(
-        self, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
+        self: Backend, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`."""
-        return emulated_copies(x, quantizers, with_columns, call)
+        bf16 = quantizers.bf16
+        packs = with_columns and quantizers.packs
+        if with_columns and not packs and quantizers.rounding_both is not None:
+            first, second = quantizers.rounding_both.round(x, bf16=bf16)
+            return Emulated(*first, quantizers.rows), Emulated(*second, quantizers.columns)
+        copies = []
+        casts_columns = with_columns and not packs and not quantizers.reuses_row_copy
+        for across in (False, True) if casts_columns else (False,):
+            rounding = quantizers.rounding_across if across else quantizers.rounding
+            form = quantizers.columns if across else quantizers.rows
+            if rounding is None:
+                values = x.to(torch.bfloat16 if bf16 else torch.float32)
+                copies.append(Emulated(values, None, form))
+                continue
+            scale = recorded = counts = bits = None
+            slot = quantizers.slot_across if across else quantizers.slot
+            if slot is not None:
+                scale, recorded, counts = slot.cast_arguments(call.record)
+            if quantizers.stochastic_across if across else quantizers.stochastic:
+                bits = quantizers.bits(across, len(x))
+            rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
+            copies.append(Emulated(*rounded, form))
+        rows = copies[0]
+        if not with_columns:
+            if call.record and quantizers.always_records and quantizers.slot_across is not None:
+                quantizers.slot_across.record(numerics.amax(x))
+            return rows, None
+        if packs:
+            return rows, quantizers.pack(x, rows)
+        if quantizers.reuses_row_copy:
+            by_row = rows.factor is not None and rows.factor.ndim
+            columns = _with_row_scales(rows) if by_row else rows
+            return rows, columns._replace(form=quantizers.columns)
+        return rows, copies[1]
 
     @staticmethod
     def matmul(

@@ -21,7 +21,7 @@ from fp8stack import numerics
 from fp8stack.common.formats import OPERANDS, Quantizer
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
-from fp8stack.layers.emulate import EmulateBackend, Emulated, emulated_copies, in_bf16
+from fp8stack.layers.emulate import EmulateBackend, Emulated, in_bf16
 from fp8stack.layers.fsdp import FullWeight, ShardedWeight
 from fp8stack.layers.grouped import QuantizedGroupedLinear
 from fp8stack.layers.grouped_torch import CachedGroups, GroupedTorch
@@ -242,7 +242,7 @@ class TorchBackend(Backend):
         scaled, values = (quantizers.rows, quantizers.columns), quantizers.values
         if scaled[0] is None or (with_columns and scaled[1] is None):
             across = with_columns and scaled[1] is None
-            rows, columns = emulated_copies(x, values, across, call)
+            rows, columns = EmulateBackend.cast(self, x, values, across, call)
         elif not with_columns and call.record and values.always_records:
             assert values.slot_across is not None
             values.slot_across.record(numerics.amax(x))
