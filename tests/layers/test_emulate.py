@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import OPERANDS, Quantizer
+from fp8stack.common.formats import OPERANDS, Operand, Quantizer
 from fp8stack.layers import build_backend
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.precision.rules import shipped
@@ -33,6 +33,7 @@ def built(
     grouped = {"layer": groups} if groups else {}
     plan = plan.for_layers({"layer": (64, 96)}, grouped=grouped)
     backend = build_backend(plan, save_fp8=save_fp8)
+    layer: Any
     if groups:
         layer = backend.grouped_linear("layer", groups, 64, 96, bias)
     else:
@@ -90,13 +91,13 @@ def test_outputs_are_rounded_once_and_weight_gradients_not_at_all(instructions, 
     results = passed(layer)
     quantizers = load_recipe("mxfp8").quantizers
     assert quantizers is not None
-    tensors = {
+    tensors: dict[Operand, Tensor] = {
         "input": integers(80, 64, seed=5),
         "weight": layer.weight.detach(),
         "grad_output": integers(80, 96, seed=6),
     }
 
-    def exact(name: str, dim: int) -> Tensor:
+    def exact(name: Operand, dim: int) -> Tensor:
         quantizer = quantizers.along(name) if dim == 1 else quantizers.across(name)
         assert isinstance(quantizer, Quantizer)
         quantized = numerics.quantize(tensors[name], quantizer, dim)

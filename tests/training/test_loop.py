@@ -196,14 +196,33 @@ def test_mfu_divides_by_the_data_sheets_peak_or_by_none(name, recipe, tflops):
 
 
 def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch):
-    rates = {torch.float32: 0.2, torch.bfloat16: 0.5, torch.float16: 0.1}
-    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda dtype, threads: rates[dtype])
-    texts = {"fp32": "200 fp32", "tf32": "200 fp32", "bf16": "500 bf16", "fp16": "100 fp16",
-            "delayed": "200 fp32"}  # fmt: skip
-    for recipe, rate in texts.items():
-        gflops, dtype = rate.split()
-        name = peak_rate(CPU, resolve(recipe, CPU)).name
-        assert name == f"{gflops} GFLOP/s measured {dtype} matmul"
+    rates = {("fp32", False): 0.2, ("bf16", False): 0.5, ("fp16", False): 0.1, ("fp32", True): 0.4}
+
+    def measured(dtype: str, by_bf16: bool, threads: int) -> float:
+        return rates[dtype, by_bf16]
+
+    monkeypatch.setattr(throughput, "measured_cpu_tflops", measured)
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "yes")
+    by_bf16 = "400 GFLOP/s measured fp32 matmul by bf16 instructions"
+    for recipe, width, cpu_bf16, name in (
+        ("fp32", 64, False, "200 GFLOP/s measured fp32 matmul"),
+        ("tf32", 64, False, "200 GFLOP/s measured fp32 matmul"),
+        ("bf16", 64, False, "500 GFLOP/s measured bf16 matmul"),
+        ("fp16", 64, False, "100 GFLOP/s measured fp16 matmul"),
+        ("delayed", 64, False, "200 GFLOP/s measured fp32 matmul"),
+        ("delayed", 64, True, by_bf16),
+        ("rowwise", 256, True, by_bf16),
+        ("delayed", 256, True, "500 GFLOP/s measured bf16 matmul"),
+    ):
+        machine = Hardware("cpu", cpu_bf16=cpu_bf16)
+        plan = resolve(recipe, machine).for_layers({"up": (width, width)})
+        assert peak_rate(machine, plan).name == name
+
+
+def test_the_rate_of_each_kind_of_matmul_is_measured(monkeypatch):
+    monkeypatch.setattr(throughput, "BURSTS_S", 0.01)
+    for kind in (("fp32", False), ("fp32", True), ("bf16", False)):
+        assert 1e-4 < throughput.measured_cpu_tflops(*kind, -1) < 100
 
 
 def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts(monkeypatch):

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from fp8stack.layers.backend import DTYPES
+from fp8stack.layers.emulate import EmulateBackend, Emulated, Form, in_bf16
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.recipe import ComputeDtype
@@ -44,11 +45,11 @@ class Peak:
 def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
     """The peak rate for the plan's GEMMs: of a GPU's data sheet, or measured on a CPU."""
     if hardware.device == "cpu":
-        # Emulated FP8 multiplies in fp32 there, whatever the other layers compute in.
-        used: set[ComputeDtype] = {plan.compute_dtype, *(("fp32",) if plan.runs_fp8 else ())}
         threads = torch.get_num_threads()
-        fastest, of = max((measured_cpu_tflops(DTYPES[dtype], threads), dtype) for dtype in used)
-        name = f"{1000 * fastest:.0f} GFLOP/s measured {of} matmul"
+        measured = [(measured_cpu_tflops(*kind, threads), kind) for kind in _kinds(hardware, plan)]
+        fastest, (dtype, by_bf16) = max(measured)
+        matmul = f"{dtype} matmul{' by bf16 instructions' if by_bf16 else ''}"
+        name = f"{1000 * fastest:.0f} GFLOP/s measured {matmul}"
         return Peak(tflops=fastest, name=name, measured=True)
     gpu = find_gpu(hardware.name)
     if gpu is not None:
@@ -58,14 +59,32 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
 
+def _kinds(hardware: Hardware, plan: Plan) -> set[tuple[ComputeDtype, bool]]:
+    """The GEMMs of a plan on a CPU: the dtype of their operands, and whether float32 operands are
+    multiplied by bf16 instructions, as those of emulated FP8 may be."""
+    kinds: set[tuple[ComputeDtype, bool]] = {(plan.compute_dtype, False)}
+    for layer in plan.layers:
+        if layer.fp8 and plan.backend_of(layer) != "emulate":
+            kinds.add(("fp32", False))
+        elif layer.fp8 and in_bf16(plan, layer):
+            kinds.add(("bf16", False))
+        elif layer.fp8:
+            kinds.add(("fp32", hardware.cpu_bf16 and layer.emulated.exact_in_bf16))
+    return kinds
+
+
 @cache
-def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
+def measured_cpu_tflops(dtype: ComputeDtype, by_bf16: bool, threads: int) -> float:
     """The best rate of a matmul, in TFLOP/s. `threads`, torch's number, is a cache key."""
+    form = Form(transposed=False, in_bf16=by_bf16)
 
     def burst(size: int) -> float:
-        a = torch.ones(size, size, dtype=dtype)
+        a = torch.ones(size, size, dtype=DTYPES[dtype])
         start = time.perf_counter()
-        a @ a
+        if by_bf16:
+            EmulateBackend.matmul(Emulated(a, None, form), Emulated(a, None, form), a.dtype)
+        else:
+            a @ a
         return time.perf_counter() - start
 
     return best_tflops(burst)

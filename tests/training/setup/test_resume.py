@@ -72,6 +72,30 @@ def test_a_finished_run_says_so_and_is_not_changed(run, command, capsys):
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(
+    ("began_with", "dtype", "faster"), [("no", "fp32", "bf16"), ("yes", "bf16", "fp32")]
+)
+def test_a_run_goes_on_in_its_compute_dtype_on_another_kind_of_cpu(
+    began_with, dtype, faster, finished, command, monkeypatch, tmp_path, capsys
+):
+    flags = ["pretrain", "--recipe", "mxfp8", "--data", str(finished / "t.txt"), "--out", "r"]
+    flags += ["--set", "model_overrides.width=256", "--set", "model_overrides.layers=1"]
+    flags += ["--context", "8", "--batch", "2", "--seed", "1", "--schedule", "constant"]
+    monkeypatch.setenv("FP8STACK_CPU_BF16", began_with)
+    assert command(*flags, "--steps", "4") == 0
+    expected = [row[1] for row in losses(tmp_path / "r")]
+    shutil.rmtree(tmp_path / "r")
+    assert command(*flags, "--steps", "2") == 0
+    monkeypatch.setenv("FP8STACK_CPU_BF16", {"yes": "no", "no": "yes"}[began_with])
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "auto", "--out", "r", "--steps", "4") == 0
+    printed = capsys.readouterr().out
+    assert f"computes in {dtype} as it began; {faster} is faster here" in printed
+    assert [row[1] for row in losses(tmp_path / "r")] == pytest.approx(expected, rel=1e-3)
+    plan = reader.load(tmp_path / "r/checkpoints/step-000004").info["plan"]
+    assert plan["compute_dtype"] == dtype
+
+
 def test_a_run_that_was_killed_while_it_ended_is_ended(run, finished, command):
     for name in ("loss.png", "sample.txt"):
         (run / name).unlink()
