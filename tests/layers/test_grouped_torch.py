@@ -112,11 +112,11 @@ def test_groups_that_are_too_many_for_the_kernel_are_emulated(gemm) -> None:
     many = Grouped("rowwise", backend="torch", hardware=H100, size=(16, 16), groups=1024)
     x = normal(8, 16)
     y = many(x, torch.full((1024,), 8, dtype=torch.int32))
-    one = Grouped("rowwise", backend="emulate", hardware=H100, size=(16, 16), groups=1)
+    of_one_group = Grouped("rowwise", backend="emulate", hardware=H100, size=(16, 16), groups=1)
     with torch.no_grad():
-        one.up.weight.copy_(many.up.weight[:1])
-        one.up.bias.copy_(many.up.bias[:1])
-    assert torch.equal(y, one(x, ends_of([8])))
+        of_one_group.up.weight.copy_(many.up.weight[:1])
+        of_one_group.up.bias.copy_(many.up.bias[:1])
+    assert torch.equal(y, of_one_group(x, ends_of([8])))
     assert not gemm.fast
 
 

@@ -412,7 +412,11 @@ def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     expected = run(trained, x, dy)
     for layer in backend.draws.layers.values():  # the same bits again
         layer.counter.zero_()
-    assert same(dict(enumerate(run(trained, x, dy, forward))), dict(enumerate(expected)))
+    results = run(trained, x, dy, forward)
+    if mode == "inductor":  # it does not round the bias to bfloat16 before it adds it
+        torch.testing.assert_close(results[0], expected[0], rtol=2**-7, atol=2**-7)
+        results = expected[0], *results[1:]
+    assert same(dict(enumerate(results)), dict(enumerate(expected)))
     assert len(cuda_gemm) == 6
 
 

@@ -447,8 +447,8 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
 
 
 def test_the_active_parameters_of_a_mixture_are_told(estimated):
-    asked = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
-    assert (asked["parameters"], asked["active_parameters"]) == (2_102_656, 923_008)
+    run = estimated("--model", "gpt-nano-moe", "--recipe", "fp32")["asked"]
+    assert (run["parameters"], run["active_parameters"]) == (2_102_656, 923_008)
 
 
 def test_each_phase_is_estimated_and_the_peak_is_the_highest(estimated, command, capsys):

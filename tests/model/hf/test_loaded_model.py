@@ -44,6 +44,6 @@ def test_a_model_of_another_folder_or_of_none_names_no_scheme(tmp_path):
     plain = loaded(export_to(tmp_path / "plain", random_model(GPTConfig(**MODELS["llama"]))))
     shutil.rmtree(tmp_path / "x")
     built = type(model)(model.config)
-    for other in (plain, built, model):
-        plan = fp8stack.convert(other, "current").fp8_plan
+    for unquantized in (plain, built, model):
+        plan = fp8stack.convert(unquantized, "current").fp8_plan
         assert not any("the weights come from" in reason for reason in plan.reasons)

@@ -245,9 +245,9 @@ def test_groups_are_chosen_by_name_then_pattern_then_class(tmp_path):
     values = write_quantized(tmp_path, "channel")
     by_tensor = write_quantized(tmp_path / "other", "tensor")
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    others = safetensors.torch.load_file(tmp_path / "other/model.safetensors")
-    moved = [name for name in others if ".k_proj." in name or name.startswith(UP)]
-    tensors |= {name: others[name] for name in moved}
+    tensors_by_tensor = safetensors.torch.load_file(tmp_path / "other/model.safetensors")
+    moved = [name for name in tensors_by_tensor if ".k_proj." in name or name.startswith(UP)]
+    tensors |= {name: tensors_by_tensor[name] for name in moved}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]

@@ -82,12 +82,14 @@ def test_transformers_computes_what_is_said_of_a_folder(export, scheme):
     """compressed-tensors rounds inputs by scales that differ in the last bit: a few of them to the
     next FP8 value."""
     folder = export(scheme)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     weights = find_source(f"hf:{folder}")
     served = served_folder(str(folder), weights.shape).model(Hardware("cpu"), "auto")
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        p = theirs(tokens).logits.flatten(0, 1)
+        p = reference(tokens).logits.flatten(0, 1)
         of_served, of_weights = (
             divergence_sum(p, model(tokens).flatten(0, 1)) / tokens.numel()
             for model in (served, weights.model("fp32", Hardware("cpu")))
