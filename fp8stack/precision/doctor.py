@@ -70,7 +70,8 @@ def show(hardware: Hardware, console: Console) -> None:
     for name, plan in every_plan.items():
         suffix = " (emulated)" if plan.backend == "emulate" else " (native)"
         runs = plan.recipe.name + (suffix if plan.is_fp8 else "")
-        rows.append([name, runs, plan.backend, plan.compute_dtype])
+        dtypes = " or ".join(filter(None, (plan.compute_dtype, plan.wide_dtype)))
+        rows.append([name, runs, plan.backend, dtypes])
     console.print(rich_table("What each recipe does on it", headings, rows))
     reasons: dict[str, list[str]] = {}
     for name, plan in every_plan.items():
