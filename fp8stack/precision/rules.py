@@ -270,19 +270,19 @@ def _compute_dtypes(
 ) -> tuple[ComputeDtype, ComputeDtype | None, str]:
     """`Plan.compute_dtype` and `Plan.wide_dtype` of an FP8 recipe, and the reason if that is not
     the recipe's `compute_dtype`, else ""."""
-    capability, wanted = hardware.capability, recipe.compute_dtype
+    capability, requested = hardware.capability, recipe.compute_dtype
     if backend != "emulate":
         runs: ComputeDtype = "fp32" if capability is None else "bf16"
-        fixed = f"{backend} computes in {runs}, emulation in {wanted} as well"
-        return runs, None, fixed if wanted not in (None, runs) else ""
+        fixed = f"{backend} computes in {runs}, emulation in {requested} as well"
+        return runs, None, fixed if requested not in (None, runs) else ""
     if capability is None:
         assert recipe.quantizers is not None
         multiplies_bf16 = hardware.cpu_bf16 and recipe.quantizers.by_bf16_gemms
-        return wanted or "fp32", "bf16" if multiplies_bf16 and not wanted else None, ""
+        return requested or "fp32", "bf16" if multiplies_bf16 and not requested else None, ""
     if capability >= (8, 0):
-        return wanted or "bf16", None, ""
+        return requested or "bf16", None, ""
     lacking = f"bf16 needs {_NEEDS['bf16']}, this is {kind_of(hardware)}: fp32"
-    return "fp32", None, lacking if wanted == "bf16" else ""
+    return "fp32", None, lacking if requested == "bf16" else ""
 
 
 def _without_fp8(requested: str, reason: str, hardware: Hardware) -> tuple[Plan, str]:

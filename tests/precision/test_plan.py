@@ -782,8 +782,10 @@ def test_on_cpus_with_bf16_instructions_wide_layers_compute_in_bf16(layers, dtyp
     for recipe in ("delayed", "current", "block", "mxfp8", "nvfp4"):
         plan = resolve(recipe, CPU_BF16).for_layers(layers)
         assert plan.compute_dtype == dtype
-        said = "computes in bf16, for which this CPU has instructions: layers are 256 wide or more"
-        assert (said in plan.reasons) == (dtype == "bf16")
+        reason = (
+            "computes in bf16, for which this CPU has instructions: layers are 256 wide or more"
+        )
+        assert (reason in plan.reasons) == (dtype == "bf16")
         assert f"emulated by {dtype} GEMMs" in plan.summary()[0]
         assert resolve(recipe, CPU).for_layers(layers).compute_dtype == "fp32"
 
@@ -835,7 +837,7 @@ def test_a_native_backend_computes_in_bf16_whatever_the_recipe_says():
 def test_a_run_keeps_the_compute_dtype_that_it_began_with(machine, began, reason):
     plan = resolve("delayed", machine).for_layers(WIDE, compute_dtype=began)
     assert plan.compute_dtype == began
-    assert [said for said in plan.reasons if "as it began" in said] == [reason] * bool(reason)
+    assert [text for text in plan.reasons if "as it began" in text] == [reason] * bool(reason)
     recipe = changed("delayed", compute_dtype="fp32")
     assert resolve(recipe, machine).for_layers(WIDE, compute_dtype=began).compute_dtype == "fp32"
     assert resolve("delayed", H100).for_layers(WIDE, compute_dtype="fp32").compute_dtype == "bf16"

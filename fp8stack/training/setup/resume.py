@@ -202,13 +202,16 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
         for plan in (info["plan"], *plans)
     }
     dtypes = map(emulation_dtype, (info["plan"], *plans))
-    kept: dict[str, Any] = {"recipes": recipes, "compute_dtype": next(filter(None, dtypes), None)}
+    decisions: dict[str, Any] = {
+        "recipes": recipes,
+        "compute_dtype": next(filter(None, dtypes), None),
+    }
     if phases is None or len(plans) < 2:
-        return Decided(left_out={ANY: layers_left_out(info["plan"])}, **kept)
+        return Decided(left_out={ANY: layers_left_out(info["plan"])}, **decisions)
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
     needs_reference = phases["ended_at"] is not None
-    return Decided(left_out=left_out, needs_reference=needs_reference, **kept)
+    return Decided(left_out=left_out, needs_reference=needs_reference, **decisions)
 
 
 def restore(run: Run, resumption: Resumption) -> list[str]:
