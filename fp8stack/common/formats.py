@@ -339,9 +339,8 @@ class Quantizers:
     def gemms(self) -> dict[str, tuple[Quantizer | None, Quantizer | Literal["forward"] | None]]:
         """The quantizers of both operands of each GEMM: `fprop`, `dgrad`, `wgrad`."""
         return {
-            "fprop": (self.input, self.weight),
-            "dgrad": (self.grad_output, self.weight_dgrad),
-            "wgrad": (self.grad_output_wgrad, self.input_wgrad),
+            gemm: (getattr(self, first), getattr(self, second))
+            for gemm, (first, second) in _FIELDS.items()
         }
 
     def values(self, gemm: str) -> tuple[Quantizer | None, Quantizer | None]:

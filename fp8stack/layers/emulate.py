@@ -258,8 +258,8 @@ def _with_row_scales(rows: Emulated) -> Emulated:
 def in_bf16(plan: Plan, layer: LayerPlan) -> bool:
     """Whether the operands of a layer's emulated GEMMs are bfloat16, else float32. Without
     instructions for it, a CPU takes many times as long for a product of bfloat16."""
-    multiplies = plan.device != "cpu" or cpu_multiplies_bf16()
-    return multiplies and plan.emulated_dtype(layer) == "bf16"
+    in_bf16 = plan.emulated_dtype(layer) == "bf16"
+    return in_bf16 and (plan.device != "cpu" or cpu_multiplies_bf16())
 
 
 class EmulateBackend(Backend):

@@ -61,8 +61,8 @@ def sort_by_group(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: the number of groups. Rows of a higher number come last and belong to no group.
 
     Returns:
-        The indices of `groups.flatten()` in order, those of one group as they were: int64 [rows];
-        and the ends, int32 [count].
+        The indices of `groups.flatten()` by group, rising within a group: int64 [rows]; and the
+        ends, int32 [count].
     """
     sorted_groups, order = groups.reshape(-1).sort(stable=True)
     numbers = torch.arange(count, device=groups.device, dtype=groups.dtype)

@@ -27,9 +27,6 @@ WIDE = 256
 on an EPYC and a Xeon with AMX. At 128, steps take 5 to 15 % longer than in fp32."""
 
 
-_COMPUTES = "computes in "
-
-
 class OfBackend(str):
     """A reason for the choice of the FP8 backend, dropped from a plan without FP8 layers."""
 
@@ -239,7 +236,6 @@ class Plan:
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
                 the layers that native FP8 probably does not speed up on this GPU; if "auto" chose
                 the recipe, these layers are not in FP8. Requires the GPU's data sheet in `GPUS`.
-
             compute_dtype: the compute dtype of an emulated recipe, if it was decided before and
                 the recipe does not set it.
 
@@ -247,10 +243,9 @@ class Plan:
             UserError: an exclusion matches no layer; under `strict`, the hardware cannot serve a
                 layer.
         """
-        inner = {name: shapes[name] for name in shapes if name not in {*heads, *routers}}
         if self.wide_dtype is not None or compute_dtype is not None:
-            plan = self._with_dtype_for(inner, grouped or {})._with_kept_dtype(compute_dtype)
-            return plan.for_layers(
+            inner = {name: shapes[name] for name in shapes if name not in {*heads, *routers}}
+            return self._with_dtype_for(inner, grouped or {}, compute_dtype).for_layers(
                 shapes, heads, left_out, otherwise, routers=routers, grouped=grouped, tokens=tokens
             )
         recipe = self.recipe
@@ -307,29 +302,25 @@ class Plan:
         return replace(plan, reasons=(*reasons, *new))
 
     def _with_dtype_for(
-        self, shapes: Mapping[str, tuple[int, int]], grouped: Mapping[str, int]
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        grouped: Mapping[str, int],
+        before: ComputeDtype | None,
     ) -> Plan:
-        """The plan with the compute dtype for layers of these shapes."""
+        """The plan with the compute dtype for layers of these shapes, or with the one that was
+        decided `before`, if it is free."""
+        dtype, reason = self.compute_dtype, ""
         work = {name: prod(shape) * grouped.get(name, 1) for name, shape in shapes.items()}
         wide = sum(work[name] for name, shape in shapes.items() if min(shape) >= WIDE)
-        if not work or self.wide_dtype is None or 2 * wide < sum(work.values()):
-            return replace(self, wide_dtype=None)
-        reason = OfBackend(
-            f"{_COMPUTES}{self.wide_dtype}, for which this CPU has instructions: layers are "
-            f"{WIDE} wide or more"
-        )
-        reasons = (*self.reasons, reason)
-        return replace(self, compute_dtype=self.wide_dtype, wide_dtype=None, reasons=reasons)
-
-    def _with_kept_dtype(self, dtype: ComputeDtype | None) -> Plan:
-        """The plan with the compute dtype that was decided before, if it is free."""
+        if self.wide_dtype is not None and work and 2 * wide >= sum(work.values()):
+            dtype = self.wide_dtype
+            reason = f"for which this CPU has instructions: layers are {WIDE} wide or more"
+            reason = f"computes in {dtype}, {reason}"
         free = self.backend == "emulate" and not self.recipe.compute_dtype and self.device == "cpu"
-        if dtype is None or dtype == self.compute_dtype or not free:
-            return self
-        chosen = [reason for reason in self.reasons if reason.startswith(_COMPUTES)]
-        reason = OfBackend(f"{_COMPUTES}{dtype} as it began; {self.compute_dtype} is faster here")
-        reasons = (*(reason for reason in self.reasons if reason not in chosen), reason)
-        return replace(self, compute_dtype=dtype, reasons=reasons)
+        if before not in (None, dtype) and free:
+            dtype, reason = before, f"computes in {before} as it began; {dtype} is faster here"
+        reasons = (*self.reasons, *([OfBackend(reason)] if reason else []))
+        return replace(self, compute_dtype=dtype, wide_dtype=None, reasons=reasons)
 
     def _served_by(
         self, quantizers: Quantizers | None, groups: int = 0

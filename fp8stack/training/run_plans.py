@@ -24,7 +24,7 @@ class Decided:
     # The layers that are not in FP8, with the reasons, by requested recipe; `ANY`: other recipes.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs_reference: bool = False  # whether the quality guard ended the phases: float32 trains
-    # The dtype of emulated FP8 beside its GEMMs; None: none of the recipes is in FP8.
+    # The compute dtype of the recipes that are emulated on a CPU; None if there is no such recipe.
     compute_dtype: ComputeDtype | None = None
     # The recipes of the checkpoint by name; those that do not ship any more are read from here.
     recipes: Mapping[str, Recipe] = field(default_factory=dict)

@@ -193,7 +193,7 @@ def native(capability: str) -> list[str]:
 
 def check_gemms(model: str, recipes: list[str], capability: str) -> None:
     for recipe, gemms in gpu_code.scaled_gemms(model, recipes, capability).items():
-        # In four linears; weight gradients per row are float32, see scaled_gemm.
+        # A block has four linears. Weight gradients per row are float32, see scaled_gemm.
         bf16 = {"wgrad"} if recipe.startswith("rowwise") and capability != "9.0" else set()
         plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
         bf16 |= {gemm for _, plain in plan.plain_gemms for gemm, _ in plain}

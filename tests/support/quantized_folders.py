@@ -15,6 +15,7 @@ import torch
 
 from fp8stack import GPTConfig
 from fp8stack.trained.export.format_files import hf_files
+from tests.support.cases import case
 from tests.support.hf_models import ROPE, random_model, source_of
 
 WIDE = ROPE | {
@@ -80,6 +81,12 @@ LAYOUTS = {
 }
 HEADROOM = {"headroom": 1.3, "clipped": 0.7, "power_of_two": 1.0}
 """Factors on the scale amax / (largest element)."""
+FOLDERS = [
+    case(layout, kind, quick=kind == "headroom" or layout in ("deepseek", "mxfp4"))
+    for layout in LAYOUTS
+    for kind in HEADROOM
+]
+"""The layouts with each kind of scale, as cases of a test."""
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
 
 

@@ -25,7 +25,7 @@ from fp8stack.training.load import Trained, find_source
 from tests.conftest import refusal
 from tests.support.cases import case
 from tests.support.hf_models import config_json, loaded, logits, require_same_logits, tokens
-from tests.support.quantized_folders import HEADROOM, LAYOUTS, write_quantized
+from tests.support.quantized_folders import FOLDERS, write_quantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,14 +41,7 @@ def model_of(source: Trained) -> GPT:
     return model
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        case(layout, kind, quick=kind == "headroom" or layout in ("deepseek", "mxfp4"))
-        for layout in LAYOUTS
-        for kind in HEADROOM
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind"), FOLDERS)
 def test_every_weight_is_dequantized_to_the_bit(layout, kind, tmp_path):
     values = write_quantized(tmp_path, layout, kind)
     weights = in_transformers(find_source(f"hf:{tmp_path}"))

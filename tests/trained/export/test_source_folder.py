@@ -17,10 +17,9 @@ import fp8stack
 from fp8stack import GPTConfig
 from fp8stack.model.hf import layout_of, to_hf
 from fp8stack.training.load import find_source
-from tests.support.cases import case
 from tests.support.hf_models import SHAPES, export_to, loaded, random_model, require_same_logits
 from tests.support.hub_stand_in import Hub
-from tests.support.quantized_folders import HEADROOM, LAYOUTS, write_quantized
+from tests.support.quantized_folders import FOLDERS, write_quantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,14 +40,7 @@ def stored(folder: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        case(layout, kind, quick=kind == "headroom" or layout in ("deepseek", "mxfp4"))
-        for layout in LAYOUTS
-        for kind in HEADROOM
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind"), FOLDERS)
 def test_an_export_of_a_folder_holds_its_tensors_to_the_byte(layout, kind, command, tmp_path):
     write_quantized(tmp_path / "source", layout, kind)
     assert command("export", "hf:source", *FP8) == 0
