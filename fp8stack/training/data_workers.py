@@ -104,7 +104,10 @@ class DataWorkers:
 
     def _ending(self, error: Exception) -> str:
         """The error message for a batch that could not be received."""
-        wait([worker.sentinel for worker in self._workers], _DYING_S)
+        ended = wait([worker.sentinel for worker in self._workers], _DYING_S)
+        for worker in self._workers:
+            if worker.sentinel in ended:  # it may not be a dead process yet
+                worker.join(_DYING_S)
         if not (dead := self._dead()):
             return f"Data workers cannot be heard: {str(error).partition('. ')[0]}."
         code = dead[0].exitcode or 0
