@@ -17,6 +17,7 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
+from fp8stack.cli.copying import copy
 from fp8stack.cli.estimate import estimate
 from fp8stack.cli.export import export
 from fp8stack.cli.forecast import forecast, tune
@@ -56,6 +57,7 @@ for function, short, example in (
      "estimate --model gpt2-1.5b --recipe delayed --capability 9.0"),
     (doctor, "Show what this machine can do", "doctor --capability 9.0"),
     (list_, "List models, recipes or runs", "list recipes"),
+    (copy, "Copy a model, recipe or run's configuration", "copy recipe delayed mine.toml"),
     (show_run, "Show a run on the terminal", "show runs/demo"),
     (report, "Report on runs as an HTML page", "report runs/demo"),
     (evaluate, "Compute validation losses", "eval runs/demo --recipes fp32,delayed,nvfp4"),

@@ -114,7 +114,7 @@ GROUPS = {
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 COMMAND_GROUPS = {
     "Train": "pretrain compare prepare",
-    "Plan": "plan estimate doctor list",
+    "Plan": "plan estimate doctor list copy",
     "Inspect": "show report eval generate",
     "Choose a recipe": "forecast tune",
     "Export": "export",

@@ -78,9 +78,16 @@ def recipe_words(recipes: str) -> list[str]:
 
 
 def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
-    """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
-    Anything that ends in `.toml` or holds a path separator is a path; the rest are names. Raises a
-    UserError if there is no such preset or file, or it is not TOML."""
+    """The name and the table of a preset, see `find`. Raises a UserError if there is no such preset
+    or file, or it is not TOML."""
+    path = find(kind, name)
+    return (name if path == _files(kind).get(name) else path.stem), read_toml(path)
+
+
+def find(kind: Kind, name: str) -> Path:
+    """The file of a preset: one that ships with fp8stack, or a user's own file. Anything that ends
+    in `.toml` or holds a path separator is a path; the rest are names. Raises a UserError if there
+    is no such preset or file."""
     if not isinstance(name, str):
         raise UserError(f"A {kind[:-1]} is given by name or path, not by {described(name)}.")
     if name.endswith(".toml") or "/" in name or "\\" in name:
@@ -90,12 +97,12 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
                 f"No {kind[:-1]} file '{quoted(name)}'. Give the path of a TOML file, or one of: "
                 f"{', '.join(names(kind))}."
             )
-        return path.stem, read_toml(path)
+        return path
     files = _files(kind)
     if name not in files:
         rules = ["auto"] if kind == "recipes" and name != "auto" else []  # no file, but a recipe
         raise unknown(kind[:-1], name, sorted(files) + rules, OTHER_NAMES.get(name))
-    return name, read_toml(files[name])
+    return files[name]
 
 
 def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
