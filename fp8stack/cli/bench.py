@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.terminal import show, write_text
 
-MODEL = option("Model preset or TOML file. [gpt2-124m]")
+MODEL = option("Model preset or TOML file. [gpt2-124m]", autocompletion=completion.MODELS)
 CONTEXT = option("Tokens per sequence. [the model's]", min=1)
 
 bench = typer.Typer(
@@ -28,7 +28,11 @@ def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = Fa
         write_text(f"{context.get_help()}\n")
 
 
-CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
+CAPABILITY = option(
+    "Assume a GPU of this compute capability. [this machine's]",
+    autocompletion=completion.CAPABILITIES,
+)
+GPU = option("Assume this GPU, such as H200.", autocompletion=completion.GPUS)
 CEILING = option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
 RESULTS = option("Measured steps to show beside it: a step.json. [bench/results]")
 
@@ -37,7 +41,7 @@ RESULTS = option("Measured steps to show beside it: a step.json. [bench/results]
 def roofline(
     model: Annotated[str, MODEL] = "gpt2-124m",
     capability: Annotated[str | None, CAPABILITY] = None,
-    gpu: Annotated[str | None, option("Assume this GPU, such as H200.")] = None,
+    gpu: Annotated[str | None, GPU] = None,
     batch: Annotated[int, option("Sequences per step. [8]", min=1)] = 8,
     context: Annotated[int | None, CONTEXT] = None,
     ceiling: Annotated[bool, CEILING] = False,

@@ -4,13 +4,18 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import Interrupted
 
-RECIPES = option("Precision recipes or TOML files, separated by commas. [six of them]")
+RECIPES = option(
+    "Precision recipes or TOML files, separated by commas. [six of them]",
+    autocompletion=completion.RECIPES,
+)
 OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
-BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
+BASELINE = option(
+    "Recipe to compare the others with. [fp32, else the first]", autocompletion=completion.RECIPES
+)
 FROM = option(
     "Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from", metavar="PATH"
 )
@@ -18,7 +23,9 @@ SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, w
 UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
 MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")
 HOURS = option("With --until: start no seed that would end after so many hours.")
-MODEL = option("Model preset or TOML file. [gpt-nano, or that of --from]")
+MODEL = option(
+    "Model preset or TOML file. [gpt-nano, or that of --from]", autocompletion=completion.MODELS
+)
 DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
 
 

@@ -5,15 +5,32 @@ from typing import Annotated
 
 import typer
 
+from fp8stack.cli import completion
 from fp8stack.cli.options import option
 from fp8stack.common import terminal
 from fp8stack.common.errors import UserError, quoted, unknown
 
 FLAGS = {"model": "--model", "recipe": "--recipe", "run": "--config"}
 """The kinds that can be copied, and the flag of `pretrain` that takes the copy."""
-KIND = typer.Argument(help="model, recipe or run.", show_default=False, metavar="KIND")
+KIND = typer.Argument(
+    help="model, recipe or run.",
+    show_default=False,
+    metavar="KIND",
+    autocompletion=completion.values(lambda: FLAGS),
+)
+
+
+def _names(context: typer.Context, incomplete: str) -> list[str]:
+    """The presets of the kind that was typed before; none of runs."""
+    kinds = {"model": completion.MODELS, "recipe": completion.RECIPES}
+    complete = kinds.get(context.params.get("kind", ""))
+    return complete(incomplete) if complete else []
+
+
 NAME = typer.Argument(
-    help="Model preset, recipe or TOML file; of a run, its folder.", show_default=False
+    help="Model preset, recipe or TOML file; of a run, its folder.",
+    show_default=False,
+    autocompletion=_names,
 )
 FILE = typer.Argument(help="TOML file to write.", show_default=False)
 OVERWRITE = option("Replace the file if it exists.", "--overwrite")

@@ -4,14 +4,20 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import say, warn
 
 RUN = typer.Argument(help=options.TRAINED, show_default=False, metavar="RUN")
-FORMAT = option("Format: hf (transformers), fp8 (transformers, vLLM), safetensors. [hf]")
-SCHEME = option("Weights: tensor, channel, block, deepseek, mxfp4, mxfp6 or nvfp4. [the run's]")
+FORMAT = option(
+    "Format: hf (transformers), fp8 (transformers, vLLM), safetensors. [hf]",
+    autocompletion=completion.EXPORT_FORMATS,
+)
+SCHEME = option(
+    "Weights: tensor, channel, block, deepseek, mxfp4, mxfp6 or nvfp4. [the run's]",
+    autocompletion=completion.EXPORT_SCHEMES,
+)
 OVERWRITE = option("Delete an earlier export in --out first.", "--overwrite")
 PUSH = option("Upload the folder to this repository of the Hugging Face Hub.", metavar="OWNER/NAME")
 PRIVATE = option("With --push: make the repository private.", "--private")

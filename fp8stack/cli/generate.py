@@ -5,13 +5,16 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import UserError, quoted
 
 TEMPERATURE = option("Sampling temperature; 0 takes the likeliest token. [0.8]")
 TOP_P = option("Sample from the likeliest tokens of this total probability. [all]")
-RECIPE = option("Precision recipe or TOML file. [bf16 if the machine has it, else fp32]")
+RECIPE = option(
+    "Precision recipe or TOML file. [bf16 if the machine has it, else fp32]",
+    autocompletion=completion.RECIPES,
+)
 
 
 def generate(

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fp8stack.cli import completion
 from fp8stack.common.terminal import show, show_json, write_text
 from fp8stack.training.threads import use_threads
 
@@ -21,13 +22,6 @@ def _show(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def _names(kind: Any) -> list[str]:
-    """Names for shell completion."""
-    from fp8stack.common.presets import names
-
-    return names(kind)
-
-
 def _compute_with(threads: int | None) -> int | None:
     use_threads(threads)
     return threads
@@ -38,25 +32,37 @@ HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, call
 
 # Keys of a run. `RunConfig` has the defaults, and a test compares them; its pydantic is too slow to
 # import for a help text.
-MODEL = option("Model preset or TOML file. [gpt-nano]", autocompletion=lambda: _names("models"))
-RECIPE = option("Precision recipe or TOML file. [auto]", autocompletion=lambda: _names("recipes"))
-BACKEND = option("auto, te, torch, emulate or reference. [auto]")
+MODEL = option("Model preset or TOML file. [gpt-nano]", autocompletion=completion.MODELS)
+RECIPE = option("Precision recipe or TOML file. [auto]", autocompletion=completion.RECIPES)
+BACKEND = option(
+    "auto, te, torch, emulate or reference. [auto]", autocompletion=completion.choices("backend")
+)
 STRICT = option("Fail instead of substituting a recipe or backend.")
 STEPS = option("Optimizer steps. [1200]")
 BATCH = option("Sequences per step, over all ranks. [8]")
 CONTEXT = option("Tokens per sequence. [the model's]")
 ACCUMULATE = option("Micro-batches per step. [1]")
 LR = option("Peak learning rate. [0.003]", "--lr", "--learning-rate")
-OPTIMIZER = option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
-PARALLEL = option("ddp, or fsdp to shard the model. [ddp]")
-RECOMPUTE = option("Recompute: none, selective or block. [none]")
+OPTIMIZER = option(
+    "adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]",
+    autocompletion=completion.choices("optimizer"),
+)
+PARALLEL = option(
+    "ddp, or fsdp to shard the model. [ddp]", autocompletion=completion.choices("parallel")
+)
+RECOMPUTE = option(
+    "Recompute: none, selective or block. [none]",
+    autocompletion=completion.choices("activation_checkpointing"),
+)
 COMPILE = option("Use torch.compile. [on a GPU, except te]")
-PHASES = option("By phase: conservative, default or aggressive.")
-DEVICE = option("Device: auto, cpu or cuda. [auto]")
+PHASES = option(
+    "By phase: conservative, default or aggressive.", autocompletion=completion.choices("phases")
+)
+DEVICE = option("Device: auto, cpu or cuda. [auto]", autocompletion=completion.choices("device"))
 THREADS = option("CPU threads for torch. [torch's choice]")
 THREADS_NOW = option("CPU threads for torch. [torch's choice]", callback=_compute_with)
 CONFIG = option("Run file (TOML); flags override it.")
-SET = option("Any other key, as key=value; repeatable.")
+SET = option("Any other key, as key=value; repeatable.", autocompletion=completion.SETTINGS)
 
 # A trained model
 TRAINED = "Run or checkpoint folder, hf:FOLDER or hf:owner/name."
@@ -64,7 +70,8 @@ TOKENIZER = option("Tokenizer if the run records none: bytes, gpt2, or a tokeniz
 
 # A machine that is not here
 CAPABILITY = option(
-    "Assume a GPU of this compute capability (9.0), or a CPU (none). [this machine]"
+    "Assume a GPU of this compute capability (9.0), or a CPU (none). [this machine]",
+    autocompletion=completion.CAPABILITIES,
 )
 TE = option("With --capability: is Transformer Engine installed? [yes]")
 

@@ -4,19 +4,24 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import leave_while_importing, options
+from fp8stack.cli import completion, leave_while_importing, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import Interrupted
 
 DATA = option("Text, tokens, a folder, or a mixture. [Python's library]")
-DATA_ORDER = option("Window order: random, or shuffled epochs. [random]")
+DATA_ORDER = option(
+    "Window order: random, or shuffled epochs. [random]",
+    autocompletion=completion.choices("data_order"),
+)
 TOKENIZER = option("Of text and .bin: bytes, gpt2 or a tokenizer.json.")
-SCHEDULE = option("cosine, wsd or constant. [cosine]")
+SCHEDULE = option(
+    "cosine, wsd or constant. [cosine]", autocompletion=completion.choices("schedule")
+)
 RESUME = option("auto, a run, or a checkpoint. Bare: auto.")
 GRAD_COMPRESSION = option("With ddp: bf16, or none. [none]")
 PROFILE = option("Profile one step after warm-up.")
 TELEMETRY_EVERY = option("Steps between FP8 samples; 0: none. [50]")
-WHAT_IF = option("More recipes for telemetry: mxfp8,block.")
+WHAT_IF = option("More recipes for telemetry: mxfp8,block.", autocompletion=completion.RECIPES)
 GUARD = option("Skip bad steps, roll back, leave FP8. On by default.")
 
 

@@ -7,13 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common import terminal
 from fp8stack.common.errors import UserError, unknown
 
 KINDS = ("models", "recipes", "runs")
-KIND = typer.Argument(help="models, recipes or runs.", show_default=False, metavar="KIND")
+KIND = typer.Argument(
+    help="models, recipes or runs.",
+    show_default=False,
+    metavar="KIND",
+    autocompletion=completion.values(lambda: KINDS),
+)
 FOLDER = typer.Argument(help="Of runs: the folder to look in. [runs]", show_default=False)
 RUN = typer.Argument(help="Run folder.", show_default=False)
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
@@ -21,7 +26,8 @@ TEXT = option("Print a summary; write a page only with --out.", "--text")
 EVALUATED = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
     "Precision recipes, TOML files or folders of transformers, which are run as a server does, "
-    "separated by commas. [the run's own]"
+    "separated by commas. [the run's own]",
+    autocompletion=completion.RECIPES,
 )
 AGREE = option(
     "Compare the first recipe with each other one, token by token: KL, log probabilities, top-1, "

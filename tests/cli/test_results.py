@@ -110,9 +110,24 @@ def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, messag
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("fp8stack f", "forecast"), ("fp8stack pretrain --recipe mxfp6_e2", "mxfp6_e2m3")],
+    [
+        ("fp8stack f", "forecast"),
+        ("fp8stack pretrain --recipe mxfp6_e2", "mxfp6_e2m3"),
+        ("fp8stack compare --recipes fp32,mxfp6_e2", "fp32,mxfp6_e2m3"),
+        ("fp8stack pretrain --optimizer mu", "muon"),
+        ("fp8stack pretrain --set recipe.resi", "recipe.residual="),
+        ("fp8stack pretrain --set weight_d", "weight_decay="),
+        ("fp8stack export runs/a --format saf", "safetensors"),
+        ("fp8stack plan --gpu H20", "H200"),
+        ("fp8stack plan --capability 8.9", "8.9"),
+        ("fp8stack list rec", "recipes"),
+        ("fp8stack copy recipe dela", "delayed"),
+        ("fp8stack copy model gpt2-3", "gpt2-350m"),
+    ],
 )
-def test_a_shell_completes_commands_and_presets(command, capsys, monkeypatch, typed, offered):
+def test_a_shell_completes_commands_presets_and_choices(
+    command, capsys, monkeypatch, typed, offered
+):
     monkeypatch.setenv("SHELL", "/bin/bash")
     assert command("--completion") == 0
     assert "_FP8STACK_COMPLETE=complete_bash" in capsys.readouterr().out

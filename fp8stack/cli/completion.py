@@ -1,0 +1,81 @@
+"""The values of options and arguments that a shell completes; see `fp8stack --completion`.
+
+Each is a function of the word that was typed so far. Modules with the values are imported when a
+shell asks, not for every command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import get_args
+
+Complete = Callable[[str], list[str]]
+
+
+def values(names: Callable[[], Iterable[str]]) -> Complete:
+    """Complete a word, or the last of several words between commas, to one of `names()`."""
+
+    def complete(incomplete: str) -> list[str]:
+        words = incomplete[: incomplete.rfind(",") + 1]
+        return [words + name for name in names()]
+
+    return complete
+
+
+def choices(key: str) -> Complete:
+    """Complete the value of a run's key that has a fixed choice of values."""
+
+    def names() -> Iterable[str]:
+        from fp8stack.planning.run_config import RunConfig
+
+        annotation = RunConfig.model_fields[key].annotation
+        return (name for name in get_args(annotation) if isinstance(name, str))
+
+    return values(names)
+
+
+def _presets(kind: str) -> Iterable[str]:
+    from fp8stack.common.presets import names
+
+    return names(kind)  # type: ignore[arg-type]
+
+
+def _gpus() -> Iterable[str]:
+    from fp8stack.precision.gpus import GPUS
+
+    return (gpu.name for gpu in GPUS)
+
+
+def _capabilities() -> Iterable[str]:
+    from fp8stack.precision.hardware import CAPABILITIES
+
+    return ("none", *(f"{major}.{minor}" for major, minor in CAPABILITIES))
+
+
+def _settings() -> Iterable[str]:
+    """The keys of a run, and those of its model and recipe, with the sign that follows them."""
+    from fp8stack.model.config import GPTConfig
+    from fp8stack.planning.run_config import RunConfig
+    from fp8stack.precision import Recipe
+
+    for prefix, schema in (("", RunConfig), ("model.", GPTConfig), ("recipe.", Recipe)):
+        yield from (f"{prefix}{key}=" for key in schema.model_fields)
+
+
+def _export_formats() -> Iterable[str]:
+    from fp8stack.trained.export import Format
+
+    return get_args(Format)
+
+
+def _export_schemes() -> Iterable[str]:
+    from fp8stack.trained.export.quantized_weights import SchemeName
+
+    return get_args(SchemeName)
+
+
+MODELS = values(partial(_presets, "models"))
+RECIPES = values(partial(_presets, "recipes"))
+GPUS, CAPABILITIES, SETTINGS = values(_gpus), values(_capabilities), values(_settings)
+EXPORT_FORMATS, EXPORT_SCHEMES = values(_export_formats), values(_export_schemes)
