@@ -101,7 +101,7 @@ def prepared_segments(
         raise UserError(
             f"{folder} was made with the tokenizer {made_for.name}, which has "
             f"{made_for.vocabulary} tokens, and the model has {vocabulary}. Use a model with as "
-            f"many, for example with --set model_overrides.vocabulary={made_for.vocabulary}."
+            f"many, for example with --set model.vocabulary={made_for.vocabulary}."
         )
     segments = {
         name: tuple(_segment(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)

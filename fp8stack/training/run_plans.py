@@ -163,7 +163,7 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
     if context > model.context:
         raise UserError(
             f"--context {context} is more than the {model.context} of model {config.model}. "
-            f"Lower it, or --set model_overrides.context={context}"
+            f"Lower it, or --set model.context={context}"
         )
     return context
 

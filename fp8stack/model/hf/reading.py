@@ -168,7 +168,7 @@ def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, 
         "bias": hf_config.fp8stack.bias,
         "dropout": dropout,
     }
-    remedy = "--set model_overrides.dropout=0 trains without"
+    remedy = "--set model.dropout=0 trains without"
     notes = [f"dropout {dropout:g}, as in the folder; {remedy}"] if dropout else []
     return shape, notes
 
@@ -201,7 +201,7 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
     if dropout is None and hf_config.attention_dropout:
         notes.append(
             f"attention_dropout {hf_config.attention_dropout:g} of the folder is left out: here it "
-            "is not of attention alone; --set model_overrides.dropout sets it for all"
+            "is not of attention alone; --set model.dropout sets it for all"
         )
     usual_width = hf_config.hidden_size // heads
     head_width = usual_width if hf_config.head_dim is None else hf_config.head_dim
