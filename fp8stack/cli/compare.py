@@ -16,9 +16,7 @@ OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-
 BASELINE = option(
     "Recipe to compare the others with. [fp32, else the first]", autocompletion=completion.RECIPES
 )
-FROM = option(
-    "Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from", metavar="PATH"
-)
+FROM = option("Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from")
 SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, with --from 0%]")
 UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
 MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")

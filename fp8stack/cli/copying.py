@@ -6,18 +6,13 @@ from typing import Annotated
 import typer
 
 from fp8stack.cli import completion
-from fp8stack.cli.options import option
+from fp8stack.cli.options import argument, option
 from fp8stack.common import terminal
 from fp8stack.common.errors import UserError, quoted, unknown
 
 FLAGS = {"model": "--model", "recipe": "--recipe", "run": "--config"}
 """The kinds that can be copied, and the flag of `pretrain` that takes the copy."""
-KIND = typer.Argument(
-    help="model, recipe or run.",
-    show_default=False,
-    metavar="KIND",
-    autocompletion=completion.values(lambda: FLAGS),
-)
+KIND = argument("KIND", "model, recipe or run.", autocompletion=completion.values(lambda: FLAGS))
 
 
 def _names(context: typer.Context, incomplete: str) -> list[str]:
@@ -27,12 +22,10 @@ def _names(context: typer.Context, incomplete: str) -> list[str]:
     return complete(incomplete) if complete else []
 
 
-NAME = typer.Argument(
-    help="Model preset, recipe or TOML file; of a run, its folder.",
-    show_default=False,
-    autocompletion=_names,
+NAME = argument(
+    "NAME", "Model preset, recipe or TOML file; of a run, its folder.", autocompletion=_names
 )
-FILE = typer.Argument(help="TOML file to write.", show_default=False)
+FILE = argument("FILE", "TOML file to write.")
 OVERWRITE = option("Replace the file if it exists.", "--overwrite")
 
 

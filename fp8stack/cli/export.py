@@ -2,14 +2,11 @@
 
 from typing import Annotated
 
-import typer
-
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import say, warn
 
-RUN = typer.Argument(help=options.TRAINED, show_default=False, metavar="RUN")
 FORMAT = option(
     "Format: hf (transformers), fp8 (transformers, vLLM), safetensors. [hf]",
     autocompletion=completion.EXPORT_FORMATS,
@@ -19,12 +16,12 @@ SCHEME = option(
     autocompletion=completion.EXPORT_SCHEMES,
 )
 OVERWRITE = option("Delete an earlier export in --out first.", "--overwrite")
-PUSH = option("Upload the folder to this repository of the Hugging Face Hub.", metavar="OWNER/NAME")
+PUSH = option("Upload the folder to this repository of the Hugging Face Hub, owner/name.")
 PRIVATE = option("With --push: make the repository private.", "--private")
 
 
 def export(
-    run: Annotated[str, RUN],
+    run: Annotated[str, options.RUN],
     out: Annotated[str, option("Folder to create.")],
     format: Annotated[str, FORMAT] = "hf",
     dtype: Annotated[str, option("Dtype of tensors not in FP8: fp32 or bf16. [fp32]")] = "fp32",

@@ -7,13 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.common.terminal import show
 
-RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
 )
@@ -36,7 +33,7 @@ MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
 
 
 def forecast(
-    run: Annotated[str, RUN],
+    run: Annotated[str, options.RUN],
     recipes: Annotated[str | None, RECIPES] = None,
     data: Annotated[str | None, DATA] = None,
     windows: Annotated[int, WINDOWS] = 128,
@@ -68,7 +65,7 @@ def forecast(
 
 
 def tune(
-    run: Annotated[str, RUN],
+    run: Annotated[str, options.RUN],
     budget: Annotated[str | None, BUDGET] = None,
     bits: Annotated[float | None, BITS] = None,
     time: Annotated[str | None, TIME] = None,

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.errors import UserError, quoted
@@ -18,7 +16,7 @@ RECIPE = option(
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help=options.TRAINED, show_default=False)],
+    run: Annotated[str, options.RUN],
     prompt: Annotated[str | None, option("Prompt. [the start of a document]")] = None,
     prompt_file: Annotated[str | None, option("File with the prompt, in UTF-8.")] = None,
     tokens: Annotated[int, option("Tokens to generate at most. [256]")] = 256,

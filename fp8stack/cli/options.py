@@ -16,6 +16,11 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, show_default=False, **more)
 
 
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    """An argument that help and errors call `metavar`, in capitals."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
+
+
 def _show(context: typer.Context, requested: bool) -> None:
     if requested:
         write_text(f"{context.get_help()}\n")
@@ -66,6 +71,7 @@ SET = option("Any other key, as key=value; repeatable.", autocompletion=completi
 
 # A trained model
 TRAINED = "Run or checkpoint folder, hf:FOLDER or hf:owner/name."
+RUN = argument("RUN", TRAINED)
 TOKENIZER = option("Tokenizer if the run records none: bytes, gpt2, or a tokenizer.json.")
 
 # A machine that is not here
@@ -109,15 +115,17 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 GROUPS = {
     "Model and precision": "model init_from from_ recipe recipes agree limit baseline shared "
     "phases backend strict",
-    "Data": "data data_order document_mask tokenizer windows tokens",
+    "Data": "data data_order document_mask tokenizer windows",
     "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
-    "seed seeds until margin hours",
+    "seed seeds until margin hours tokens prompt prompt_file temperature top_k top_p",
     "Machine": "device threads ranks parallel activation_checkpointing grad_compression compile "
     "capability gpu te memory",
     "Files": "out overwrite resume eval_every save_every checkpoint_async config set",
     "Logs": "log_every tensorboard wandb trackio telemetry_every what_if profile guard",
 }
 """The options of each group, by their names in the code."""
+TITLES = {"eval": "Evaluation", "generate": "Sampling"}
+"""The title of the group "Training" in commands that train nothing."""
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 COMMAND_GROUPS = {
     "Train": "pretrain compare prepare",
@@ -149,7 +157,8 @@ class Command(TyperCommand):
             else:
                 group = "Options" if few else _GROUP_OF.get(parameter.name or "", "Options")
             groups[group].append((_shorter(names), help))
-        _write(formatter, groups)
+        title = TITLES.get(self.name or "", "Training")
+        _write(formatter, {title if g == "Training" else g: rows for g, rows in groups.items()})
 
 
 class Group(TyperGroup):

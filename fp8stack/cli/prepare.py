@@ -2,16 +2,13 @@
 
 from typing import Annotated
 
-import typer
-
 from fp8stack.cli import leave_while_importing, options
-from fp8stack.cli.options import option
+from fp8stack.cli.options import argument, option
 
-INPUTS = typer.Argument(
-    metavar="INPUT",
-    help="Files of text, JSON lines, JSON, CSV, parquet or arrow, packed or not, folders of them, "
-    "or datasets as hf:NAME[:CONFIG][@SPLIT].",
-    show_default=False,
+INPUTS = argument(
+    "INPUTS",
+    "Files of text, JSON lines, JSON, CSV, parquet or arrow, packed or not, folders of them, or "
+    "datasets as hf:NAME[:CONFIG][@SPLIT].",
 )
 TOKENIZER = option("Tokenizer: bytes, gpt2, a tokenizer.json, or hf:owner/name. [bytes]")
 END_OF_TEXT = option("Token after each document. [the tokenizer's eos_token]")

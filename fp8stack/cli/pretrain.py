@@ -52,7 +52,6 @@ def pretrain(
             "Run, checkpoint, hf:FOLDER or hf:owner/name to begin from.",
             "--init-from",
             "--init",
-            metavar="PATH",
         ),
     ] = None,
     config: Annotated[str | None, options.CONFIG] = None,

@@ -8,22 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from fp8stack.cli import completion, options
-from fp8stack.cli.options import option
+from fp8stack.cli.options import argument, option
 from fp8stack.common import terminal
 from fp8stack.common.errors import UserError, unknown
 
 KINDS = ("models", "recipes", "runs")
-KIND = typer.Argument(
-    help="models, recipes or runs.",
-    show_default=False,
-    metavar="KIND",
-    autocompletion=completion.values(lambda: KINDS),
-)
-FOLDER = typer.Argument(help="Of runs: the folder to look in. [runs]", show_default=False)
-RUN = typer.Argument(help="Run folder.", show_default=False)
+KIND = argument("KIND", "models, recipes or runs.", autocompletion=completion.values(lambda: KINDS))
+FOLDER = argument("FOLDER", "Of runs: the folder to look in. [runs]")
+RUN = argument("RUN", "Run folder.")
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
 TEXT = option("Print a summary; write a page only with --out.", "--text")
-EVALUATED = typer.Argument(help=options.TRAINED, show_default=False)
+RUNS = argument("RUNS", "Run folders.")
+EVALUATED = argument("RUNS", options.TRAINED)
 RECIPES = option(
     "Precision recipes, TOML files or folders of transformers, which are run as a server does, "
     "separated by commas. [the run's own]",
@@ -81,7 +77,7 @@ def show(run: Annotated[Path, RUN]) -> None:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    runs: Annotated[list[Path], RUNS],
     out: Annotated[str | None, OUT] = None,
     text: Annotated[bool, TEXT] = False,
     json: Annotated[bool, options.JSON] = False,
