@@ -35,7 +35,7 @@ model.to(device)
 # Replaces the linear layers in place. Parameters, their names and ties stay, so the optimizer,
 # checkpoints and the rest of the loop do not change.
 fp8stack.convert(model, fp8stack.resolve(args.recipe, fp8stack.probe()))
-print(*model.fp8_plan.summary(), sep="\n")
+print(*fp8stack.plan_of(model).summary(), sep="\n")
 
 # Real data would be tokenized with the model's own tokenizer; here each byte is a token.
 text = Path(__file__).read_bytes()

@@ -32,7 +32,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(devi
 hardware = fp8stack.probe(device.type)
 fp8stack.convert(model, fp8stack.resolve(args.recipe, hardware))
 if rank == 0:
-    print(*model.fp8_plan.summary(), sep="\n")
+    print(*fp8stack.plan_of(model).summary(), sep="\n")
 parallel = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
 

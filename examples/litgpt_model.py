@@ -24,7 +24,7 @@ torch.manual_seed(0)
 config = Config.from_name(args.model, block_size=128)
 model = GPT(config)
 fp8stack.convert(model, fp8stack.resolve(args.recipe, fp8stack.probe()))
-print(*model.fp8_plan.summary(), sep="\n")
+print(*fp8stack.plan_of(model).summary(), sep="\n")
 
 text = torch.tensor(list(Path(__file__).read_bytes()))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

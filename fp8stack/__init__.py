@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fp8stack.layers import build_backend, fp8_state, load_fp8_state
     from fp8stack.model.config import GPTConfig, load_config, plan_for
     from fp8stack.model.convert import convert
+    from fp8stack.model.converted import delayed_scaling_of, plan_of
     from fp8stack.model.gpt import GPT
     from fp8stack.planning.savings import savings
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
@@ -32,6 +33,7 @@ _NAMES = {
     "trained.generate": ("generate",),
     "model.config": ("GPTConfig", "load_config", "plan_for"),
     "model.convert": ("convert",),
+    "model.converted": ("delayed_scaling_of", "plan_of"),
     "model.gpt": ("GPT",),
     "training.optim.grad_scaler": ("LossScaler",),
     "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
@@ -53,6 +55,7 @@ __all__ = [
     "UserError",
     "build_backend",
     "convert",
+    "delayed_scaling_of",
     "evaluate",
     "export",
     "fp8_state",
@@ -64,6 +67,7 @@ __all__ = [
     "load_tokenizer",
     "numerics",
     "plan_for",
+    "plan_of",
     "precision_for_phase",
     "pretrain",
     "probe",

@@ -55,9 +55,9 @@ def convert(
     the parameter is known.
 
     The training loop does not change: forward, `loss.backward()` and `optimizer.step()` on
-    `module`, also in delayed scaling. Outputs keep their dtype. `module.fp8_plan` (`.layers`,
+    `module`, also in delayed scaling. Outputs keep their dtype. `plan_of(module)` (`.layers`,
     `.reasons`, `.summary()`) and the log of "fp8stack" list the converted layers, and the others
-    with the reason. A forward pass updates `module.fp8_plan` if layers were replaced or resized,
+    with the reason. A forward pass updates `plan_of(module)` if layers were replaced or resized,
     and the first training pass warns about layers that it did not call. Convert before
     torch.compile.
 

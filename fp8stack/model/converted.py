@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8stack.common.errors import UserError
+from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.linear import LowPrecisionLinear, require_no_transform
 from fp8stack.model.converted_experts import linears_of, not_converted
 from fp8stack.precision import LayerPlan, Plan
@@ -40,6 +41,32 @@ def _state(module: nn.Module) -> object:
     """The value that a place compares: the size of a linear, or why experts do not run as they were
     converted."""
     return not_converted(module) if linears_of(module) else vars(module).get("out_features")
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of a converted model, as it is now, or of a `GPT`: the precision of each layer, with
+    reasons.
+
+    Raises:
+        UserError: the model is neither; a part of a converted model has no plan of its own.
+    """
+    plan = getattr(model, "fp8_plan", None)
+    if plan is None:
+        plan = getattr(getattr(model, "backend", None), "plan", None)
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"{type(model).__name__} has no plan: convert it first, or give the module that was "
+            "converted."
+        )
+    return plan
+
+
+def delayed_scaling_of(model: nn.Module) -> DelayedScaling | None:
+    """The delayed scaling of a converted model or a `GPT`, with its amax history; None if no layer
+    uses it. For errors see `plan_of`."""
+    plan_of(model)
+    scaling: DelayedScaling | None = getattr(model, "delayed_scaling", None)
+    return scaling
 
 
 class PlanFollower:

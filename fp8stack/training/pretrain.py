@@ -3,8 +3,9 @@
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
+from fp8stack.planning.run_keys import RunKeys
 from fp8stack.training.loop import PREEMPTED, train
 from fp8stack.training.setup.start import set_up
 from fp8stack.training.signals import Preempted, StopRequests, stop_requests
@@ -16,7 +17,7 @@ def pretrain(
     *,
     resume: str | Path | None = None,
     overwrite: bool = False,
-    **keys: Any,
+    **keys: Unpack[RunKeys],
 ) -> Path:
     """Train a model like the command `fp8stack pretrain`, and return the run's folder.
 
@@ -32,10 +33,10 @@ def pretrain(
         Preempted: a signal stopped the run, which is saved and can be resumed.
     """
     config, resume = (None if path is None else str(path) for path in (config, resume))
-    keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    flags = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
     with adapting(), stop_requests() if is_main else nullcontext(StopRequests()) as stop:
-        run = set_up(keys, config, [], resume, overwrite)
+        run = set_up(flags, config, [], resume, overwrite)
         if train(run, stop) == PREEMPTED:
             raise Preempted(f"Stopped after step {run.step}, saved. Go on with resume='auto'.")
     return run.folder.path

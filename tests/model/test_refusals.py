@@ -98,7 +98,7 @@ def test_an_argument_of_another_type_is_named(options, message):
         (lambda: fp8stack.build_backend("te"), "build_backend needs a plan"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(None), "not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(plain()), "not by a Sequential"),  # type: ignore[arg-type]
-        (lambda: fp8stack.pretrain(stpes=1), "No key 'stpes'. Did you mean 'steps'?"),
+        (lambda: fp8stack.pretrain(stpes=1), "Did you mean 'steps'?"),  # type: ignore[call-arg]
     ],
 )
 def test_other_functions_name_what_they_need(call, message):

@@ -51,7 +51,7 @@ def test_its_keys_overrule_a_run_file(tmp_path):
 
 def test_bad_input_is_raised_in_one_line(tmp_path):
     with pytest.raises(UserError, match="stepz") as caught:
-        fp8stack.pretrain(stepz=3)
+        fp8stack.pretrain(stepz=3)  # type: ignore[call-arg]
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     (tmp_path / "run").mkdir()
