@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
     from fp8stack.layers import build_backend, fp8_state, load_fp8_state
     from fp8stack.model.config import GPTConfig, load_config, plan_for
+    from fp8stack.model.conversion_plan import plan
     from fp8stack.model.convert import convert
     from fp8stack.model.converted import delayed_scaling_of, plan_of
     from fp8stack.model.gpt import GPT
@@ -32,6 +33,7 @@ _NAMES = {
     "trained.export": ("export",),
     "trained.generate": ("generate",),
     "model.config": ("GPTConfig", "load_config", "plan_for"),
+    "model.conversion_plan": ("plan",),
     "model.convert": ("convert",),
     "model.converted": ("delayed_scaling_of", "plan_of"),
     "model.gpt": ("GPT",),
@@ -66,6 +68,7 @@ __all__ = [
     "load_recipe",
     "load_tokenizer",
     "numerics",
+    "plan",
     "plan_for",
     "plan_of",
     "precision_for_phase",

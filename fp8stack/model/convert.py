@@ -3,8 +3,7 @@ stay the same objects under the same names, so ties, optimizers, checkpoints, ho
 are unaffected."""
 
 import logging
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -17,21 +16,13 @@ from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.linear import LowPrecisionLayer, LowPrecisionLinear
 from fp8stack.layers.reminder import StateReminder
 from fp8stack.layers.shared_amaxes import Group
+from fp8stack.model.conversion_plan import choose_layers, decide, probe_for
 from fp8stack.model.converted import UNCHANGED, PlanFollower
 from fp8stack.model.converted_experts import convert_experts, expert_linear, require_free_name
-from fp8stack.model.convertible import Layers, Linear, conv1d, find_layers, find_left_out, shape_of
+from fp8stack.model.convertible import Layers, Linear, conv1d
 from fp8stack.model.expert_layouts import ExpertWeight
-from fp8stack.model.experts import (
-    ExpertModule,
-    find_mixtures,
-    find_routers,
-    matrices_beside,
-    unknown_layouts,
-)
-from fp8stack.model.heads import find_heads
-from fp8stack.model.hf import scheme_loaded_from
 from fp8stack.model.subclasses import subclass
-from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
+from fp8stack.precision import LayerPlan, Plan, Recipe, resolve
 
 log = logging.getLogger("fp8stack")
 
@@ -94,28 +85,20 @@ def convert(
             matches no layer; the module is converted already; under `strict`, the hardware cannot
             serve a layer.
     """
-    also = (also,) if isinstance(also, type) else also
-    exclude = (exclude,) if isinstance(exclude, str) else exclude
-    _require_arguments(module, exclude, also, amax_group)
-    patterns, also = tuple(exclude), tuple(also)
+    layers, left_out = choose_layers(module, exclude, also)
+    if not (amax_group in ("world", None) or isinstance(amax_group, dist.ProcessGroup)):
+        raise UserError(
+            f"amax_group: {described(amax_group)} is no group of torch.distributed. Pass what "
+            "new_group or mesh.get_group gave, or None for this rank alone."
+        )
     if isinstance(plan, str | Recipe):
-        devices = {parameter.device.type for parameter in module.parameters()}
-        plan = resolve(plan, probe("cuda" if "cuda" in devices else "cpu"))
+        plan = resolve(plan, probe_for(module))
     if not isinstance(plan, Plan):
         raise UserError(
             f"convert needs a recipe or a plan, such as convert(model, 'delayed'), not "
             f"{described(plan)}."
         )
-    usual = Recipe(name="").beside_linears
-    for key, setting in plan.recipe.beside_linears.items():
-        if setting != usual[key]:
-            raise UserError(
-                f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
-                f"'{setting}'. Set it to '{usual[key]}' in the recipe."
-            )
-    layers = find_layers(module, also)
-    left_out = find_left_out(module, layers, patterns, also)
-    plan = _decided(module, plan, layers, left_out, scaled_loss)
+    plan = decide(module, plan, layers, left_out, scaled_loss)
     backend = build_backend(plan)
     if backend.delayed is not None:
         backend.delayed.sharing.group = amax_group
@@ -145,104 +128,6 @@ def convert(
     for line in plan.summary():
         log.info(line)
     return module
-
-
-def _require_arguments(module: object, exclude: object, also: object, amax_group: object) -> None:
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        raise UserError(
-            f"convert takes a model, not {described(module)}: make one first, such as "
-            f"convert({module.__name__}(...), 'delayed')."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UserError(
-            "convert cannot change a TorchScript module: convert the model that it was made from, "
-            "and compile that with torch.compile."
-        )
-    if not isinstance(module, nn.Module):
-        raise UserError(f"convert takes a model (torch.nn.Module), not {described(module)}.")
-    for pattern in exclude if isinstance(exclude, Iterable) else (exclude,):
-        if not isinstance(pattern, str):
-            raise UserError(
-                f"exclude: {described(pattern)} is no pattern. Give module paths such as "
-                "'*.mlp.*', one or several."
-            )
-    for kind in also if isinstance(also, Iterable) else (also,):
-        if not isinstance(kind, type):
-            raise UserError(
-                f"also: {described(kind)} is no class. Give classes of layers, such as "
-                "also=(FalconLinear,)."
-            )
-    if not (amax_group in ("world", None) or isinstance(amax_group, dist.ProcessGroup)):
-        raise UserError(
-            f"amax_group: {described(amax_group)} is no group of torch.distributed. Pass what "
-            "new_group or mesh.get_group gave, or None for this rank alone."
-        )
-
-
-def _decided(
-    module: nn.Module,
-    plan: Plan,
-    layers: Layers,
-    left_out: dict[str, str],
-    scaled_loss: bool,
-) -> Plan:
-    """`plan` with a decision for each layer; layers with the precision "unchanged" are not
-    converted. Raises a UserError if an FP8 recipe leaves no layer in FP8."""
-    shapes = {name: shape_of(layer) for name, layer in layers.items()}
-    grouped = {n: layer.groups for n, layer in layers.items() if isinstance(layer, ExpertWeight)}
-    linears = {name: layer.module for name, layer in layers.items() if name not in grouped}
-    if plan.is_fp8 and not layers:
-        raise UserError("Nothing to convert: no linear layer.")
-    if plan.loss_scaling and not scaled_loss:
-        unscaled = "fp16 needs a scaled loss: scale it (LossScaler) and pass scaled_loss=True"
-        left_out = {name: left_out.get(name, unscaled) for name in layers}
-    # If all layers are left out, "auto" must not fall back to a recipe without FP8.
-    settled = plan.is_fp8 and len(left_out) == len(layers)
-    fresh = replace(plan, layers=(), asked=plan.recipe.name if settled else plan.asked)
-    heads = find_heads(module, linears, shapes)
-    mixtures = find_mixtures(module)
-    routers = find_routers(module, {name: shapes[name] for name in linears}, mixtures)
-    fresh = fresh.for_layers(shapes, heads, left_out, UNCHANGED, routers=routers, grouped=grouped)
-    if fresh.is_fp8 and not fresh.runs_fp8:
-        names: dict[str, list[str]] = {}  # by the reason that they are not in FP8
-        for layer in fresh.layers:
-            names.setdefault(layer.reason, []).append(layer.name)
-        listed = "; ".join(
-            f"{first}{f' and {len(further)} more' if further else ''}: {reason}"
-            for reason, (first, *further) in names.items()
-        )
-        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({listed}).")
-    if not fresh.is_fp8 and fresh.compute_dtype not in ("bf16", "fp16"):
-        unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
-        return replace(fresh, layers=tuple(unchanged))
-    notes = unknown_layouts(module, shapes, mixtures)
-    if (origin := scheme_loaded_from(module)) is not None:
-        notes = [*notes, origin]
-    fresh = replace(fresh, reasons=(*fresh.reasons, *notes))
-    return _with_work(module, fresh, mixtures) if fresh.is_fp8 else fresh
-
-
-def _with_work(module: nn.Module, plan: Plan, mixtures: Collection[ExpertModule]) -> Plan:
-    """`plan` with the work of its layers and of the matrices outside them; experts
-    count only for the share of tokens that they get."""
-    sizes = {
-        layer.name: layer.in_features * layer.out_features * (layer.groups or 1)
-        for layer in plan.layers
-    }
-    beside = matrices_beside(module, sizes, mixtures)
-    layers = []
-    for layer in plan.layers:
-        mixture = next((mixture for mixture in mixtures if mixture.holds(layer.name)), None)
-        active = 1.0 if mixture is None else mixture.active or 1.0
-        layers.append(replace(layer, active=active))
-    unknown = any(mixture.active is None for mixture in mixtures)
-    return replace(
-        plan,
-        layers=tuple(layers),
-        work_outside_linears=beside.work,
-        counted="GEMM weights" if unknown else "GEMM FLOPs",
-        reasons=(*plan.reasons, beside.sentence) if beside.sentence else plan.reasons,
-    )
 
 
 def _with_all_experts(layers: Layers, plan: Plan) -> list[LayerPlan]:

@@ -406,14 +406,28 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """A note on the layers that run in FP8 although it may not be faster; layers that differ
-        only in their block are listed once."""
-        count = sum(bool(layer.doubt) for layer in self.layers)
-        by_doubt: dict[str, list[str]] = {}
-        for name, group in _groups(self.layers, "doubt"):
-            by_doubt.setdefault(group[0].doubt, []).append(name)
-        kinds = "; ".join(f"{', '.join(names)}, {doubt}" for doubt, names in by_doubt.items())
-        return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
+        """Notes on the layers that run in FP8 although it may not be faster, and on emulated layers
+        of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block are
+        listed once."""
+        notes = []
+        if kinds := _doubts(self.layers):
+            count = sum(bool(layer.doubt) for layer in self.layers)
+            notes.append(f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}")
+        odd = [replace(la, doubt=self._odd_size(la)) for la in self.layers]
+        if kinds := _doubts(odd):
+            notes.append(f"emulated here, but on a GPU not in {self.recipe.name}: {kinds}")
+        return notes
+
+    def _odd_size(self, layer: LayerPlan) -> str:
+        """The reason that no GPU runs this layer, which a CPU emulates, in FP8; "" if one does."""
+        quantizers = layer.quantizers
+        emulated = self.device == "cpu" and self.backend_of(layer) == "emulate" and layer.fp8
+        if not emulated or quantizers is None or layer.groups or kernel_of(quantizers) is None:
+            return ""
+        multiple = feature_multiple(quantizers, "te")
+        sides = (("in", layer.in_features), ("out", layer.out_features))
+        odd = [f"{size} {side} features" for side, size in sides if size % multiple]
+        return f"{' and '.join(odd)}, not divisible by {multiple}" if odd else ""
 
     def layer(self, name: str) -> LayerPlan:
         """The decision for the layer `name`, or for the grouped linear of the group
@@ -425,6 +439,9 @@ class Plan:
             for layer in self.layers
             if layer.name == name or (layer.groups and layer.name == group_of)
         )
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary())
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""
@@ -509,6 +526,14 @@ def _groups(
             groups.setdefault((pattern, layer.precision, sentence), []).append(layer)
     for (pattern, *_), group in groups.items():
         yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
+
+
+def _doubts(layers: Iterable[LayerPlan]) -> str:
+    """The doubts about layers, each after the names of its layers."""
+    names: dict[str, list[str]] = {}
+    for name, group in _groups(layers, "doubt"):
+        names.setdefault(group[0].doubt, []).append(name)
+    return "; ".join(f"{', '.join(of_doubt)}, {doubt}" for doubt, of_doubt in names.items())
 
 
 def _grouped(
