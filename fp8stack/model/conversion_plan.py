@@ -49,8 +49,8 @@ def plan(
         UserError: bad input, see `convert`; no such capability or GPU.
     """
     layers, left_out = choose_layers(module, exclude, also)
-    here = capability is None and gpu is None and te is None
-    hardware = probe_for(module) if here else machine_for(capability, te, gpu=gpu)
+    this_machine = capability is None and gpu is None and te is None
+    hardware = probe_for(module) if this_machine else machine_for(capability, te, gpu=gpu)
     return decide(module, resolve(recipe, hardware), layers, left_out, scaled_loss)
 
 
