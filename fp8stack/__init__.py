@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fp8stack.training.load import load
     from fp8stack.training.optim.grad_scaler import LossScaler
     from fp8stack.training.pretrain import pretrain
+    from fp8stack.training.telemetry.operand_errors import Telemetry
 
 _NAMES = {
     "layers": ("build_backend", "fp8_state", "load_fp8_state"),
@@ -43,6 +44,7 @@ _NAMES = {
     "data.tokenizer": ("Tokenizer", "load_tokenizer"),
     "training.load": ("load",),
     "training.pretrain": ("pretrain",),
+    "training.telemetry.operand_errors": ("Telemetry",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -53,6 +55,7 @@ __all__ = [
     "LossScaler",
     "Plan",
     "Recipe",
+    "Telemetry",
     "Tokenizer",
     "UserError",
     "build_backend",

@@ -49,9 +49,17 @@ _TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db
 
 
 class Sample(NamedTuple):
-    """The figures of one sampled step. `rows` has one row for the model, then one per operand and
-    recipe, then one per part with a gradient. `numbers` has the same figures by name, for trackers:
-    `fp8/sqnr_db/blocks.0.mlp.up.input`, `gradient/norm/blocks.0.mlp.up`."""
+    """The figures of one sampled step, as in `telemetry.jsonl`.
+
+    Attributes:
+        rows: one row for the model (`step`, `fp8_gemms`, `fp8_layers`, `layers`, `not_fp8`,
+            `scale_changes`), then one per operand and recipe (`step`, `layer`, `operand`, `recipe`,
+            `what_if`, `format`, `amax`, `scale`, `headroom_bits`, `saturated`, `underflow`,
+            `nonfinite`, `sqnr_db`), then one per part with a gradient (`step`, `gradient`, `norm`,
+            `ratio`, `zeros`). A figure that is unknown or not finite is None.
+        numbers: the same figures by name, for trackers: `fp8/sqnr_db/blocks.0.mlp.up.input`,
+            `gradient/norm/blocks.0.mlp.up`.
+    """
 
     rows: list[Row]
     numbers: dict[str, float]
@@ -83,7 +91,13 @@ class _OfGroups(NamedTuple):
 
 
 class Telemetry:
-    """Samples the steps of one run.
+    """Samples the steps of a training loop.
+
+        with telemetry.sampling(model) if telemetry.due(step) else nullcontext():
+            loss(model(x)).backward()
+        if telemetry.due(step):
+            telemetry.gradients(model)
+            sample = telemetry.finish(step)
 
     Args:
         plan: the plan that runs. Without FP8, operands are measured only in the `what_if` recipes.
@@ -98,7 +112,7 @@ class Telemetry:
     """
 
     def __init__(
-        self, plan: Plan, every: int, what_if: Sequence[str] = (), *, operands: bool = True
+        self, plan: Plan, every: int = 50, what_if: Sequence[str] = (), *, operands: bool = True
     ) -> None:
         self.plan = plan
         self.every = every
@@ -110,8 +124,8 @@ class Telemetry:
         self._changes: Tensor | None = None
         self._scales: Tensor | None = None  # of the previous sample, [slots]
 
-    def due(self, step: int, first_step: int, last_step: int) -> bool:
-        """Whether to sample `step` in a run from `first_step` to `last_step`."""
+    def due(self, step: int, first_step: int = 1, last_step: int | None = None) -> bool:
+        """Whether to sample `step` in a run from `first_step` to `last_step` (None: not known)."""
         if not self.every:
             return False
         return step in (first_step, last_step) or step % self.every == 0
@@ -157,7 +171,7 @@ class Telemetry:
         clipping. On several ranks, see `gradients.look`."""
         self._flow = gradients.look(model)
 
-    def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
+    def finish(self, step: int, fp8_gemms: int | None = None, plan: Plan | None = None) -> Sample:
         """The figures of the last `sampling` and `gradients`; reads the device once. `fp8_gemms` is
         the number of FP8 GEMMs that ran, None if they were not counted; `plan` is the current plan,
         if it changed."""

@@ -74,6 +74,13 @@ def by_operand(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 # When
 
 
+def test_a_loop_of_ones_own_samples_its_first_step_and_every_nth():
+    telemetry = Telemetry(plan_of("delayed"), 5)
+    assert [step for step in range(1, 12) if telemetry.due(step)] == [1, 5, 10]
+    assert [step for step in range(1, 12) if telemetry.due(step, 2, 11)] == [2, 5, 10, 11]
+    assert not any(Telemetry(plan_of("delayed"), 0).due(step) for step in range(12))
+
+
 def test_the_first_the_last_and_every_nth_step_are_sampled() -> None:
     telemetry = Telemetry(plan_of("delayed"), 5)
     assert [step for step in range(3, 18) if telemetry.due(step, 3, 17)] == [3, 5, 10, 15, 17]
