@@ -22,6 +22,7 @@ from fp8stack.common.io import write_atomically
 
 BASELINE = "fp32"
 SHARED = "first quarter in fp32"
+SCRATCH = "from scratch"
 AA, AA_PAIRS = "gradients in two parts", 6
 """A design of float32 runs that differ from the plain ones only in rounding, and the number of
 pairs of a comparison, which is looked at after each pair."""
