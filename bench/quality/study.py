@@ -48,8 +48,8 @@ RUNGS: dict[str, dict[str, int]] = {
     "3M": {"layers": 6, "width": 192, "heads": 3, "mlp_width": 576, "context": 256},
     "10M": {"layers": 8, "width": 320, "heads": 5, "mlp_width": 960, "context": 256},
 }
-"""Larger models, trained on the corpus of `bench.quality.corpus` with 20 tokens per parameter. A run
-takes hours, so few recipes are trained."""
+"""Larger models, trained on the corpus of `bench.quality.corpus` with 20 tokens per parameter. A
+run takes hours, so few recipes are trained."""
 SHAPES = SIZES | RUNGS | {TINY: {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32}}
 RUNG_RATIO, RUNG_PAIRS, RUNG_BATCH = 20, {"3M": 3, "10M": 2}, 16
 RATIOS = (2, 8)  # tokens per parameter
@@ -87,8 +87,8 @@ RUNG_DESIGNS = {
     "mxfp6_e2m3": study_tables.SCRATCH,
     "delayed": "first tenth in fp32",
 }
-"""The recipes that larger models are trained in. The gap of eight bits is smaller than what rounding
-in the first steps changes, so these are in float32."""
+"""The recipes that larger models are trained in. The gap of eight bits is smaller than what
+rounding in the first steps changes, so these are in float32."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
@@ -210,8 +210,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that were trained in fp32 (default: %(default)s)")  # fmt: skip
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
     add("--hours", type=float, default=math.inf, help="stop after so many (default: never)")
-    add("--sizes", type=words, default=[*SIZES], metavar="A,B", help=f"some of the sizes, and of {', '.join(RUNGS)}, which take days "
-        "(default: %(default)s)")  # fmt: skip
+    more = f"some of the sizes, and of {', '.join(RUNGS)}, which take days (default: %(default)s)"
+    add("--sizes", type=words, default=[*SIZES], metavar="A,B", help=more)
     add("--corpus", type=Path, default=Path("runs/corpus"), help="folder of the text for 3M and "
         "10M; built if it is not there (default: %(default)s)")  # fmt: skip
     add("--table", action="store_true", help="train nothing: write the tables of what is there")
