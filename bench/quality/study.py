@@ -26,7 +26,7 @@ from queue import Empty
 from typing import Any
 
 from bench.cells import append_line, json_lines, words
-from bench.quality import corpus, study_tables
+from bench.quality import corpus, rungs, study_tables
 from bench.timing_lock import held_by_another
 from fp8stack.analysis.benchmark.timing import machine
 from fp8stack.analysis.compare.run_results import read_run
@@ -299,7 +299,15 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{len(remaining)} runs are to do, {len(rows)} are there", flush=True)
             _train(remaining, path, cpu, arguments)
     finally:
-        print(study_tables.write(json_lines(path), folder))
+        print(_write(json_lines(path), folder))
+
+
+def _write(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Write the tables, and return the page."""
+    larger = [row for row in rows if row["size"] in RUNGS]
+    others = [row for row in rows if row["size"] not in RUNGS]
+    section = rungs.section(larger, rungs.predictions()) if larger else ()
+    return study_tables.write(others, folder, section)
 
 
 def left_of(jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:
