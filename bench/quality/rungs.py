@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.quality.study_tables import AA, BASELINE, pairs_of
+from bench.quality.study_tables import AA, BASELINE, SCRATCH, pairs_of
 from fp8stack.analysis.compare.intervals import mean_interval
 
 PREDICTIONS = Path(__file__).parents[1] / "results" / "cpu" / "ladder_predictions.json"
+
+SIZES = {1_000_000: "1M", 3_000_000: "3M", 10_000_000: "10M"}
+DESIGNS = {1.0: SCRATCH, 0.9: "first tenth in fp32"}  # by the share of the steps in the recipe
 
 Rows = Sequence[Mapping[str, Any]]
 Place = tuple[str, int, str, str]  # size, tokens per parameter, recipe, design
@@ -22,9 +25,13 @@ Place = tuple[str, int, str, str]  # size, tokens per parameter, recipe, design
 
 def predictions(path: Path = PREDICTIONS) -> dict[Place, tuple[float, float]]:
     """The 90 % interval of the gap of each cell, in percent, from a committed file."""
-    cells = json.loads(path.read_text())["predictions"]
-    keys = ("size", "ratio", "recipe", "design")
-    return {tuple(cell[key] for key in keys): (cell["low"], cell["high"]) for cell in cells}
+    predicted = json.loads(path.read_text())
+    ratio = round(predicted["tokens_per_parameter"])
+    return {
+        (SIZES[cell["parameters"]], ratio, cell["recipe"], design): (cell["low"], cell["high"])
+        for cell in predicted["predictions"]
+        if (design := DESIGNS.get(cell["share_of_steps"])) is not None
+    }
 
 
 def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[str]:

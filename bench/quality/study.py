@@ -45,13 +45,14 @@ SIZES: dict[str, dict[str, int]] = {
 }
 TINY = "tiny"
 RUNGS: dict[str, dict[str, int]] = {
+    "1M": {"context": 256},
     "3M": {"layers": 6, "width": 192, "heads": 3, "mlp_width": 576, "context": 256},
     "10M": {"layers": 8, "width": 320, "heads": 5, "mlp_width": 960, "context": 256},
 }
 """Larger models, trained on the corpus of `bench.quality.corpus` with 20 tokens per parameter. A
 run takes hours, so few recipes are trained."""
 SHAPES = SIZES | RUNGS | {TINY: {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32}}
-RUNG_RATIO, RUNG_PAIRS, RUNG_BATCH = 20, {"3M": 3, "10M": 2}, 16
+RUNG_RATIO, RUNG_PAIRS, RUNG_BATCH = 20, {"1M": 3, "3M": 3, "10M": 2}, 16
 RATIOS = (2, 8)  # tokens per parameter
 PAIRS = {"0.1M": 12, "0.3M": 6, "0.9M": 3}
 BASELINE, SHARED = study_tables.BASELINE, study_tables.SHARED
@@ -212,8 +213,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hours", type=float, default=math.inf, help="stop after so many (default: never)")
     more = f"some of the sizes, and of {', '.join(RUNGS)}, which take days (default: %(default)s)"
     add("--sizes", type=words, default=[*SIZES], metavar="A,B", help=more)
-    add("--corpus", type=Path, default=Path("runs/corpus"), help="folder of the text for 3M and "
-        "10M; built if it is not there (default: %(default)s)")  # fmt: skip
+    add("--corpus", type=Path, default=Path("runs/corpus"), help="folder of the text of "
+        "larger models; built if it is not there (default: %(default)s)")  # fmt: skip
     add("--table", action="store_true", help="train nothing: write the tables of what is there")
     add("--tiny", action="store_true", help="one model of 23 thousand parameters, to see it run")
 

@@ -240,7 +240,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 def test_an_unknown_size_is_refused(capsys):
-    with pytest.raises(UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M, 3M, 10M."):
+    with pytest.raises(UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M, 1M, 3M, 10M."):
         runner.run("study", ["--sizes", "7B", "--out", "/tmp"])
 
 
