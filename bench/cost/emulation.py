@@ -8,7 +8,7 @@ fp32, and compiled arms with compiled fp32 as well.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import cast
 
@@ -35,6 +35,7 @@ SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1
 # torchao's emulation of our recipes.
 PEERS = {"delayed": "torchao tensorwise", "current": "torchao tensorwise", "mxfp8": "torchao mxfp8"}
 EAGER, COMPILED = "", " compiled"
+PARTS = ("linear", "step", "large")
 
 
 def case_of(tokens: int, inputs: int, outputs: int) -> str:
@@ -44,6 +45,8 @@ def case_of(tokens: int, inputs: int, outputs: int) -> str:
 def step_case(work: StepWork) -> str:
     c = work.config
     experts = f" and {c.experts.count} experts" if c.experts else ""
+    if work.model == "gpt2-124m":
+        return f"step: {work.model}, {work.batch} x {work.context} tokens"
     return f"step: {c.layers} layers of {c.width}{experts}, {work.batch} x {work.context} tokens"
 
 
@@ -51,6 +54,15 @@ def nano() -> StepWork:
     """The training step of the README's first run."""
     config = load_config("gpt-nano")
     return StepWork(model="gpt-nano", config=config, batch=8, context=config.context)
+
+
+def large() -> list[StepWork]:
+    """Training steps of wider models, whose GEMMs take most of the time."""
+    wide = GPTConfig(vocabulary=256, context=256, layers=4, width=768, heads=12)
+    return [
+        StepWork(model="wide", config=wide, batch=8, context=256),
+        StepWork(model="gpt2-124m", config=load_config("gpt2-124m"), batch=4, context=512),
+    ]
 
 
 def mixture() -> StepWork:
@@ -84,7 +96,9 @@ def _bars() -> list[Bar]:
                 if peer and case in (linear, small) and (mode == EAGER or recipe != "mxfp8"):
                     bars.append(Bar(case=case, arm=arm, of=f"{peer}{mode}", at_most=1.0))
     # bf16 is measured only on CPUs with bf16 instructions.
-    return bars + [Bar(case=small, arm=recipe, of="bf16", at_most=1.20) for recipe in FP8]
+    by_bf16 = [small, *map(step_case, large())]
+    bars += [Bar(case=c, arm=recipe, of="bf16", at_most=1.20) for c in by_bf16 for recipe in FP8]
+    return bars + [Bar(case=small, arm=arm, of="bf16", at_most=1.35) for arm in FEWER_BITS]
 
 
 BARS = _bars()
@@ -93,7 +107,7 @@ BARS = _bars()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runner.add_options(parser, rounds=20, budget_s=40.0, device=False)
     parser.add_argument(
-        "--parts", type=words, default=["linear", "step"], metavar="A,B", help="linear, step"
+        "--parts", type=words, default=[*PARTS], metavar="A,B", help=", ".join(PARTS)
     )
     parser.add_argument(
         "--compiled",
@@ -120,6 +134,10 @@ def measure(arguments: argparse.Namespace) -> Report:
         rows += timed(step_case(work), step_arms(work, compiled), _rows, **options)
         for work in [] if arguments.tiny else [nano(), mixture()]:
             rows += timed(step_case(work), own_steps(work, ()), _rows, **options)
+    if "large" in arguments.parts and not arguments.tiny:
+        options |= {"budget_s": arguments.budget, "warm_up": min(1, arguments.warm_up)}
+        for work in large():
+            rows += timed(step_case(work), own_steps(work, (), FP8), _rows, **options)
     settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
     bars, packages = report.judged(BARS, rows), ("torchao", "transformers")
     return report.report_of("cpu", settings, rows, bars=bars, packages=packages)
@@ -202,12 +220,14 @@ def linear_arm(
 # A step
 
 
-def own_steps(work: StepWork, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
-    """Builders of a training step in every recipe."""
+def own_steps(
+    work: StepWork, compiled: Collection[str], recipes: Sequence[str] = (*FP8, *FEWER_BITS)
+) -> dict[str, Callable[[], Arm]]:
+    """Builders of a training step in these recipes and those without quantizers."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
     baselines = ["fp32", "bf16"] if hardware.cpu_bf16 else ["fp32"]
-    our_arms: list[StepArm] = arms(hardware, [*baselines, *FP8, *FEWER_BITS], also)
+    our_arms: list[StepArm] = arms(hardware, [*baselines, *recipes], also)
     return {arm.name: partial(build_step, arm, work, hardware) for arm in our_arms}
 
 

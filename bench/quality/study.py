@@ -26,7 +26,7 @@ from queue import Empty
 from typing import Any
 
 from bench.cells import append_line, json_lines, words
-from bench.quality import study_tables
+from bench.quality import corpus, rungs, study_tables
 from bench.timing_lock import held_by_another
 from fp8stack.analysis.benchmark.timing import machine
 from fp8stack.analysis.compare.run_results import read_run
@@ -44,7 +44,15 @@ SIZES: dict[str, dict[str, int]] = {
     "0.9M": {},
 }
 TINY = "tiny"
-SHAPES = SIZES | {TINY: {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32}}
+RUNGS: dict[str, dict[str, int]] = {
+    "1M": {"context": 256},
+    "3M": {"layers": 6, "width": 192, "heads": 3, "mlp_width": 576, "context": 256},
+    "10M": {"layers": 8, "width": 320, "heads": 5, "mlp_width": 960, "context": 256},
+}
+"""Larger models, trained on the corpus of `bench.quality.corpus` with 20 tokens per parameter. A
+run takes hours, so few recipes are trained."""
+SHAPES = SIZES | RUNGS | {TINY: {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32}}
+RUNG_RATIO, RUNG_PAIRS, RUNG_BATCH = 20, {"1M": 3, "3M": 3, "10M": 2}, 16
 RATIOS = (2, 8)  # tokens per parameter
 PAIRS = {"0.1M": 12, "0.3M": 6, "0.9M": 3}
 BASELINE, SHARED = study_tables.BASELINE, study_tables.SHARED
@@ -59,7 +67,7 @@ ARMS = (
 """Recipes that only the smaller models are trained in: variants of NVFP4, and the other FP6."""
 KEYS: dict[str, Any] = {
     "model": MODEL, "device": "cpu", "threads": 1, "min_lr": 0.0, "eval_windows": 512,
-    "sample_tokens": 0, "guard": {"enabled": False},
+    "sample_tokens": 0, "guard": {"enabled": False}, "batch": 8,
 }  # fmt: skip
 DESIGNS: dict[str, dict[str, Any]] = {
     "plain": {"shared": 0.0},
@@ -68,16 +76,27 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "first tenth in fp32": {"shared": 0.1},
     SHARED: {"shared": 0.25},
     "first half in fp32": {"shared": 0.5},
+    study_tables.SCRATCH: {"shared": 0.0},
     study_tables.AA: {"shared": 0.0, "accumulate": 2},
 }
 """Designs of pairs of runs. The first steps of a small model are chaotic: rounding in them changes
 the final loss. If all runs of a seed take the first steps in float32, gaps spread less, so the
 study's tables use the design `SHARED`; the others show the effect of each design on the spread."""
+RUNG_DESIGNS = {
+    "nvfp4": study_tables.SCRATCH,
+    "mxfp8": "first tenth in fp32",
+    "mxfp6_e2m3": study_tables.SCRATCH,
+    "delayed": "first tenth in fp32",
+}
+"""The recipes that larger models are trained in. The gap of eight bits is smaller than what
+rounding in the first steps changes, so these are in float32."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
 """The cell and seeds for recipes from files: one from `fp8stack tune`, common choices with as many
 bits, and recipes with the residual stream in bf16."""
+SPREAD_CELL, SPREAD_PAIRS = ("3M", 2), 3
+"""A cell of float32 pairs that differ in rounding, for the spread of pairs of that size."""
 AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -97,6 +116,7 @@ class Job:
     recipe: str
     seed: int
     design: str = SHARED
+    corpus: Path | None = None  # of larger models; None: Python's standard library
 
     @property
     def source(self) -> str:
@@ -121,7 +141,19 @@ class Job:
     @property
     def steps(self) -> int:
         """The number of steps that make `ratio` tokens per parameter."""
-        return round(self.ratio * _shape(self.size).parameters() / TOKENS_PER_STEP)
+        return round(self.ratio * _shape(self.size).parameters() / self.tokens_per_step)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return int(self.usual_keys["batch"] * _shape(self.size).context)
+
+    @property
+    def usual_keys(self) -> dict[str, Any]:
+        """The keys of all runs of the job's size."""
+        if self.size not in RUNGS:
+            return KEYS
+        larger = {"batch": RUNG_BATCH, "eval_windows": 2048, "warmup_steps": 200}
+        return KEYS | larger | {"data": str(self.corpus and self.corpus / corpus.TOKENS)}
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -129,7 +161,7 @@ class Job:
         design = dict(DESIGNS[self.design])
         first = {"name": "shared", "recipe": BASELINE, "until": design.pop("shared")}
         phases = [first, {"name": "compared"}] if first["until"] else []
-        every = 20 if self.design == "plain" else 3
+        every = 20 if self.design == "plain" else 10 if self.size in RUNGS else 3
         run_keys = {
             "phases": [] if self.recipe == BASELINE else phases,
             "model_overrides": SHAPES[self.size],
@@ -142,13 +174,16 @@ class Job:
         }
         if self.size == TINY:
             run_keys["eval_windows"] = 16
-        return KEYS | run_keys | design
+        return self.usual_keys | run_keys | design
 
     def content(self, cpu: str) -> str:
         """A hash of everything that the run's figures depend on: its keys, the content of its
-        recipe, and the kind of CPU."""
+        recipe, its text, and the kind of CPU. Defaults are left out, so that a new key of recipes
+        or models changes no hash."""
         keys = self.keys | {"recipe": self.recipe}  # independent of the path of its file
-        shape = _shape(self.size).model_dump(mode="json")
+        if self.corpus is not None:
+            keys["data"] = corpus.require(self.corpus)
+        shape = _shape(self.size).model_dump(mode="json", exclude_defaults=True)
         content = json.dumps([keys, _recipe(self.source), shape, cpu], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -158,9 +193,6 @@ class Job:
         return f"{self.size}-{self.ratio}-{self.recipe}-seed{self.seed}{design}"
 
 
-TOKENS_PER_STEP = 8 * 128  # gpt-nano's batch and context
-
-
 @cache
 def _shape(size: str) -> GPTConfig:
     return load_config(MODEL, SHAPES[size])
@@ -168,10 +200,9 @@ def _shape(size: str) -> GPTConfig:
 
 @cache
 def _recipe(source: str) -> dict[str, Any]:
-    recipe = load_recipe(source)
-    # Keep the hashes of runs from before the key `residual` existed.
-    usual = {"residual"} if recipe.residual == "fp32" else set()
-    return recipe.model_dump(mode="json", exclude={"description", *usual})
+    return load_recipe(source).model_dump(
+        mode="json", exclude={"description"}, exclude_defaults=True
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,15 +211,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that were trained in fp32 (default: %(default)s)")  # fmt: skip
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
     add("--hours", type=float, default=math.inf, help="stop after so many (default: never)")
-    add("--sizes", type=words, default=[*SIZES], metavar="A,B", help="some of the sizes")
+    more = f"some of the sizes, and of {', '.join(RUNGS)}, which take days (default: %(default)s)"
+    add("--sizes", type=words, default=[*SIZES], metavar="A,B", help=more)
+    add("--corpus", type=Path, default=Path("runs/corpus"), help="folder of the text of "
+        "larger models; built if it is not there (default: %(default)s)")  # fmt: skip
     add("--table", action="store_true", help="train nothing: write the tables of what is there")
     add("--tiny", action="store_true", help="one model of 23 thousand parameters, to see it run")
 
 
-def jobs(sizes: Sequence[str]) -> list[Job]:
-    """All runs, the shortest first, except that the first pair of every cell comes early."""
+def jobs(sizes: Sequence[str], text: Path | None = None) -> list[Job]:
+    """All runs, the shortest first, except that the first pair of every cell comes early. `text` is
+    the corpus of the larger models, which come last."""
     planned = []
-    for size in sizes:
+    for size in (size for size in sizes if size not in RUNGS):
         for ratio in RATIOS if size != TINY else (1,):
             recipes = {TINY: ("mxfp4",), "0.9M": LADDER}.get(size, LADDER + ARMS)
             for seed in range(PAIRS.get(size, 2)):
@@ -205,22 +240,34 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
         middle = next(
             n for n, job in enumerate(planned) if (job.ratio, job.seed) == (RATIOS[-1], 4)
         )
-        planned[middle:middle] = _same_twice(*AA_CELL)
+        planned[middle:middle] = _same_twice(*AA_CELL, AA_PAIRS)
+    for size in (size for size in sizes if size in RUNGS):
+        planned += _rung(size, text)
     return planned
 
 
-def _same_twice(size: str, ratio: int) -> Iterator[Job]:
+def _rung(size: str, text: Path | None) -> Iterator[Job]:
+    if size == SPREAD_CELL[0]:
+        yield from _same_twice(*SPREAD_CELL, SPREAD_PAIRS, text)
+    for seed in range(RUNG_PAIRS[size]):
+        for recipe, design in {BASELINE: SHARED, **RUNG_DESIGNS}.items():
+            place = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
+            yield Job(recipe=recipe, design=design, **place)
+
+
+def _same_twice(size: str, ratio: int, pairs: int, text: Path | None = None) -> Iterator[Job]:
     """Pairs of float32 runs. The second run of a pair adds up its gradients in two parts and so
     rounds differently."""
-    for seed in range(AA_PAIRS):
+    for seed in range(pairs):
         for design in ("plain", study_tables.AA):
-            yield Job(size=size, ratio=ratio, recipe=BASELINE, seed=seed, design=design)
+            place = {"size": size, "ratio": ratio, "seed": seed, "corpus": text}
+            yield Job(recipe=BASELINE, design=design, **place)
 
 
 def _designs(size: str, ratio: int) -> Iterator[Job]:
     for seed in range(DESIGN_PAIRS):
         for design in DESIGNS:
-            if design not in (SHARED, study_tables.AA):
+            if design not in (SHARED, study_tables.SCRATCH, study_tables.AA):
                 for recipe in (BASELINE, *DESIGN_RECIPES):
                     job = Job(size=size, ratio=ratio, recipe=recipe, seed=seed, design=design)
                     if recipe != BASELINE or job.trial[-1] == design:
@@ -238,7 +285,10 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = [TINY] if arguments.tiny else arguments.sizes
     for size in sizes:
         if size not in SHAPES:
-            raise UserError(f"--sizes {quoted(size)}: there are {', '.join(SIZES)}.")
+            raise UserError(f"--sizes {quoted(size)}: there are {', '.join(SIZES | RUNGS)}.")
+    text = arguments.corpus if not RUNGS.keys().isdisjoint(sizes) else None
+    if text is not None:
+        corpus.require(text)
     folder = folder_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
@@ -246,11 +296,19 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if not arguments.table:
             rows = json_lines(path)
-            remaining = left_of(jobs(sizes), rows, cpu)
+            remaining = left_of(jobs(sizes, text), rows, cpu)
             print(f"{len(remaining)} runs are to do, {len(rows)} are there", flush=True)
             _train(remaining, path, cpu, arguments)
     finally:
-        print(study_tables.write(json_lines(path), folder))
+        print(_write(json_lines(path), folder))
+
+
+def _write(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Write the tables, and return the page."""
+    larger = [row for row in rows if row["size"] in RUNGS]
+    others = [row for row in rows if row["size"] not in RUNGS]
+    section = rungs.section(larger, rungs.predictions()) if larger else ()
+    return study_tables.write(others, folder, section)
 
 
 def left_of(jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:
@@ -384,7 +442,7 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
         "seed": job.seed,
         "cpu": cpu,
         "parameters": shape.parameters(),
-        "tokens": job.steps * TOKENS_PER_STEP,
+        "tokens": job.steps * job.tokens_per_step,
         "status": results.status,
         "val_loss": results.val_loss,
         "curve": [[step, round(loss, 6)] for step, loss in results.curve],

@@ -22,6 +22,7 @@ from fp8stack.common.io import write_atomically
 
 BASELINE = "fp32"
 SHARED = "first quarter in fp32"
+SCRATCH = "from scratch"
 AA, AA_PAIRS = "gradients in two parts", 6
 """A design of float32 runs that differ from the plain ones only in rounding, and the number of
 pairs of a comparison, which is looked at after each pair."""
@@ -120,8 +121,9 @@ def _cell(
     )
 
 
-def write(rows: Rows, folder: Path) -> str:
-    """Write `study.json`, `study.md` and `study.png`, and return the page."""
+def write(rows: Rows, folder: Path, section: Sequence[str] = ()) -> str:
+    """Write `study.json`, `study.md` and `study.png`, and return the page. `section` holds the
+    lines of another section of the page."""
     cells = cells_of(rows)
     facts = {
         "runs": len(rows),
@@ -130,14 +132,16 @@ def write(rows: Rows, folder: Path) -> str:
         "not done": sorted(row["name"] for row in rows if row["val_loss"] is None),
     }
     data = {"facts": facts, "cells": [asdict(cell) for cell in cells]}
-    text = page(cells, rows, facts)
+    text = page(cells, rows, facts, section)
     write_atomically(folder / "study.json", (json.dumps(data, indent=1) + "\n").encode())
     write_atomically(folder / "study.md", text.encode())
     figure(cells).savefig(folder / "study.png", dpi=110)
     return text
 
 
-def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
+def page(
+    cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any], section: Sequence[str] = ()
+) -> str:
     places = sorted({(cell.size, cell.ratio) for cell in cells})
     by = {(cell.recipe, cell.size, cell.ratio): cell for cell in cells}
 
@@ -198,6 +202,7 @@ def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
             table(_errors),
             *_designs(rows),
             *_false_alarms(rows),
+            *section,
             "![Gaps, gaps beside operand errors, and multipliers](study.png)",
             "",
         ]

@@ -141,6 +141,15 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
     assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
 
 
+def test_the_committed_runs_are_known_to_the_study():
+    """A new key of recipes or models does not train them again."""
+    by_name = {job.name: job for job in study.jobs([*study.SIZES])}
+    rows = json_lines(ROOT / "bench" / "results" / "cpu" / "study.jsonl")
+    small = [row for row in rows if row["size"] in study.SIZES]
+    assert len(small) > 900
+    assert [r["key"] for r in small] == [by_name[r["name"]].content(r["cpu"]) for r in small]
+
+
 def test_pairs_of_another_kind_of_cpu_are_not_made_again():
     jobs = study.jobs(["0.1M"])
     by_name = {job.name: job for job in jobs}
@@ -231,7 +240,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 def test_an_unknown_size_is_refused(capsys):
-    with pytest.raises(UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M."):
+    with pytest.raises(UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M, 1M, 3M, 10M."):
         runner.run("study", ["--sizes", "7B", "--out", "/tmp"])
 
 

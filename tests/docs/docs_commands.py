@@ -48,7 +48,7 @@ class Command:
 
     @property
     def place(self) -> str:
-        """Page and line: `docs/report.md:4`."""
+        """Page and line: `docs/data.md:4`."""
         return f"{self.page}:{self.line}"
 
     @property

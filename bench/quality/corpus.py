@@ -1,0 +1,91 @@
+"""The text of the study's larger models: source of Linux from Debian's package linux-source-6.1,
+as bytes.
+
+Models of 3 and 10 million parameters need more text than Python's standard library has. The
+package's version and hash are kept beside the tokens, so that anyone can build the corpus again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8stack.common.errors import UserError
+from fp8stack.common.io import write_atomically
+from fp8stack.data.prepare.inputs import Settings
+from fp8stack.data.prepare.pipeline import prepare
+
+PACKAGE, ARCHIVE = "linux-source-6.1", "usr/src/linux-source-6.1.tar.xz"
+FOLDERS = (
+    "arch", "block", "crypto", "fs", "include", "ipc", "kernel", "lib", "mm", "net", "security",
+    "sound", "virt",
+)  # fmt: skip
+"""Folders of the source to read. Most of the rest is tables of registers, in headers of drivers."""
+PATTERNS = ("*.c", "*.h", "*.S")
+TOKENS, NAME = "tokens", "corpus.json"
+
+
+def require(folder: Path) -> str:
+    """The corpus in this folder, in words: package, version, hash. It is built if it is not there.
+
+    Raises:
+        UserError: a program of Debian's is missing or fails.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        _build(folder)
+    corpus = json.loads(path.read_text())
+    return f"{corpus['package']} {corpus['version']} ({corpus['sha256'][:16]})"
+
+
+def _build(folder: Path) -> None:
+    print(f"building the corpus {folder} from Debian's {PACKAGE}", flush=True)
+    scratch = folder / "source"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    _output(["apt-get", "download", PACKAGE], scratch)
+    package = next(scratch.glob("*.deb"))
+    version = _output(["dpkg-deb", "--field", str(package), "Version"], scratch)
+    digest = hashlib.sha256(package.read_bytes()).hexdigest()
+    _output(["dpkg-deb", "--extract", str(package), str(scratch)], scratch)
+    members = [f"{PACKAGE}/{name}" for name in FOLDERS]
+    _output(["tar", "-xJf", str(scratch / ARCHIVE), *members], scratch)
+    settings = Settings(
+        inputs=(str(scratch / PACKAGE),),
+        tokenizer="bytes",
+        train_bpe=None,
+        text_key="text",
+        held_out=0.01,
+        shard_tokens=100_000_000,
+        workers=os.cpu_count() or 1,
+        out=folder / TOKENS,
+        include=PATTERNS,
+    )
+    manifest = prepare(settings, overwrite=True)
+    shutil.rmtree(scratch)
+    corpus = {
+        "package": PACKAGE,
+        "version": version,
+        "sha256": digest,
+        "folders": FOLDERS,
+        "tokens": manifest["splits"]["train"]["tokens"],
+    }
+    write_atomically(folder / NAME, (json.dumps(corpus, indent=1) + "\n").encode())
+
+
+def _output(command: Sequence[str], folder: Path) -> str:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{command[0]} is missing. The corpus is built with Debian's apt-get and dpkg-deb."
+        ) from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        raise UserError(f"{command[0]} failed while building the corpus: {last}") from error
+    return done.stdout.strip()

@@ -1,0 +1,100 @@
+"""The section of `python -m bench study` about its larger models: measured gaps beside those that
+the law of `fp8stack forecast` predicted before they were trained."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.quality.study_tables import AA, BASELINE, SCRATCH, pairs_of
+from fp8stack.analysis.compare.intervals import mean_interval
+
+PREDICTIONS = Path(__file__).parents[1] / "results" / "cpu" / "ladder_predictions.json"
+
+SIZES = {1_000_000: "1M", 3_000_000: "3M", 10_000_000: "10M"}
+DESIGNS = {1.0: SCRATCH, 0.9: "first tenth in fp32"}  # by the share of the steps in the recipe
+
+Rows = Sequence[Mapping[str, Any]]
+Place = tuple[str, int, str, str]  # size, tokens per parameter, recipe, design
+
+
+def predictions(path: Path = PREDICTIONS) -> dict[Place, tuple[float, float]]:
+    """The 90 % interval of the gap of each cell, in percent, from a committed file."""
+    predicted = json.loads(path.read_text())
+    ratio = round(predicted["tokens_per_parameter"])
+    return {
+        (SIZES[cell["parameters"]], ratio, cell["recipe"], design): (cell["low"], cell["high"])
+        for cell in predicted["predictions"]
+        if (design := DESIGNS.get(cell["share_of_steps"])) is not None
+    }
+
+
+def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[str]:
+    """A table of the cells that have a prediction, and of the spread of float32 pairs."""
+    gaps: dict[Place, list[float]] = defaultdict(list)
+    for design in sorted({design for *_, design in predicted}):
+        for row, base in pairs_of(rows, design):
+            place = (row["size"], row["ratio"], row["recipe"], design)
+            gaps[place].append(100 * (row["val_loss"] / base["val_loss"] - 1))
+    lines = []
+    for place, (low, high) in predicted.items():
+        size, ratio, recipe, design = place
+        words = [f"{size}, {ratio} tokens", recipe, design, f"{low:.2f} to {high:.2f}"]
+        lines.append(words + judged(gaps[place], low, high))
+    sizes = {size for size, *_ in predicted}
+    header = ["model", "recipe", "design", "predicted, %", "measured, %", "pairs", "verdict"]
+    return [
+        "## Larger models",
+        "",
+        f"{_INTRODUCTION} {len(rows)} runs are done.",
+        "",
+        report.markdown(header, lines),
+        *_spread(rows, sizes),
+    ]
+
+
+_INTRODUCTION = (
+    "Trained on Linux's source, with predictions (90 % intervals of `fp8stack forecast`) that were "
+    "committed before. Measured are means with 95 % intervals by Student's t."
+)
+
+
+def judged(gaps: Sequence[float], low: float, high: float) -> list[str]:
+    """The measured gap in percent, the number of pairs, and whether the gap is as predicted: its
+    interval and the predicted one overlap. One that is wider than the predicted cannot tell."""
+    if not gaps:
+        return ["", "0", "not trained yet"]
+    gap = mean_interval(gaps)
+    width = gap.half_width
+    measured = f"{gap.mean:+.2f}" + ("" if width is None else f" ± {width:.2f}")
+    if width is None or 2 * width > high - low:
+        verdict = "cannot tell"
+    elif gap.mean - width <= high and gap.mean + width >= low:
+        verdict = "as predicted"
+    else:
+        verdict = "missed"
+    return [measured, str(len(gaps)), verdict]
+
+
+def _spread(rows: Rows, sizes: Collection[str]) -> list[str]:
+    """A sentence about the float32 pairs of these sizes, which differ in rounding alone."""
+    losses: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row["size"] in sizes and row["recipe"] == BASELINE and row["val_loss"] is not None:
+            key = row["size"], row["ratio"], row["cpu"], row["seed"]
+            losses[key][row["design"]] = row["val_loss"]
+    gaps: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (size, ratio, *_), by_design in losses.items():
+        if by_design.keys() >= {AA, "plain"}:
+            gaps[size, ratio].append(100 * (by_design[AA] / by_design["plain"] - 1))
+    return [
+        f"{size}, {ratio} tokens: the gaps of {len(pair_gaps)} pairs in fp32 that differ in "
+        f"rounding have a standard deviation of {statistics.stdev(pair_gaps):.3f} %.\n"
+        for (size, ratio), pair_gaps in gaps.items()
+        if len(pair_gaps) > 1
+    ]
