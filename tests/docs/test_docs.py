@@ -22,6 +22,7 @@ from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
+from fp8stack.training.run_folder import read_rows
 from tests.support.cases import case
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
@@ -108,6 +109,28 @@ def test_every_choice_of_a_key_is_documented(keys):
     for key, field in keys.model_fields.items():
         for choice in _choices(field.annotation):
             assert re.search(rf'`"?{choice}"?`', text), f"{key} = {choice}"
+
+
+def test_names_that_the_page_of_additions_gives_are_in_their_files():
+    places = re.findall(
+        r"`(\w+)`(?: or `(\w+)`)?\s+\(`(fp8stack/[\w/]+\.py)`", _text("docs/adding.md")
+    )
+    assert len(places) >= 8
+    for *names, file in places:
+        for name in filter(None, names):
+            assert re.search(rf"\b{name}\b( =|\(|:)", _text(file)), f"{name} in {file}"
+
+
+def test_every_field_of_a_runs_log_is_documented(pristine):
+    rows = read_rows(pristine / "metrics.jsonl", {"step": 0})
+    fields = set().union(*rows)
+    text = _text("docs/architecture.md").partition("Rows of `metrics.jsonl`:")[2]
+    assert {"loss", "step_ms", "val_loss"} <= fields
+    assert fields <= set(re.findall(r"`(\w+)`", text))
+    rows = read_rows(pristine / "telemetry.jsonl", {"step": 0})
+    fields = set().union(*rows)
+    assert {"layer", "sqnr_db", "gradient"} <= fields
+    assert fields <= set(re.findall(r"`(\w+)`", _text("docs/telemetry.md")))
 
 
 def test_the_help_names_every_optimizer():

@@ -690,8 +690,12 @@ FRAME = """<!DOCTYPE html><iframe id="f" src="{page}" style="width:{width}px;hei
 const frame = document.getElementById("f").contentWindow, root = frame.document.documentElement;
 const fetched = frame.performance.getEntriesByType("resource").map(entry => entry.name)
   .filter(name => !name.startsWith("data:"));
+const boxes = query => [...frame.document.querySelectorAll(query)]
+  .map(element => element.getBoundingClientRect()).filter(box => box.height);
 document.body.innerHTML = "<p>" + JSON.stringify({{scroll: root.scrollWidth,
-  client: root.clientWidth, fetched: fetched, plots: frame.document.querySelectorAll("svg").length,
+  client: root.clientWidth, captions: Math.max(...boxes("caption").map(box => box.right)),
+  labels: Math.min(...boxes(".wide svg text").map(box => Math.max(box.height, box.width))),
+  fetched: fetched, plots: frame.document.querySelectorAll("svg").length,
   shown: [...frame.document.querySelectorAll("svg")].filter(s => s.clientHeight > 100).length}});
 }}</script>"""
 
@@ -724,6 +728,8 @@ def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
     measured = json.loads(match[1].replace("&quot;", '"'))
     assert measured["client"] == width
     assert measured["scroll"] <= width
+    assert measured["captions"] <= width
+    assert measured["labels"] >= 7  # pixels: of a heat map, to be read
     assert measured["fetched"] == []
     assert measured["plots"] == measured["shown"] == 2 + 2 * 7
 
