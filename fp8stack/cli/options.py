@@ -21,7 +21,7 @@ def _show(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def _names(kind: Any) -> list[str]:
+def preset_names(kind: Any) -> list[str]:
     """Names for shell completion."""
     from fp8stack.common.presets import names
 
@@ -38,8 +38,12 @@ HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, call
 
 # Keys of a run. `RunConfig` has the defaults, and a test compares them; its pydantic is too slow to
 # import for a help text.
-MODEL = option("Model preset or TOML file. [gpt-nano]", autocompletion=lambda: _names("models"))
-RECIPE = option("Precision recipe or TOML file. [auto]", autocompletion=lambda: _names("recipes"))
+MODEL = option(
+    "Model preset or TOML file. [gpt-nano]", autocompletion=lambda: preset_names("models")
+)
+RECIPE = option(
+    "Precision recipe or TOML file. [auto]", autocompletion=lambda: preset_names("recipes")
+)
 BACKEND = option("auto, te, torch, emulate or reference. [auto]")
 STRICT = option("Fail instead of substituting a recipe or backend.")
 STEPS = option("Optimizer steps. [1200]")
