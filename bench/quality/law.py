@@ -21,6 +21,7 @@ from bench.quality import study
 from fp8stack.analysis.forecast import law as laws
 from fp8stack.analysis.forecast.law import RATIO, Law
 from fp8stack.analysis.forecast.published import PublishedGap, published
+from fp8stack.analysis.forecast.result import Gap
 from fp8stack.common.io import write_atomically
 
 Rows = Sequence[PublishedGap]
@@ -92,17 +93,23 @@ class Check(NamedTuple):
 
 
 def sources_left_out(rows: Rows, gaps: fits.Gaps, law: Law) -> list[Check]:
-    """Predict the level of each training setup from the levels of the others. The curve stays
+    """Predict the level of each training setup from the levels of other sources. The curve stays
     Quartet II's."""
     curve = fits.Curve(law.exponent, law.cap, {})
-    levels = fits.source_levels([row for row in rows if row.use == "gap"], gaps, curve)
+    used = [row for row in rows if row.use == "gap"]
+    levels = fits.source_levels(used, gaps, curve)
+    sources = {row.training: row.source for row in used}
     checks = []
     for name, level in levels.items():
-        remaining = {training: levels[training] for training in levels if training != name}
+        remaining = {
+            training: levels[training]
+            for training in levels
+            if sources.get(training) != sources.get(name)
+        }
         predicted, deviation = fits.between(remaining)
-        width = fits.student(len(remaining)) * math.hypot(deviation, level.noise / level.percent)
-        factor = math.exp(width)
-        checks.append(Check(name, level.percent, predicted, predicted / factor, predicted * factor))
+        factor = math.exp(fits.student(len(remaining)) * deviation)
+        gap = Gap(mean=predicted, low=predicted / factor, high=predicted * factor)
+        checks.append(_check(name, level, gap))
     return checks
 
 
@@ -112,11 +119,16 @@ def fp8_points(rows: Rows, law: Law) -> list[Check]:
     for row in rows:
         if row.use == "check" and row.kind == "FP8":
             gap = law.gap(row.ratio, law.severities[row.shipped])
-            noise = fits.NORMAL * row.noise
-            low = gap.mean - math.hypot(gap.mean - gap.low, noise)
-            high = gap.mean + math.hypot(gap.high - gap.mean, noise)
-            checks.append(Check(f"{row.model}, {row.recipe}", row.percent, gap.mean, low, high))
+            name = f"{row.model}, {row.recipe}"
+            checks.append(_check(name, fits.Level(row.percent, row.noise), gap))
     return checks
+
+
+def _check(name: str, measured: fits.Level, expected: Gap) -> Check:
+    noise = fits.NORMAL * measured.noise
+    low = expected.mean - math.hypot(expected.mean - expected.low, noise)
+    high = expected.mean + math.hypot(expected.high - expected.mean, noise)
+    return Check(name, measured.percent, expected.mean, low, high)
 
 
 def errors_at_200m(rows: Rows, below: float, recipe: str = "") -> list[float]:
@@ -174,7 +186,7 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             "NVFP4's gap at 20 tokens per parameter, with all linears of the blocks in NVFP4 for "
             "all steps, predicted from the other setups; the interval includes noise. The growth "
             "with D / N is Quartet II's alone, so for Quartet II the level alone is a prediction. "
-            "The two NVIDIA models are of one paper.",
+            "The two NVIDIA models are of one paper and left out together.",
             "",
             _checks(left_out, "training"),
             f"{sum(check.holds for check in left_out)} of {len(left_out)} are in their interval. "
@@ -206,6 +218,11 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             f"{law.forward:.3f} is the published severity of the forward pass alone.",
             "",
             _severities(law, gaps, ratios),
+            "## Predictions",
+            "",
+            f"Gaps of models of 1, 3 and 10 million parameters, [written]({PREDICTIONS}) before "
+            "these were trained.",
+            "",
             "![Published gaps and our own, by tokens per parameter](law.png)",
             "",
         ]

@@ -347,16 +347,17 @@ def as_text(tuned_assignment: Assignment, choices: Choices, forecast: Forecast) 
     table = aligned([["recipe", *costs, *GAP], *rows])
     layers = (f"{recipe}: {', '.join(paths)}" for recipe, paths in paths_by_recipe.items())
     note = "gap: by divergences on this model, relative to NVFP4's; a budget is held against the "
-    return [*table, "", *layers, "", f"{note}upper end of the interval"]
+    about = forecast.result.about[0]
+    return [*table, "", *layers, "", about, f"{note}upper end of the interval"]
 
 
 def write(assignment: Assignment, forecast: Forecast, target: Target) -> None:
     """Write the recipe file. Raises a StorageError if the disk is full or cannot be written."""
     time = "" if assignment.time is None else f", {assignment.time:.1%} of bf16's time"
+    gap, interval = shares(assignment.gap)
     description = (
         f"tuned for {forecast.trained.name}: {target}. {assignment.bits:.2f} bits{time}, a gap of "
-        f"{assignment.gap.mean:.2f} % is expected ({assignment.gap.low:.2f} to "
-        f"{assignment.gap.high:.2f} %)"
+        f"{gap} is expected ({interval})"
     )
     with storage_errors(target.path):
         target.path.parent.mkdir(parents=True, exist_ok=True)
