@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -181,6 +182,9 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             "exponent is uncertain: Quartet II's at 30, 50, 100 and 200M are "
             f"{', '.join(f'{exponent:.2f}' for exponent in exponents)}.",
             "",
+            "The published rows that are used:",
+            "",
+            _uses(rows),
             "## Training setups left out",
             "",
             "NVFP4's gap at 20 tokens per parameter, with all linears of the blocks in NVFP4 for "
@@ -215,7 +219,8 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             f"{law.forward:.3f} KL^{law.power:.2f} + {1 - law.forward:.3f} e, where KL is the "
             "divergence of the quantized forward pass and e the squared error of the operands of "
             "the backward pass, both relative to NVFP4's on the same model. "
-            f"{law.forward:.3f} is the published severity of the forward pass alone.",
+            f"{law.forward:.3f} is the published severity of the forward pass alone. The median "
+            f"error by sensitivity is {sensitivity_error(gaps, ratios, law):.0%}.",
             "",
             _severities(law, gaps, ratios),
             "## Predictions",
@@ -227,6 +232,12 @@ def page(law: Law, rows: Rows, gaps: fits.Gaps, ratios: fits.Ratios) -> str:
             "",
         ]
     )
+
+
+def _uses(rows: Rows) -> str:
+    counts = Counter((row.training, row.use, row.reason) for row in rows)
+    lines = [[*names, str(count)] for names, count in sorted(counts.items())]
+    return report.markdown(["training", "use", "reason", "rows"], lines)
 
 
 def _checks(checks: Sequence[Check], title: str) -> str:

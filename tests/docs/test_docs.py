@@ -174,6 +174,8 @@ def test_the_forecasts_of_the_documents_are_the_commands():
     law = fitted()
     formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
     assert formula in _text(COSTS)
+    (error,) = re.findall(r"by sensitivity is (\d+)%", _text("bench/results/cpu/law.md"))
+    assert f"[{error} %](../bench/results/cpu/law.md#severities)" in _text(COSTS)
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():

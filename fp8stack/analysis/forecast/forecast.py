@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8stack.analysis.forecast.law import RATIO, Law, fitted
 from fp8stack.analysis.forecast.published import published
-from fp8stack.analysis.forecast.result import Expected, ForecastResult, quantity
+from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity
 from fp8stack.analysis.forecast.severity import RecipeSeverity, severity_of
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
@@ -137,14 +137,14 @@ def expectation(
     if severity.head:
         notes.append(
             f"quantizes the head, whose work is {severity.head:.0%} of the blocks', and counts "
-            "like that much more of them; no source quantizes it"
+            "like that much more of them; no published gap has it quantized"
         )
     percent = law.gap(ratio, severity.value)
     extra = None
     if ratio >= LEAST_RATIO:
         values = percent.model_dump().items()
         tokens = {key: law.extra_tokens(ratio, value) for key, value in values}
-        extra = type(percent)(**tokens)
+        extra = Gap(**tokens)
     sources = (source for recipe in severity.recipes for source in law.sources[recipe])
     return Expected(
         recipe=name,
