@@ -71,7 +71,7 @@ def forecast_by_size(model: str, tokens: int | None, names: Sequence[str]) -> Fo
 
     Args:
         model: the name or the file of a model.
-        tokens: the number of training tokens; None: 20 per active parameter.
+        tokens: the number of training tokens; None or 0: 20 per active parameter.
         names: recipes.
 
     Raises:
@@ -168,14 +168,14 @@ def remarks(
 
     Args:
         config: the model's shape.
-        tokens: the training tokens that are known; None if 20 per parameter are assumed.
+        tokens: the training tokens that are known; None or 0 if 20 per parameter are assumed.
         trained_on: the training tokens of the forecast.
         expectations: the recipes.
         law: the law.
     """
     active = config.active_parameters()
     ratio = trained_on / active
-    if tokens is None:
+    if not tokens:
         yield f"--tokens is not given: {RATIO:.0f} per parameter are assumed"
     least, most = law.parameters
     if not least / 2 <= active <= most * 2:

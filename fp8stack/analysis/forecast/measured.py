@@ -13,6 +13,7 @@ from fp8stack.analysis.forecast.forecast import (
     expectation,
     forecast_of_shape,
     load_recipes,
+    remarks,
 )
 from fp8stack.analysis.forecast.law import Law, fitted
 from fp8stack.analysis.forecast.result import (
@@ -227,6 +228,7 @@ def forecast(request: ForecastOptions, tell: Callable[[str], None] = lambda line
             "loss": trained.loss,
             "loss_source": f"{len(trained.windows.tokens)} windows of {trained.windows.name}",
             "recipes": expectations,
+            "remarks": tuple(remarks(config, trained.tokens, by_shape.tokens, expectations, law)),
         }
     )
     requested = {name: measured[name] for name in recipes}
