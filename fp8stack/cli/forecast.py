@@ -2,60 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from fp8stack.cli import options
-from fp8stack.cli.options import option
+from fp8stack.cli import completion, options
+from fp8stack.cli.options import argument, option
+from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import show
 
+TRAINED = argument("RUN", f"{options.TRAINED} Without it, --model.")
+MODEL = option(
+    "Model preset or TOML file, in place of a trained model.", autocompletion=completion.MODELS
+)
 RECIPES = option(
-    "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
+    "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]",
+    autocompletion=completion.RECIPES,
 )
 CANDIDATES = option(
     "Recipes to choose from for each layer. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16; on a GPU, those it "
-    "runs natively]"
+    "runs natively]",
+    autocompletion=completion.RECIPES,
 )
 DATA = option("Held-out text. [the run's own held-out part]")
 WINDOWS = option("Windows to measure on. [128]")
-TOKENS = option("Number of training tokens. [recorded in the run]")
-BUDGET = option("Largest loss gap, in percent of the loss. Example: 0.2%")
+TOKENS = option(
+    "Number of training tokens, such as 160B. [recorded in the run; else 20 per parameter]"
+)
+BUDGET = option("Largest loss gap, in percent of the loss, interval included. Example: 0.5%")
 BITS = option("Instead of --budget: bits of GEMMs on average. Example: 6")
 TIME = option(
     "Instead of --budget: time of the linear layers, measured here, in percent of bf16's. "
     "Example: 80%"
 )
 OUT = option("File to write the recipe to. [tuned.toml]")
-MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
-"""The arguments of both commands that select the model and the data."""
+MEASURED = ("data", "windows", "tokenizer", "device")
+"""The arguments of both commands that select the data and the machine."""
 
 
 def forecast(
-    run: Annotated[str, options.RUN],
+    run: Annotated[str | None, TRAINED] = None,
+    model: Annotated[str | None, MODEL] = None,
     recipes: Annotated[str | None, RECIPES] = None,
+    tokens: Annotated[str | None, TOKENS] = None,
     data: Annotated[str | None, DATA] = None,
-    windows: Annotated[int, WINDOWS] = 128,
-    tokens: Annotated[int | None, TOKENS] = None,
+    windows: Annotated[int | None, WINDOWS] = None,
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
-    device: Annotated[str, options.DEVICE] = "auto",
+    device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """Forecast what training in each recipe would cost in loss, and which layers cause it.
+    """Forecast what training in each recipe would cost in loss.
 
-    One trained model is enough, in any precision; nothing is trained.
+    With --model, from published losses, in a second. With a trained model also which layers cause
+    the gap, and recipes that nobody published; nothing is trained.
     """
-    flags = {key: value for key, value in locals().items() if key in MEASURED}
-    from fp8stack.analysis.forecast import forecast as forecasts
+    flags = _given(locals())
+    from fp8stack.analysis.forecast.forecast import RECIPES, forecast_by_size, parse_tokens
     from fp8stack.common.presets import recipe_words
 
-    chosen = forecasts.RECIPES if recipes is None else recipe_words(recipes)
-    request = forecasts.ForecastOptions(recipes=chosen, **flags)
-    with _measuring() as tell:
-        result = forecasts.forecast(request, tell).result()
-    path = forecasts.keep(result, run)
+    chosen = RECIPES if recipes is None else recipe_words(recipes)
+    trained_on = None if tokens is None else parse_tokens(tokens)
+    path = None
+    if run is None and model is not None:
+        if flags:
+            raise UserError(f"--{next(iter(flags))} is for a trained model. Leave it out.")
+        result = forecast_by_size(model, trained_on, chosen)
+    elif run is not None and model is None:
+        from fp8stack.analysis.forecast import measured
+
+        request = measured.ForecastOptions(run=run, recipes=chosen, tokens=trained_on, **flags)
+        with _measuring() as tell:
+            result = measured.forecast(request, tell).result
+        path = measured.keep(result, run)
+    else:
+        raise UserError("Give one of RUN, a trained model, and --model, such as llama-8b.")
     if json:
         options.print_json(result.model_dump(mode="json"))
     else:
@@ -72,39 +94,50 @@ def tune(
     out: Annotated[str, OUT] = "tuned.toml",
     recipes: Annotated[str | None, CANDIDATES] = None,
     data: Annotated[str | None, DATA] = None,
-    windows: Annotated[int, WINDOWS] = 128,
-    tokens: Annotated[int | None, TOKENS] = None,
+    windows: Annotated[int | None, WINDOWS] = None,
+    tokens: Annotated[str | None, TOKENS] = None,
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
-    device: Annotated[str, options.DEVICE] = "auto",
+    device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Write a recipe that is as cheap as a loss budget allows, layer by layer.
 
-    Cheap is a short time, measured here, on a GPU, and few bits on a CPU.
+    Cheap is a short time, measured here, on a GPU, and few bits on a CPU. With --bits or --time,
+    the recipe with the smallest gap at that cost.
     """
-    flags = {key: value for key, value in locals().items() if key in MEASURED}
-    from fp8stack.analysis.forecast import forecast as forecasts
-    from fp8stack.analysis.forecast import tune
+    flags = _given(locals())
+    from fp8stack.analysis.forecast import measured, tune
+    from fp8stack.analysis.forecast.forecast import parse_tokens
     from fp8stack.analysis.forecast.times import PLAIN, time_shares
     from fp8stack.common.presets import recipe_words
     from fp8stack.precision import probe
 
     target = tune.parse_target(budget, bits, time, out)
-    hardware = probe(device)
+    hardware = probe(device or "auto")
     chosen = tune.default_candidates(hardware) if recipes is None else recipe_words(recipes)
-    request = forecasts.ForecastOptions(recipes=tune.candidates(chosen), **flags)
+    request = measured.ForecastOptions(
+        run=run,
+        recipes=tune.candidates(chosen),
+        tokens=None if tokens is None else parse_tokens(tokens),
+        **flags,
+    )
     with _measuring() as tell:
-        forecast = forecasts.forecast(request, tell, require_covered=True)
+        forecast = measured.forecast(request, tell)
         timed = partial(time_shares, forecast.trained, tell) if target.is_timed(hardware) else None
         choices = tune.Choices(forecast, plain=PLAIN in chosen, timed=timed)
     tuned = tune.tuned(choices, forecast, target)
     tune.write(tuned, forecast, target)
     if json:
-        options.print_json({**vars(tuned), "gap": vars(tuned.gap)})
+        options.print_json({**vars(tuned), "gap": tuned.gap.model_dump()})
     else:
         show(*tune.as_text(tuned, choices, forecast))
         show("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}")
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in `MEASURED` that the user gave."""
+    return {key: arguments[key] for key in MEASURED if arguments[key] is not None}
 
 
 @contextmanager

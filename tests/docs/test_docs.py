@@ -14,6 +14,8 @@ import pytest
 import typer
 
 import fp8stack
+from fp8stack.analysis.forecast.forecast import forecast_by_size
+from fp8stack.analysis.forecast.law import fitted
 from fp8stack.cli import app as cli
 from fp8stack.layers import fp8_state
 from fp8stack.model.config import GPTConfig
@@ -173,6 +175,30 @@ def test_the_readmes_gaps_are_those_of_the_committed_study(kind, names):
     gaps = [cell["gap"]["mean"] for cell in cells if cell["recipe"] in names]
     (bound,) = re.findall(rf"below ([\d.]+) % in {kind}\b", " ".join(_text("README.md").split()))
     assert float(bound) / 2 < max(gaps) < float(bound)
+
+
+def test_the_forecasts_of_the_documents_are_the_commands():
+    names = re.findall(
+        r"^\| `(\w+)` \| [\d.]+ \| [\d.]+ to [\d.]+ \| [\d.]+ \|$", _text(COSTS), re.M
+    )
+    assert len(names) == 6
+    readme = " ".join(_text("README.md").split())
+    for expected in forecast_by_size("llama-8b", 160 * 10**9, names).recipes:
+        gap, extra = expected.percent, expected.extra_tokens
+        assert gap is not None
+        assert extra is not None
+        interval = f"{gap.low:.2f} to {gap.high:.2f}"
+        tokens = f"{extra.mean:.1f}" if extra.mean < 10 else f"{extra.mean:.0f}"
+        cells = f"| `{expected.recipe}` | {gap.mean:.2f} | {interval} | {tokens} |"
+        assert cells in _text(COSTS)
+        if expected.recipe in ("delayed", "nvfp4"):
+            share = f"{gap.mean:.2f} % in `{expected.recipe}`"
+            assert re.search(rf"{share} \((90 % interval )?{interval}\)", readme), share
+    law = fitted()
+    formula = f"{law.level:.2f} x (min(D / N, {law.cap:.0f}) / 20)^{law.exponent:.2f}"
+    assert formula in _text(COSTS)
+    (error,) = re.findall(r"by sensitivity is (\d+)%", _text("bench/results/cpu/law.md"))
+    assert f"[{error} %](../bench/results/cpu/law.md#severities)" in _text(COSTS)
 
 
 def test_the_table_of_costs_is_that_of_the_committed_study():

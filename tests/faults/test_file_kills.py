@@ -18,7 +18,7 @@ import pytest
 from fp8stack.analysis.compare import comparison
 from fp8stack.analysis.compare.runs import Ended
 from fp8stack.analysis.compare.settings import Comparison, Job
-from fp8stack.analysis.forecast import forecast as forecasts
+from fp8stack.analysis.forecast import measured
 from fp8stack.analysis.report import page
 from fp8stack.common import io
 from tests.faults.processes import Change, run_ranks, unchanged
@@ -151,8 +151,8 @@ def test_an_export_that_a_kill_left_without_its_folder_comes_back_at_the_next_lo
 def forecasting_nothing(rank: int) -> Iterator[None]:
     """A change: a forecast is a word."""
     result = SimpleNamespace(model_dump_json=lambda **_: "new", model_dump=lambda **_: {})
-    future = SimpleNamespace(result=lambda: result)
-    with patch.object(forecasts, "forecast", lambda request, tell: future):
+    future = SimpleNamespace(result=result)
+    with patch.object(measured, "forecast", lambda request, tell: future):
         yield
 
 

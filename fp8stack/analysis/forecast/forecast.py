@@ -1,153 +1,43 @@
-"""`fp8stack forecast`: predicts the loss gap of training in each recipe from one trained model, and
-the layers that cause it."""
+"""`fp8stack forecast`: predicts the loss gap of training a model in each recipe, by its size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
-from fp8stack.analysis.forecast.law import Law, fitted
-from fp8stack.analysis.forecast.result import NAME, WORST, Expected, ForecastResult
-from fp8stack.analysis.forecast.sensitivity import Sensitivity, sensitivities
-from fp8stack.common.errors import StorageError, UserError, quoted
-from fp8stack.common.hub import path_in
-from fp8stack.common.io import write_atomically
+from fp8stack.analysis.forecast.law import RATIO, Law, fitted
+from fp8stack.analysis.forecast.published import published
+from fp8stack.analysis.forecast.result import Expected, ForecastResult, Gap, quantity
+from fp8stack.analysis.forecast.severity import RecipeSeverity, severity_of
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
-from fp8stack.layers import build_backend
-from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.model.gpt import GPT
-from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware, Recipe, load_recipe, probe
-from fp8stack.trained.evaluate.scores import nats_of
-from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
-from fp8stack.training.checkpoint.state import restore_weights
-from fp8stack.training.load import Trained, find_source, tokenizer_of_run
-from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import context_of
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.precision import Recipe, load_recipe
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
-WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
+RATIOS = (0.01, 1000.0)
+"""Training tokens per parameter within which the law's uncertainty is known."""
+LEAST_RATIO = 5.0
+"""Baselines are known from 24 tokens per parameter on; below this, extra tokens are not told."""
+LEAST_PARAMETERS, LEAST_TOKENS, LEAST_VOCABULARY = 4e7, 5e8, 10_000
+"""`chinchilla_loss` is of models, training tokens and vocabularies from these on."""
+STUDY = "fp8stack's study"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForecastOptions:
-    """The options of a forecast."""
-
-    run: str  # a run, a checkpoint, hf:FOLDER or hf:owner/name
-    recipes: Sequence[str] = RECIPES
-    data: str | None = None  # see `windows_for`
-    windows: int = WINDOWS
-    tokens: int | None = None  # training tokens; None: those recorded in the run
-    tokenizer: str | None = None
-    device: str = "auto"
+def chinchilla_loss(parameters: float, tokens: float) -> float:
+    """The loss in nats per token of a model after training, by Chinchilla's law with the parameters
+    of Besiroglu et al. (arXiv 2404.10102). It is of MassiveText; other texts and tokenizers have
+    other losses, by a tenth or so."""
+    return float(1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedModel:
-    """A trained model in float32, with held-out text and its loss on the text."""
-
-    name: str
-    checkpoint: str
-    model: GPT
-    tokens: int | None
-    windows: Windows
-    loss: float  # in nats per token, in float32
-    rows: int  # rows of the run's GEMMs: tokens per micro-batch
-    hardware: Hardware
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The forecast for a model: each recipe's sensitivity and expected gap."""
-
-    trained: TrainedModel
-    law: Law
-    measured: dict[str, Sensitivity]
-    recipes: tuple[Expected, ...]
-
-    def result(self) -> ForecastResult:
-        """The forecast as data."""
-        trained = self.trained
-        return ForecastResult(
-            model=trained.name,
-            checkpoint=trained.checkpoint,
-            parameters=trained.model.config.parameters(),
-            tokens=trained.tokens,
-            data=trained.windows.name,
-            windows=len(trained.windows.tokens),
-            loss=trained.loss,
-            law_runs=self.law.runs,
-            recipes=self.recipes,
-        )
-
-
-def find_trained(request: ForecastOptions) -> tuple[Trained, int | None]:
-    """Find the model of a request, without building it, and the number of its training tokens (None
-    if unknown).
+def load_recipes(names: Sequence[str]) -> dict[str, Recipe]:
+    """The recipes of a forecast by name. Prints what the forecast leaves out.
 
     Raises:
-        UserError: bad input, see `find_source`; a bad number; or a folder of transformers without
-            data.
+        UserError: a recipe does not exist or quantizes nothing.
     """
-    if request.windows < LEAST_WINDOWS:
-        raise UserError(f"--windows {request.windows} is too few. Use {LEAST_WINDOWS} or more.")
-    if request.tokens is not None and request.tokens < 1:
-        raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
-    source = find_source(request.run)
-    require_text(request.run, source.config, request.data)
-    for note in source.notes:
-        warn(note)
-    config, tokens = source.config or RunConfig(), request.tokens
-    if tokens is None and source.checkpoint and not config.init_from:  # else unknown
-        tokens = source.checkpoint.step * config.batch * context_of(config, source.shape)
-    return source, tokens
-
-
-def load_trained(request: ForecastOptions, source: Trained, tokens: int | None) -> TrainedModel:
-    """Build the model that `find_trained` returned, and compute its loss on the text. For errors
-    see `windows_for`."""
-    hardware, config = probe(request.device), source.config or RunConfig()
-    model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
-    restore_weights(model, source.weights)
-    model.to(hardware.device).eval()
-    name = request.tokenizer or source.own_tokenizer
-    tokenizer = tokenizer_of_run(request.run, name, source.recorded_tokenizer)
-    windows = windows_for(
-        request.run, config, source.shape, tokenizer, request.data, request.windows, None
-    )
-    nats = nats_of(model, windows.tokens, BATCH)
-    return TrainedModel(
-        name=request.run,
-        checkpoint=Path(source.name).name,
-        model=model,
-        tokens=tokens,
-        windows=windows,
-        loss=nats.mean().item(),
-        rows=config.batch // config.accumulate * context_of(config, source.shape),
-        hardware=hardware,
-    )
-
-
-def forecast(
-    request: ForecastOptions,
-    tell: Callable[[str], None] = lambda line: None,
-    *,
-    require_covered: bool = False,
-) -> Forecast:
-    """Predict the loss gap of each requested recipe. If the law does not cover the model, print a
-    warning before computing anything, and measure sensitivities without predicting gaps.
-
-    Args:
-        request: the model, the recipes and the data.
-        tell: called with the name of each recipe once it is measured.
-        require_covered: raise an error in place of the warning.
-
-    Raises:
-        UserError: the law does not cover the model and `require_covered` is set; or bad input, see
-            `find_trained`, `load_trained` and `load_recipe`.
-    """
-    recipes = {name: load_recipe(name) for name in request.recipes}
+    recipes = {name: load_recipe(name) for name in names}
     unquantized = [name for name, recipe in recipes.items() if not recipe.is_fp8]
     if unquantized:
         raise UserError(f"{', '.join(unquantized)}: nothing is quantized. Name other --recipes.")
@@ -155,64 +45,163 @@ def forecast(
     for name, recipe in recipes.items():
         for key, value in recipe.beside_linears.items():
             if value != defaults[key]:
-                note = f"{name}: the forecast is of linear layers, without {key} = '{value}'"
-                warn(note)
-    law = fitted()
-    source, tokens = find_trained(request)
-    if reason := uncovered(law, source.shape, tokens):
-        if require_covered:
-            raise UserError(f"No recipe can be tuned for {quoted(request.run)}: {reason}.")
-        warn(f"cannot tell the gap of any recipe: {reason}; divergences are measured")
-    trained = load_trained(request, source, tokens)
-    measured: dict[str, Sensitivity] = {}
-    windows = trained.windows.tokens
-    for name, sensitivity in sensitivities(
-        trained.model, recipes, windows, trained.hardware, BATCH
-    ):
-        measured[name] = sensitivity
-        tell(name)
-    forecasts = tuple(
-        expected(name, sensitivity, trained, law) for name, sensitivity in measured.items()
+                warn(f"{name}: the forecast is of linear layers, without {key} = '{value}'")
+    return recipes
+
+
+def parse_tokens(text: str) -> int:
+    """A number of training tokens, such as "160B", "1.5T" or "2000000"."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+    number, unit = text.strip(), 1.0
+    if number[-1:].upper() in units:
+        number, unit = number[:-1], units[number[-1].upper()]
+    try:
+        tokens = float(number) * unit
+    except ValueError:
+        tokens = math.nan
+    if not 1 <= tokens < 1e18:
+        raise UserError(
+            f"--tokens {quoted(text)} is no number of training tokens. Example: 160B, or 20M"
+        )
+    return round(tokens)
+
+
+def forecast_by_size(model: str, tokens: int | None, names: Sequence[str]) -> ForecastResult:
+    """Predict the loss gaps of a model that need not exist.
+
+    Args:
+        model: the name or the file of a model.
+        tokens: the number of training tokens; None or 0: 20 per active parameter.
+        names: recipes.
+
+    Raises:
+        UserError: no such model or recipe.
+    """
+    config, recipes, law = load_config(model), load_recipes(names), fitted()
+    return forecast_of_shape(model, config, recipes, tokens, law)
+
+
+def forecast_of_shape(
+    name: str, config: GPTConfig, recipes: dict[str, Recipe], tokens: int | None, law: Law
+) -> ForecastResult:
+    """Predict the loss gaps of a model of this shape; for the arguments see `forecast_by_size`."""
+    active = config.active_parameters()
+    trained_on = tokens or round(RATIO * active)
+    size, least = (
+        (active, trained_on, config.vocabulary),
+        (LEAST_PARAMETERS, LEAST_TOKENS, LEAST_VOCABULARY),
     )
-    return Forecast(trained=trained, law=law, measured=measured, recipes=forecasts)
+    is_covered = all(value >= minimum for value, minimum in zip(size, least, strict=True))
+    loss = chinchilla_loss(active, trained_on) if is_covered else None
+    expectations = []
+    for recipe_name, recipe in recipes.items():
+        severity = severity_of(recipe, config, law)
+        expectations.append(expectation(recipe_name, severity, law, trained_on / active, loss))
+    return ForecastResult(
+        model=name,
+        parameters=config.parameters(),
+        active_parameters=active,
+        tokens=trained_on,
+        loss=loss,
+        loss_source="by Chinchilla's law (arXiv 2404.10102)",
+        recipes=tuple(expectations),
+        remarks=tuple(remarks(config, tokens, trained_on, expectations, law)),
+    )
 
 
-def uncovered(law: Law, shape: GPTConfig, tokens: int | None, forward: float = 0.0) -> str:
-    """Explain in a few words why the law does not apply; "" if it does. For `tokens` and `forward`
-    see `Law.beyond`."""
-    if shape.experts is not None:
-        return "the law is of models without experts, and this has some"
-    return law.beyond(shape.parameters(), tokens, forward)
+def expectation(
+    name: str, severity: RecipeSeverity, law: Law, ratio: float, loss: float | None
+) -> Expected:
+    """The forecast for a recipe.
 
-
-def expected(name: str, measured: Sensitivity, trained: TrainedModel, law: Law) -> Expected:
-    """The loss gap that the law predicts from a recipe's sensitivity."""
-    reason = uncovered(law, trained.model.config, trained.tokens, measured.forward)
-    worst = tuple(sorted(measured.layers, key=lambda path: -measured.layers[path])[:WORST])
-    remaining = measured.without(worst)
+    Args:
+        name: the recipe's name.
+        severity: its severity for the model.
+        law: the law.
+        ratio: training tokens per active parameter.
+        loss: the baseline's loss in nats per token, if it is known.
+    """
+    if severity.value is None:
+        return Expected(
+            recipe=name,
+            severity=None,
+            percent=None,
+            nats=None,
+            extra_tokens=None,
+            sources=(),
+            reason="no source trains with its forward pass; `fp8stack forecast RUN` measures it",
+        )
+    notes = list(severity.notes)
+    if severity.share < 0.99:
+        notes.append(f"quantizes {severity.share:.0%} of the blocks' linear work")
+    if severity.head:
+        notes.append(
+            f"quantizes the head, whose work is {severity.head:.0%} of the blocks', and counts "
+            "like that much more of them; no published gap has it quantized"
+        )
+    percent = law.gap(ratio, severity.value)
+    extra = None
+    if ratio >= LEAST_RATIO:
+        values = percent.model_dump().items()
+        tokens = {key: law.extra_tokens(ratio, value) for key, value in values}
+        extra = Gap(**tokens)
+    sources = (source for recipe in severity.recipes for source in law.sources[recipe])
     return Expected(
         recipe=name,
-        gap=None if reason else law.gap(measured.forward, measured.backward),
-        reason=reason,
-        worst=worst,
-        without_worst=None if reason else law.gap(remaining.forward, remaining.backward),
-        forward=measured.forward,
-        forward_layers=measured.layers,
-        backward=measured.backward,
-        backward_layers=measured.backward_layers,
+        severity=severity.value,
+        percent=percent,
+        nats=None if loss is None else percent.scaled(loss / 100),
+        extra_tokens=extra,
+        sources=tuple(dict.fromkeys(sources)),
+        notes=tuple(notes),
     )
 
 
-def keep(result: ForecastResult, run: str) -> Path | None:
-    """Write the result to the run's folder, where `fp8stack report` reads it. Returns the path,
-    or None if `run` is not a run's folder or, with a warning, if the file cannot be written.
+def remarks(
+    config: GPTConfig,
+    tokens: int | None,
+    trained_on: int,
+    expectations: Iterable[Expected],
+    law: Law,
+) -> Iterator[str]:
+    """Yield sentences on the sources, and on what is extrapolated.
+
+    Args:
+        config: the model's shape.
+        tokens: the training tokens that are known; None or 0 if 20 per parameter are assumed.
+        trained_on: the training tokens of the forecast.
+        expectations: the recipes.
+        law: the law.
     """
-    if path_in(run) is not None or not RunFolder(Path(run)).holds_run:
-        return None
-    path = Path(run) / NAME
-    try:
-        write_atomically(path, (result.model_dump_json(indent=1) + "\n").encode())
-    except StorageError as error:
-        warn(f"fp8stack: the report will not show this: {error}")
-        return None
-    return path
+    active = config.active_parameters()
+    ratio = trained_on / active
+    if not tokens:
+        yield f"--tokens is not given: {RATIO:.0f} per parameter are assumed"
+    least, most = law.parameters
+    if not least / 2 <= active <= most * 2:
+        yield (
+            f"extrapolated: published gaps are of models of {quantity(least)} to {quantity(most)} "
+            f"parameters, and this has {quantity(active)}"
+        )
+    if not RATIOS[0] <= ratio <= RATIOS[1]:
+        yield (
+            f"extrapolated, with a wider interval: published gaps are of {law.ratio[0]:.2g} to "
+            f"{law.ratio[1]:.0f} training tokens per parameter, and this has {ratio:.2g}"
+        )
+    if config.experts is not None:
+        yield (
+            "extrapolated: the law is of models without experts, and this counts the active "
+            "parameters. Of mixtures, DeepSeek-V3's authors report less than 0.25 % in FP8 (arXiv "
+            "2412.19437), and docs/experts.md has the gaps of a small one"
+        )
+    listed = list(expectations)
+    from_study = [expected.recipe for expected in listed if expected.sources == (STUDY,)]
+    if from_study:
+        yield (
+            f"{', '.join(from_study)}: relative to NVFP4 in models of 0.1M to 0.9M parameters "
+            f"({STUDY}, bench/results/cpu/study.md)"
+        )
+    named = {source for expected in listed for source in expected.sources}
+    rows = {row.training: row.source for row in published() if row.training in named}
+    for name, source in rows.items():
+        yield f"{name}: {source}"

@@ -1,90 +1,111 @@
-"""The law that predicts the loss gap of training in a recipe from the recipe's sensitivity.
-`python -m bench law` fits it to the runs of `python -m bench study`."""
+"""The law of the loss gap of training in a recipe, at any size of model. `python -m bench law` fits
+it to published gaps and to the runs of `python -m bench study`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from scipy import stats
+from fp8stack.analysis.forecast.result import MOST_EXTRA, Gap
 
-from fp8stack.analysis.forecast.result import Gap
-
-CONFIDENCE = 0.90
-QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
-"""Half-width of an interval, in standard deviations."""
+RATIO = 20.0
+"""The number of training tokens per parameter at which severities are multiplied by `level`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """gap = forward x KL^power + backward x error, in nats per token.
+    """gap = severity x level x (min(D / N, cap) / 20)^exponent, in percent of the loss, for N
+    parameters and D training tokens. NVFP4 in all linears of the blocks has severity 1.
+
+    The logarithm of a gap is uncertain by three independent terms: by training setup, by the
+    distance of D / N from 20, and by the distance of the severity from NVFP4's.
 
     Attributes:
-        forward, power: factor and exponent of the forward pass's divergence.
-        backward: factor of the backward pass's relative squared error.
-        deviation: the standard deviation of gaps around the law, as a share of the prediction.
-        parameters, ratio: the ranges that the fit covers, of the number of parameters and of
-            training tokens per parameter.
-        largest: the largest divergence in the fit, in nats per token.
-        runs: the number of pairs of runs in the fit.
+        level: NVFP4's gap at 20 tokens per parameter, in percent.
+        exponent, cap: the growth with D / N.
+        deviation: the standard deviation of the logarithm of a new training setup's level.
+        exponent_deviation: the standard deviation of the exponent between sizes of models.
+        severity_deviation: the standard deviation of the logarithm of a severity, as a share of
+            that logarithm.
+        quantile: half-width of a 90 % interval in standard deviations.
+        forward: the severity of NVFP4 in the forward pass alone; the rest is of the backward pass.
+        power: the exponent of the ratio of two recipes' divergences in the forward pass.
+        severities: the severity of each shipped recipe whose training was measured.
+        sources: the training setups that give each recipe's severity.
+        parameters, ratio: the ranges of the fit, of N and of D / N.
+        slope, decline: with more training tokens the loss L of a baseline falls by
+            dlog L / dlog D = -slope x (D / N / 20)^-decline.
     """
 
+    level: float
+    exponent: float
+    cap: float
+    deviation: float
+    exponent_deviation: float
+    severity_deviation: float
+    quantile: float
     forward: float
     power: float
-    backward: float
-    deviation: float
+    severities: dict[str, float]
+    sources: dict[str, tuple[str, ...]]
     parameters: tuple[float, float]
     ratio: tuple[float, float]
-    largest: float
-    runs: int
+    slope: float
+    decline: float
 
-    def mean(self, forward: float, backward: float) -> float:
-        """The predicted gap, in nats per token. For the arguments see `Sensitivity`."""
-        return float(self.forward * forward**self.power + self.backward * backward)
+    def growth(self, ratio: float) -> float:
+        """The gap at `ratio` tokens per parameter, relative to the gap at 20."""
+        return float((min(ratio, self.cap) / RATIO) ** self.exponent)
 
-    def gap(self, forward: float, backward: float) -> Gap:
-        """The predicted gap with its interval. For the arguments see `Sensitivity`."""
-        mean = self.mean(forward, backward)
-        width = QUANTILE * self.deviation * mean
-        return Gap(mean=mean, low=mean - width, high=mean + width)
-
-    def beyond(self, parameters: int, tokens: int | None, forward: float = 0.0) -> str:
-        """Explain in a few words why the law does not apply; "" if it does.
+    def gap(self, ratio: float, severity: float) -> Gap:
+        """The expected gap in percent of the loss, with a 90 % interval.
 
         Args:
-            parameters: the model's number of parameters.
-            tokens: the number of its training tokens; None if unknown.
-            forward: the divergence of a recipe, in nats per token.
+            ratio: training tokens per parameter, above 0.
+            severity: 0 for a recipe that quantizes nothing.
         """
-        low, high = self.parameters
-        if not low / 2 <= parameters <= high * 2:
-            return (
-                f"the law is of models of {low / 1e6:.2g} to {high / 1e6:.2g} million parameters, "
-                f"and this has {parameters / 1e6:.3g} million"
-            )
-        if tokens is None:
-            return "how many tokens the model was trained on is not known (--tokens)"
-        low, high = self.ratio
-        if not low / 2 <= tokens / parameters <= high * 2:
-            return (
-                f"the law is of {low:.2g} to {high:.2g} training tokens per parameter, and this "
-                f"model has {tokens / parameters:.3g}"
-            )
-        if forward > 2 * self.largest:
-            return (
-                f"its divergence of {forward:.3g} nats per token is above the {self.largest:.2g} "
-                "that the law covers"
-            )
-        return ""
+        mean = severity * self.level * self.growth(ratio)
+        distance = math.log(severity) if severity else 0.0
+        deviation = math.hypot(
+            self.deviation,
+            self.exponent_deviation * math.log(ratio / RATIO),
+            self.severity_deviation * distance,
+        )
+        factor = math.exp(self.quantile * deviation)
+        return Gap(mean=mean, low=mean / factor, high=mean * factor)
+
+    def severity(self, divergence: float, error: float) -> float:
+        """The severity of a recipe by its measured ratios to NVFP4 on the same model.
+
+        Args:
+            divergence: ratio of the KL divergences of the quantized forward passes.
+            error: ratio of the relative squared errors of the operands of the backward pass.
+        """
+        return float(self.forward * divergence**self.power + (1 - self.forward) * error)
+
+    def extra_tokens(self, ratio: float, percent: float) -> float:
+        """The training tokens to add, in percent of `ratio`, until the loss is as low as without a
+        gap of `percent`; at most `MOST_EXTRA`."""
+        # The integral of the slope over log D is a difference of these powers of D / N / 20.
+        start = (ratio / RATIO) ** -self.decline
+        end = start - self.decline * math.log1p(percent / 100) / self.slope
+        if end <= 0:
+            return MOST_EXTRA
+        return float(min(MOST_EXTRA, 100 * ((start / end) ** (1 / self.decline) - 1)))
 
 
 @cache
 def fitted() -> Law:
     """The fitted law that ships with fp8stack."""
-    values = json.loads(
-        resources.files("fp8stack.analysis.forecast").joinpath("law.json").read_text()
+    file = resources.files("fp8stack.analysis.forecast").joinpath("law.json")
+    law = Law(**json.loads(file.read_text(encoding="utf-8")))
+    sources = {recipe: tuple(names) for recipe, names in law.sources.items()}
+    return replace(
+        law,
+        sources=sources,
+        parameters=(law.parameters[0], law.parameters[1]),
+        ratio=(law.ratio[0], law.ratio[1]),
     )
-    ranges = {key: tuple(values[key]) for key in ("parameters", "ratio")}
-    return Law(**{**values, **ranges})

@@ -14,8 +14,8 @@ WORST = 5
 """Number of layers that `without_worst` leaves in bf16."""
 GAP = ("gap to expect", "90 % interval")
 """The column titles of `shares`."""
-FIRST_QUARTER = "the first quarter of training is in fp32 in such a gap"
-"""A property of the runs that the law is fitted to; texts that show gaps mention it."""
+MOST_EXTRA = 900.0
+"""The most extra tokens that are told, in percent."""
 
 
 class _Record(BaseModel):
@@ -23,66 +23,119 @@ class _Record(BaseModel):
 
 
 class Gap(_Record):
-    """A loss gap in nats per token, with its 90 % interval."""
+    """A loss gap with its 90 % interval, in percent of the loss if nothing else is said."""
 
     mean: float
     low: float
     high: float
 
+    def scaled(self, factor: float) -> Gap:
+        """The gap in another unit."""
+        return Gap(mean=self.mean * factor, low=self.low * factor, high=self.high * factor)
 
-class Expected(_Record):
-    """The forecast for a recipe. `gap` is None if the law does not apply, and `reason` says why;
-    `without_worst` is the gap with the worst layers in bf16. For `forward` and `backward` see
-    `Sensitivity`."""
 
-    recipe: str
-    gap: Gap | None
-    reason: str
-    worst: tuple[str, ...]
-    without_worst: Gap | None
+class Measured(_Record):
+    """A recipe's sensitivity on a trained model, see `Sensitivity`. `worst` are the layers with the
+    largest divergences, and `without_worst` the gap with these in bf16."""
+
     forward: float
     forward_layers: dict[str, float]
     backward: float
     backward_layers: dict[str, float]
+    worst: tuple[str, ...]
+    without_worst: Gap | None
+
+
+class Expected(_Record):
+    """The forecast for a recipe.
+
+    Attributes:
+        recipe: its name.
+        severity: the gap relative to that of NVFP4 in all linears of the blocks; None if no source
+            says anything of the recipe, and `reason` says why.
+        percent: the gap in percent of the loss.
+        nats: the gap in nats per token; None if the loss is not known.
+        extra_tokens: the training tokens, in percent, that would make up for the gap, at most
+            `MOST_EXTRA`; None far from the tokens that baselines are known for.
+        sources: the training setups that give the severity.
+        notes: assumptions.
+        measured: what was measured on a trained model.
+    """
+
+    recipe: str
+    severity: float | None
+    percent: Gap | None
+    nats: Gap | None
+    extra_tokens: Gap | None
+    sources: tuple[str, ...]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    measured: Measured | None = None
 
 
 class ForecastResult(_Record):
-    """The forecast for a model. `tokens` is the number of training tokens, None if unknown; `loss`
-    is in nats per token, in float32."""
+    """The forecast for a model.
+
+    Attributes:
+        model: a run, a checkpoint, or the name of a model.
+        checkpoint: the checkpoint that was measured; "" without a trained model.
+        parameters, active_parameters: all parameters, and those that a token meets.
+        tokens: the number of training tokens.
+        loss: of the baseline, in nats per token; None if it is not known.
+        loss_source: the source of `loss`.
+        recipes: the forecast for each recipe.
+        remarks: sentences about the model and the sources.
+    """
 
     model: str
-    checkpoint: str
+    checkpoint: str = ""
     parameters: int
-    tokens: int | None
-    data: str
-    windows: int
-    loss: float
-    law_runs: int
+    active_parameters: int
+    tokens: int
+    loss: float | None
+    loss_source: str
     recipes: tuple[Expected, ...]
+    remarks: tuple[str, ...]
 
     @property
     def about(self) -> list[str]:
-        """Two lines on the model and its data."""
-        text = f"{self.model}, {self.checkpoint}: {self.parameters / 1e6:.3g} million parameters"
-        if self.tokens is not None:
-            text += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
-        return [text, f"{self.windows} windows of {self.data}: loss {self.loss:.4f} in fp32"]
+        """Lines on the model and its loss."""
+        name = f"{self.model}, {self.checkpoint}" if self.checkpoint else self.model
+        active = ""
+        if self.active_parameters != self.parameters:
+            active = f" ({quantity(self.active_parameters)} active)"
+        ratio = self.tokens / self.active_parameters
+        lines = [
+            f"{name}: {quantity(self.parameters)} parameters{active}, {quantity(self.tokens)} "
+            f"training tokens, {ratio:.3g} per parameter"
+        ]
+        if self.loss is not None:
+            lines.append(f"loss without low precision: {self.loss:.4f}, {self.loss_source}")
+        return lines
 
     @property
     def header(self) -> list[str]:
         """Column titles of `rows`."""
-        return ["recipe", *GAP, f"without the worst {WORST}", "divergence", "worst layers"]
+        titles = ["recipe", *GAP, "nats per token", "extra tokens"]
+        if self.checkpoint:
+            return [*titles, f"without the worst {WORST}", "divergence", "worst layers"]
+        return [*titles, "sources"]
 
     def rows(self) -> Iterator[list[str]]:
         """Yield a table row for each recipe."""
         for expected in self.recipes:
-            yield [
-                expected.recipe,
-                *shares(expected.gap, self.loss),
-                share(expected.without_worst, self.loss),
-                f"{expected.forward:.1e}",
-                _layers(expected),
-            ]
+            nats = ""
+            if expected.nats is not None:
+                gap = expected.nats
+                nats = f"{gap.mean:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
+            cells = [expected.recipe, *shares(expected.percent), nats, _extra(expected)]
+            measured = expected.measured
+            if measured is not None:
+                worst = "" if measured.without_worst is None else shares(measured.without_worst)[0]
+                cells += [worst, f"{measured.forward:.1e}", _layers(measured)]
+            else:
+                cells.append(", ".join(expected.sources))
+            yield cells
 
     def as_text(self) -> list[str]:
         """The table, then the notes."""
@@ -90,41 +143,56 @@ class ForecastResult(_Record):
 
     def notes(self) -> Iterator[str]:
         """Yield notes on the table."""
-        reasons: dict[str, list[str]] = {}
+        notes: dict[str, list[str]] = {}
         for expected in self.recipes:
-            if expected.reason:
-                reasons.setdefault(expected.reason, []).append(expected.recipe)
-        for reason, names in reasons.items():
-            yield f"cannot tell the gap of {', '.join(names)}: {reason}"
+            for note in filter(None, (expected.reason, *expected.notes)):
+                notes.setdefault(note, []).append(expected.recipe)
+        for note, names in notes.items():
+            yield f"{', '.join(names)}: {note}"
+        yield from self.remarks
         yield (
-            "gap: what training a model like this in the recipe adds to its loss, in percent of "
-            f"it; {FIRST_QUARTER}; from a law fitted to {self.law_runs} pairs of runs "
-            "(docs/what_does_it_cost.md)"
+            "gap: what training in the recipe from the first step adds to the loss, in percent of "
+            "it; extra tokens make up for it (docs/what_does_it_cost.md)"
         )
-        yield (
-            f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "
-            "quantized model's predictions from its own, nats per token; worst layers: their share "
-            "of it"
-        )
+        if self.checkpoint:
+            yield (
+                f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "
+                "quantized model's predictions from its own, nats per token; worst layers: their "
+                "share of it"
+            )
 
 
-def shares(gap: Gap | None, loss: float) -> tuple[str, str]:
-    """A gap and its interval as text, in percent of the loss."""
+def quantity(count: float) -> str:
+    """A large number in short: 8.03B."""
+    for power, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= power:
+            return f"{count / power:.3g}{unit}"
+    return f"{count:g}"
+
+
+def shares(gap: Gap | None) -> tuple[str, str]:
+    """A gap in percent and its interval as text."""
     if gap is None:
         return "cannot tell", ""
-    return share(gap, loss), f"{100 * gap.low / loss:+.2f} to {100 * gap.high / loss:+.2f} %"
+    digits = 2 if gap.high >= 0.1 else 3
+    return f"{gap.mean:+.{digits}f} %", f"{gap.low:+.{digits}f} to {gap.high:+.{digits}f} %"
 
 
-def share(gap: Gap | None, loss: float) -> str:
-    """A gap as text, in percent of the loss."""
-    return "" if gap is None else f"{100 * gap.mean / loss:+.2f} %"
+def _extra(expected: Expected) -> str:
+    extra = expected.extra_tokens
+    if extra is None:
+        return ""
+    low, mean, high = (
+        "10 times" if value >= MOST_EXTRA else f"{value:.2g} %" if value < 10 else f"{value:.0f} %"
+        for value in (extra.low, extra.mean, extra.high)
+    )
+    return f"{mean} ({low} to {high})"
 
 
-def _layers(expected: Expected) -> str:
-    total = sum(expected.forward_layers.values())
+def _layers(measured: Measured) -> str:
+    total = sum(measured.forward_layers.values())
     if not total:
         return "none: the forward pass is exact"
-    names = (
-        f"{path} {expected.forward_layers.get(path, 0.0) / total:.0%}" for path in expected.worst
+    return ", ".join(
+        f"{path} {measured.forward_layers.get(path, 0.0) / total:.0%}" for path in measured.worst
     )
-    return ", ".join(names)

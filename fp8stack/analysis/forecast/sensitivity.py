@@ -22,14 +22,13 @@ from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import Place, all_linears, fp8_linears, observing
-from fp8stack.layers.swapped import swapped
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.numerics import RandomBits
 from fp8stack.numerics.error import FIGURES, quantization_error
 from fp8stack.precision import Hardware, Plan, Recipe
+from fp8stack.trained.evaluate.agreement import differences_and_divergences
 from fp8stack.training.dataloader import inputs_of
-from fp8stack.training.evaluate import eval_mode
 
 SIGNAL, NOISE = FIGURES.index("signal"), FIGURES.index("noise")
 
@@ -135,22 +134,8 @@ def without_delay(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"quantizers": current(recipe.quantizers), "layers": rules})
 
 
-def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
-    """Log-probabilities of the next token: float32 [B, T, V]."""
-    inputs_BT, _, *documents = inputs_of(windows.to(next(model.parameters()).device))
-    with eval_mode(model):
-        return F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1)
-
-
-def divergence(reference_BTV: Tensor, model_BTV: Tensor) -> Tensor:
-    """KL(reference || model) in nats from log-probabilities: float64 [B, T]."""
-    terms = reference_BTV.exp() * (reference_BTV - model_BTV)
-    return terms.sum(dim=-1).double()
-
-
 def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float, dict[str, float]]:
-    """KL in nats per token with all layers of a plan quantized, and with each layer alone. Only the
-    probabilities of one batch are in memory at a time."""
+    """KL in nats per token with all layers of a plan quantized, and with each layer alone."""
     backend = build_backend(plan)
     backend.vocabulary_multiple = model.backend.vocabulary_multiple  # sets the weights' shapes
     quantized = GPT(model.config, backend)
@@ -163,17 +148,12 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
     )
     if exact or not linears:
         return 0.0, dict.fromkeys(linears, 0.0)
-    log_probabilities(quantized, windows[:1])  # prepares the layers, see `swapped`
-    layer_sets = [[*linears], *([path] for path in linears)]
-    sums, count = [0.0] * len(layer_sets), 0
-    for chunk in torch.split(windows, batch):
-        reference = log_probabilities(model, chunk)
-        count += reference[..., 0].numel()
-        for index, paths in enumerate(layer_sets):
-            with swapped(model, quantized, paths):
-                sums[index] += float(divergence(reference, log_probabilities(model, chunk)).sum())
-    total, *layer_divergences = (max(0.0, value / count) for value in sums)
-    return total, dict(zip(linears, layer_divergences, strict=True))
+    layer_sets = [[path] for path in linears]
+    differences, divergences = differences_and_divergences(
+        model, quantized, layer_sets, windows, batch
+    )
+    layers = {path: max(0.0, kl) for path, kl in zip(linears, divergences, strict=True)}
+    return max(0.0, differences.kl_R.mean().item()), layers
 
 
 class OperandRecorder:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fp8stack.analysis.benchmark.layer_timing import Measure, side_by_side
 from fp8stack.analysis.benchmark.timing import interleaved, ratio
-from fp8stack.analysis.forecast.forecast import TrainedModel
+from fp8stack.analysis.forecast.measured import TrainedModel
 from fp8stack.layers.compiler import is_compiled
 from fp8stack.precision import Recipe, resolve
 from fp8stack.precision.profit import Shape

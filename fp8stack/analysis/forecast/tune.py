@@ -1,4 +1,4 @@
-"""`fp8stack tune`: chooses the cheapest recipe for each layer within a budget for the loss gap."""
+"""`fp8stack tune`: chooses a recipe for each layer, at the least cost or for the least gap."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from fp8stack.analysis.forecast.forecast import RECIPES, Forecast
-from fp8stack.analysis.forecast.law import Law
-from fp8stack.analysis.forecast.result import FIRST_QUARTER, GAP, Gap, shares
+from fp8stack.analysis.forecast.forecast import RECIPES
+from fp8stack.analysis.forecast.measured import Forecast, ModelLaw
+from fp8stack.analysis.forecast.result import GAP, Gap, shares
 from fp8stack.analysis.forecast.sensitivity import Sensitivity
+from fp8stack.analysis.forecast.severity import PLAIN_BITS, bits_of
 from fp8stack.analysis.forecast.times import PLAIN, Pair, Times
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizers
 from fp8stack.common.io import storage_errors, write_atomically
 from fp8stack.common.tables import aligned
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.planning.run_config import percent, toml_lines
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 
-PLAIN_BITS = 16.0
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
-GEMMS = ("fprop", "dgrad", "wgrad")
 _TANGENTS, _EDGE = 24, 1 + 1e-9  # tangents of the law; tolerance of a budget
-_TIE = 1e-4  # cost of a nat per token: decides between assignments of equal cost
+_TIE = 1e-5  # cost of a severity of 1: decides between assignments of equal cost
 
 MeasureTimes = Callable[[Sequence[str], Mapping[Pair, Recipe]], Times]
 """A function that measures layer times: `time_shares` for a model."""
@@ -49,30 +48,13 @@ class Assignment:
     time: float | None  # time of the layers as a share of bf16's; None if not measured
     forward: float  # KL in nats per token
     backward: float  # relative squared error, see `Sensitivity`
-    gap: Gap
+    severity: float  # see `ModelLaw`
+    gap: Gap  # in percent of the loss
 
     @property
     def cost(self) -> float:
         """The quantity to minimize: the time, or the bits if no time was measured."""
         return self.bits if self.time is None else self.time
-
-
-def bits_of(table: Quantizers | None) -> dict[str, float]:
-    """The bits of a linear's GEMMs, by name. A GEMM has the bits of its wider operand, which
-    determines the rate of tensor cores. None is a linear that is not quantized."""
-
-    def operand_bits(quantizer: Quantizer | None) -> float:
-        return PLAIN_BITS if quantizer is None else float(FORMATS[quantizer.format].bits)
-
-    if table is None:
-        return dict.fromkeys(GEMMS, PLAIN_BITS)
-    forward = {"dgrad": table.weight, "wgrad": table.input}
-    return {
-        gemm: max(
-            operand_bits(first), operand_bits(forward[gemm] if second == "forward" else second)
-        )
-        for gemm, (first, second) in table.gemms.items()
-    }
 
 
 class Choices:
@@ -122,76 +104,80 @@ class Choices:
         weighted: Array = bits * self.weights[:, None]
         return times if self.times else weighted
 
-    def assigned(self, chosen: Sequence[int], law: Law) -> Assignment:
+    def assigned(self, chosen: Sequence[int], law: ModelLaw) -> Assignment:
         """The assignment that gives each layer the candidate with the index in `chosen`."""
         figures = self.figures[:, range(len(self.layers)), chosen]
         return self._assigned([self.pairs[number] for number in chosen], figures, law)
 
-    def uniform(self, name: str, law: Law) -> Assignment:
+    def uniform(self, name: str, law: ModelLaw) -> Assignment:
         """The assignment with the same recipe in all layers."""
         pair = (name, name)
         figures = np.array([self._cost(path, pair) for path in self.layers]).T
         return self._assigned([pair] * len(self.layers), figures, law)
 
-    def _assigned(self, pairs: Sequence[Pair], figures: Array, law: Law) -> Assignment:
+    def _assigned(self, pairs: Sequence[Pair], figures: Array, law: ModelLaw) -> Assignment:
         """The assignment of `pairs` to the layers; `figures` [4, layers] are their `_cost`."""
         bits, divergence, error, time = figures
         forward, backward = float(divergence.sum()), float(error @ self.weights)
+        severity = law.severity(forward, backward)
         return Assignment(
             layers=dict(zip(self.layers, pairs, strict=True)),
             bits=float(bits @ self.weights),
             time=float(time.sum()) if self.times else None,
             forward=forward,
             backward=backward,
-            gap=law.gap(forward, backward),
+            severity=severity,
+            gap=law.gap(severity),
         )
 
-    def cheapest(self, law: Law, budget: float) -> Assignment | None:
-        """The assignment with the least cost, then the least gap, whose gap is at most `budget`
-        nats per token; None if there is none."""
+    def cheapest(self, law: ModelLaw, limit: float) -> Assignment | None:
+        """The assignment with the least cost, then the least severity, whose severity is at most
+        `limit`; None if there is none."""
         affordable = [
             assignment
-            for assignment in self._solved(law, budget=budget)
-            if assignment.gap.mean <= budget * _EDGE
+            for assignment in self._solved(law, limit=limit)
+            if assignment.severity <= limit * _EDGE
         ]
         return min(
             affordable,
-            key=lambda assignment: (round(assignment.cost, 6), assignment.gap.mean),
+            key=lambda assignment: (round(assignment.cost, 6), assignment.severity),
             default=None,
         )
 
-    def best(self, law: Law, cost: float) -> Assignment | None:
-        """The assignment with the smallest gap whose cost is at most `cost`; None if there is
+    def best(self, law: ModelLaw, cost: float) -> Assignment | None:
+        """The assignment with the smallest severity whose cost is at most `cost`; None if there is
         none."""
         return min(
-            self._solved(law, cost=cost), key=lambda assignment: assignment.gap.mean, default=None
+            self._solved(law, cost=cost), key=lambda assignment: assignment.severity, default=None
         )
 
     def _solved(
-        self, law: Law, budget: float | None = None, cost: float | None = None
+        self, law: ModelLaw, limit: float | None = None, cost: float | None = None
     ) -> Iterator[Assignment]:
-        """Yield assignments of small cost within a gap budget, or of small gap within a cost.
+        """Yield assignments of small cost within a severity, or of small severity within a cost.
 
-        Each assignment solves an integer program (HiGHS, through SciPy). The law is a concave power
-        of the divergence, which a program replaces by its tangent at one of several divergences. A
-        concave function lies below its tangents, so an assignment within the tangent's budget is
-        also within the law's. The tangent at the divergence of the optimum finds the optimum.
+        Each assignment solves an integer program (HiGHS, through SciPy). A severity is a concave
+        power of the divergence, which a program replaces by its tangent at one of several
+        divergences. A concave function lies below its tangents, so an assignment within the
+        tangent's limit is also within the law's. The tangent at the divergence of the optimum finds
+        the optimum.
         """
         cost_table, (_, forward, backward, _) = self.cost, self.figures
         count, width = cost_table.shape
         least, most = (float(reduce(axis=1).sum()) for reduce in (forward.min, forward.max))
         for divergence in np.geomspace(max(least, most * 1e-4, 1e-12), max(most, 1e-12), _TANGENTS):
-            slope = law.forward * law.power * divergence ** (law.power - 1)
-            constant = law.forward * divergence**law.power - slope * divergence
-            gaps = slope * forward + law.backward * backward * self.weights[:, None]
+            power = law.law.power
+            slope = law.forward * power * divergence ** (power - 1)
+            constant = law.forward * divergence**power - slope * divergence
+            severities = slope * forward + law.backward * backward * self.weights[:, None]
             limits = [LinearConstraint(np.kron(np.eye(count), np.ones(width)), 1, 1)]
-            if budget is not None:
-                limits.append(LinearConstraint(gaps.ravel()[None], -np.inf, budget - constant))
+            if limit is not None:
+                limits.append(LinearConstraint(severities.ravel()[None], -np.inf, limit - constant))
             if cost is not None:
                 limits.append(LinearConstraint(cost_table.ravel()[None], -np.inf, cost))
             with _without_stdout():
                 solution = milp(
-                    (gaps if budget is None else cost_table + _TIE * gaps).ravel(),
+                    (severities if limit is None else cost_table + _TIE * severities).ravel(),
                     constraints=limits,
                     integrality=np.ones(count * width),
                     bounds=Bounds(0, 1),
@@ -273,7 +259,7 @@ class Target:
 
     def __str__(self) -> str:
         if self.budget is not None:
-            return f"a loss gap of {100 * self.budget:g} % at most"
+            return f"a loss gap of {100 * self.budget:g} % at most, interval included"
         if self.time is not None:
             return f"{100 * self.time:g} % of bf16's time at most"
         return f"{self.bits:g} bits at most"
@@ -308,22 +294,18 @@ def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
     """The best assignment for a target.
 
     Raises:
-        UserError: the law does not cover a recipe, or no assignment meets the target; the message
-            names the closest one.
+        UserError: no assignment meets the target; the message names the closest one.
     """
-    for expected in forecast.recipes:
-        if expected.reason:
-            raise UserError(f"{expected.recipe}: {expected.reason}. Leave it out of --recipes.")
-    law, loss = forecast.law, forecast.trained.loss
+    law = forecast.law
     if target.budget is not None:
-        assignment = choices.cheapest(law, target.budget * loss)
+        assignment = choices.cheapest(law, law.largest_severity(100 * target.budget))
         if assignment is None:
             closest = choices.best(law, math.inf)
             assert closest is not None  # no recipe costs more
             raise UserError(
                 f"--budget {100 * target.budget:g}%: the smallest gap of these recipes is "
-                f"{closest.gap.mean / loss:.2%}, with {closest.bits:.2f} bits. Give more, or bf16 "
-                "among --recipes."
+                f"{closest.gap.mean:.2g} %, at most {closest.gap.high:.2g} %, with "
+                f"{closest.bits:.2f} bits. Give more, or bf16 among --recipes."
             )
         return assignment
     limit = target.bits if target.time is None else target.time
@@ -353,27 +335,29 @@ def as_text(tuned_assignment: Assignment, choices: Choices, forecast: Forecast) 
     """A table that compares the tuned recipe with each uniform one, and the layers by recipe."""
     assignments = [("tuned", tuned_assignment)]
     assignments += [(n, choices.uniform(n, forecast.law)) for n in (*choices.measured, PLAIN)]
-    loss = forecast.trained.loss
     costs = ["bits of a GEMM", *["time, % of bf16"] * (choices.times is not None)]
     rows = []
     for name, assignment in assignments:
         times = [] if assignment.time is None else [f"{100 * assignment.time:.1f}"]
-        rows.append([name, f"{assignment.bits:.2f}", *times, *shares(assignment.gap, loss)])
+        rows.append([name, f"{assignment.bits:.2f}", *times, *shares(assignment.gap)])
     paths_by_recipe: dict[str, list[str]] = {}
     for path, (forward, backward) in tuned_assignment.layers.items():
         recipe = forward if forward == backward else f"{forward}, backward {backward}"
         paths_by_recipe.setdefault(recipe, []).append(path)
     table = aligned([["recipe", *costs, *GAP], *rows])
     layers = (f"{recipe}: {', '.join(paths)}" for recipe, paths in paths_by_recipe.items())
-    return [*table, "", *layers, "", f"gap: {FIRST_QUARTER}"]
+    note = "gap: by divergences on this model, relative to NVFP4's; a budget is held against the "
+    about = forecast.result.about[0]
+    return [*table, "", *layers, "", about, f"{note}upper end of the interval"]
 
 
 def write(assignment: Assignment, forecast: Forecast, target: Target) -> None:
     """Write the recipe file. Raises a StorageError if the disk is full or cannot be written."""
     time = "" if assignment.time is None else f", {assignment.time:.1%} of bf16's time"
+    gap, interval = shares(assignment.gap)
     description = (
         f"tuned for {forecast.trained.name}: {target}. {assignment.bits:.2f} bits{time}, a gap of "
-        f"{assignment.gap.mean / forecast.trained.loss:.2%} is expected ({FIRST_QUARTER})"
+        f"{gap} is expected ({interval})"
     )
     with storage_errors(target.path):
         target.path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,10 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8stack.analysis.forecast.forecast import forecast_of_shape
+from fp8stack.analysis.forecast.law import fitted
 from fp8stack.analysis.forecast.result import NAME, ForecastResult
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import FORMATS
 from fp8stack.common.io import LOCK, is_held, parse_json, read_json, read_toml
+from fp8stack.model.config import load_config
+from fp8stack.precision.recipe import recipe_from_json
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
@@ -168,9 +172,26 @@ def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
         run.forecast = _read_or_note(
             lambda: read(forecast.read_text("utf-8")), forecast, None, notes
         )
+    if run.forecast is None:
+        run.forecast = _forecast_by_size(run)
     if telemetry:
         _read_telemetry(path / "telemetry.jsonl", run)
     return run
+
+
+def _forecast_by_size(run: RunRecord) -> ForecastResult | None:
+    """The forecast for a run's recipe by the size of its model; None without a quantized recipe, or
+    if the run folder does not say enough."""
+    with suppress(UserError, KeyError, TypeError, ValueError):
+        recipe = recipe_from_json(run.plan["recipe"], "plan.json")
+        config = load_config(run.config["model"], run.config.get("model_overrides"))
+        sequences = run.config["steps"] * run.config["batch"]
+        tokens = sequences * run.config.get("context", config.context)
+        if recipe.is_fp8:
+            return forecast_of_shape(
+                run.config["model"], config, {recipe.name: recipe}, tokens, fitted()
+            )
+    return None
 
 
 def _read_or_note(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:

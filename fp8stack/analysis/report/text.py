@@ -75,7 +75,7 @@ def _run(analysis: Analysis, console: Console) -> None:
         console.print(table)
         console.print(_text(what_if.sentence))
     if run.forecast is not None:
-        console.print(_text(f"what recipes would cost, by {run.forecast.checkpoint}"))
+        console.print(_text(f"loss gap to expect: {'; '.join(run.forecast.about)}"))
         table = _table(run.forecast.header[:-1])
         for row in run.forecast.rows():
             table.add_row(*map(_text, row[:-1]))

@@ -121,7 +121,9 @@ def _agreement(evaluated: EvaluatedRun, recipes: tuple[str, str], p: GPT, q: GPT
     paths = different_layers(p, q)
     layer_sets = [paths, *([path] for path in paths)]
     tokens = evaluated.windows.tokens
-    differences, (kl_of_layers, *kl_of_each) = _measured(p, q, layer_sets, tokens, evaluated.batch)
+    differences, (kl_of_layers, *kl_of_each) = differences_and_divergences(
+        p, q, layer_sets, tokens, evaluated.batch
+    )
     by_layer = zip(paths, kl_of_each, strict=True)
     change_R = differences.log_p_R - differences.log_q_R
     distance_R = change_R.abs()
@@ -193,7 +195,7 @@ def _same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> 
     )
 
 
-def _measured(
+def differences_and_divergences(
     p: GPT, q: GPT, layer_sets: Sequence[Collection[str]], windows: Tensor, batch: int
 ) -> tuple[TokenDifferences, list[float]]:
     """Compare the predictions of two models, and compute KL(p || p with some layers of q) in nats

@@ -96,14 +96,14 @@ def _last_val_loss(source: ModelSource) -> tuple[int, float] | None:
 
 def _forecast_gap(source: ModelSource, recipe: str) -> dict[str, float] | None:
     """The loss gap that `fp8stack forecast` predicted from this checkpoint, in percent of the loss,
-    with its 90 % interval; None if the law does not apply, or the forecast is of another checkpoint
-    or recipe. Raises a KeyError, OSError or ValueError if there is no forecast."""
+    with its 90 % interval; None if there is no source for the recipe, or the forecast is of another
+    checkpoint or recipe. Raises a KeyError, OSError or ValueError if there is no forecast."""
     assert source.run is not None
     forecast: dict[str, Any] = read_json(source.run / "forecast.json")
-    gaps = {row["recipe"]: row["gap"] for row in forecast["recipes"]}
-    if gaps.get(recipe) is None or forecast["checkpoint"] != source.path.name:
-        return None
-    return {name: 100 * value / forecast["loss"] for name, value in gaps[recipe].items()}
+    gaps: dict[str, dict[str, float]] = {
+        row["recipe"]: row["percent"] for row in forecast["recipes"]
+    }
+    return gaps.get(recipe) if forecast["checkpoint"] == source.path.name else None
 
 
 def _measured_gap(source: ModelSource) -> dict[str, Any] | None:

@@ -24,16 +24,10 @@ from tests.support.hub_stand_in import TOKEN, Hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GAP = {"mean": 0.012, "low": 0.008, "high": 0.016}
+GAP = {"mean": 0.3, "low": 0.2, "high": 0.4}
 FORECAST = {
-    "model": "run", "checkpoint": "step-000012", "parameters": 10, "tokens": 10, "data": "text",
-    "windows": 8, "loss": 4.0, "law_runs": 3,
-    "recipes": [
-        {
-            "recipe": "current", "gap": GAP, "reason": "", "worst": [], "without_worst": None,
-            "forward": 0.1, "forward_layers": {}, "backward": 0.1, "backward_layers": {},
-        },
-    ],
+    "model": "run", "checkpoint": "step-000012", "loss": 4.0,
+    "recipes": [{"recipe": "current", "percent": GAP}],
 }  # fmt: skip
 
 
@@ -82,7 +76,7 @@ def test_a_card_tells_the_gap_that_was_forecast_for_its_recipe_and_checkpoint(ru
     assert command("export", "run", "--out", "x") == 0
     card = Path("x", CARD).read_text()
     assert "its loss by +0.30 % (90 % interval +0.20 to +0.40 %)." in card
-    assert "The first quarter of training is in fp32 in such a gap." in card
+    assert "Such a gap is of training in the recipe from the first step." in card
     (run / "forecast.json").write_text(json.dumps(FORECAST | {"checkpoint": "step-000008"}))
     assert command("export", "run", "--out", "x", "--overwrite") == 0
     assert "Forecast" not in Path("x", CARD).read_text()
