@@ -78,7 +78,7 @@ FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
 """The cell and seeds for recipes from files: one from `fp8stack tune`, common choices with as many
 bits, and recipes with the residual stream in bf16."""
-AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
+AA_CELL, AA_PAIRS = ("0.1M", 1), 240
 OPERANDS = ("input", "weight", "grad_output")
 
 
@@ -387,6 +387,7 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
         "tokens": job.steps * TOKENS_PER_STEP,
         "status": results.status,
         "val_loss": results.val_loss,
+        "compute_dtype": results.plan.get("compute_dtype"),
         "curve": [[step, round(loss, 6)] for step, loss in results.curve],
         "skips": results.skips,
         "operand_errors": operand_errors(folder / "telemetry.jsonl"),
