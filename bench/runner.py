@@ -40,6 +40,7 @@ SCENARIOS = {
     "busy": "steps and the first command on a machine that other processes use",
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
     "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
+    "false-alarms": "how often compare says better or worse of one recipe in different seeds",
     "law": "the law of fp8stack forecast, fitted to published losses and the study, and its errors",
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",

@@ -97,7 +97,7 @@ FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the
 bits, and recipes with the residual stream in bf16."""
 SPREAD_CELL, SPREAD_PAIRS = ("3M", 2), 3
 """A cell of float32 pairs that differ in rounding, for the spread of pairs of that size."""
-AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
+AA_CELL, AA_PAIRS = ("0.1M", 1), 240
 OPERANDS = ("input", "weight", "grad_output")
 
 
@@ -445,6 +445,7 @@ def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dic
         "tokens": job.steps * job.tokens_per_step,
         "status": results.status,
         "val_loss": results.val_loss,
+        "compute_dtype": results.plan.get("compute_dtype"),
         "curve": [[step, round(loss, 6)] for step, loss in results.curve],
         "skips": results.skips,
         "operand_errors": operand_errors(folder / "telemetry.jsonl"),

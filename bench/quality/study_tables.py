@@ -23,9 +23,8 @@ from fp8stack.common.io import write_atomically
 BASELINE = "fp32"
 SHARED = "first quarter in fp32"
 SCRATCH = "from scratch"
-AA, AA_PAIRS = "gradients in two parts", 6
-"""A design of float32 runs that differ from the plain ones only in rounding, and the number of
-pairs of a comparison, which is looked at after each pair."""
+AA = "gradients in two parts"
+"""A design of float32 runs that differ from the plain ones only in rounding."""
 LAST = 3  # evaluations to average
 MARKERS = "osD^vPX*"
 
@@ -176,7 +175,7 @@ def page(
             "with the same seed, data, order and first weights, in fp32; the learning rate falls "
             "to zero, the guard is off. Tokens are per parameter. **The first quarter of both runs "
             "is in fp32**, so that pairs spread less: gaps are of training the other three "
-            "quarters in the recipe.",
+            f"quarters in the recipe. {_dtypes(rows)}",
             "",
             f"Made by `python -m bench study`: {facts['runs']} runs, {facts['hours of one core']} "
             f"hours of one core, on {'; '.join(facts['machines'])}.{missing}",
@@ -201,12 +200,22 @@ def page(
             "",
             table(_errors),
             *_designs(rows),
-            *_false_alarms(rows),
+            *_rounding(rows),
             *section,
             "![Gaps, gaps beside operand errors, and multipliers](study.png)",
             "",
         ]
     )
+
+
+def _dtypes(rows: Rows) -> str:
+    """A sentence about the compute dtypes of float32 and of the recipes. Rows without one are of
+    versions that emulated recipes in float32."""
+    kinds = sorted(
+        {row.get("compute_dtype") or "fp32" for row in rows if row["recipe"] != BASELINE}
+    )
+    computes = " or ".join(kinds) or "fp32"
+    return f"{BASELINE} computes in fp32; recipes, where they do not quantize, in {computes}."
 
 
 def _designs(rows: Rows) -> list[str]:
@@ -246,57 +255,30 @@ def _designs(rows: Rows) -> list[str]:
     ]
 
 
-def _false_alarms(rows: Rows) -> list[str]:
-    """A section about false alarms: comparisons of float32 with itself, rounded differently, that
-    said better or worse."""
-    losses_by_seed: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+def _rounding(rows: Rows) -> list[str]:
+    """A section about pairs of float32 runs that differ only in rounding."""
+    losses: dict[tuple[str, int], dict[tuple[str, int], dict[str, float]]] = {}
     for row in rows:
-        if row["recipe"] == BASELINE and row["ratio"] == 1 and row["val_loss"] is not None:
-            losses_by_seed[row["cpu"], row["seed"]][row["design"]] = row["val_loss"]
-    gaps = [
-        100 * (losses[AA] / losses["plain"] - 1)
-        for _, losses in sorted(losses_by_seed.items())
-        if losses.keys() >= {AA, "plain"}
-    ]
-    comparisons = len(gaps) // AA_PAIRS
-    if not comparisons:
+        if row["recipe"] == BASELINE and row["val_loss"] is not None:
+            pairs = losses.setdefault((row["size"], row["ratio"]), defaultdict(dict))
+            pairs[row["cpu"], row["seed"]][row["design"]] = row["val_loss"]
+    lines = []
+    for (size, ratio), pairs in sorted(losses.items()):
+        gaps = [100 * (pair[AA] / pair["plain"] - 1) for pair in pairs.values() if AA in pair]
+        if len(gaps) > 1:
+            numbers = [f"{statistics.stdev(gaps):.4f}", f"{max(map(abs, gaps)):.4f}"]
+            lines.append([f"{size}, {ratio} tokens", *numbers, str(len(gaps))])
+    if not lines:
         return []
-    spread = statistics.stdev(gaps)
-    real = _plain_spread(rows)
-    power = (
-        f" Gaps of a recipe in plain pairs spread by {real:.2f} % or more, {real / spread:,.0f} "
-        "times as much: the check is of rounding alone, and says little about pairs of recipes."
-        if real
-        else ""
-    )
-    alarms, widest = 0, 0.0
-    for number in range(comparisons):
-        comparison = gaps[number * AA_PAIRS : (number + 1) * AA_PAIRS]
-        looks = [mean_interval(comparison[:n], always_valid=True) for n in range(3, AA_PAIRS + 1)]
-        alarms += any(not look.contains_zero for look in looks)
-        widest = max(widest, *(abs(gap) for gap in comparison))
+    header = ["model", "standard deviation of the gap, %", "largest gap, %", "pairs"]
     return [
-        "## False alarms",
+        "## Rounding alone",
         "",
-        f"{comparisons} comparisons of {AA_PAIRS} pairs each, of fp32 with itself, where one run "
-        "adds up its gradients in two parts and so rounds otherwise. Looked at after every pair "
-        f"from the third, {alarms} of them said better or worse once or more "
-        f"({alarms / comparisons:.1%}; 5 % may). The largest gap of a pair was {widest:.4f} %, "
-        f"their standard deviation {spread:.4f} %.{power}",
+        "Pairs of fp32 runs of which one adds up its gradients in two parts, and so rounds "
+        "otherwise.",
         "",
+        report.markdown(header, lines),
     ]
-
-
-def _plain_spread(rows: Rows) -> float | None:
-    """The smallest standard deviation of a recipe's gap in plain pairs, in percent of the loss."""
-    gaps: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-    for row, base in pairs_of(rows, "plain"):
-        place = row["size"], row["ratio"], row["recipe"]
-        gaps[place].append(100 * (row["val_loss"] / base["val_loss"] - 1))
-    return min(
-        (statistics.stdev(recipe_gaps) for recipe_gaps in gaps.values() if len(recipe_gaps) > 1),
-        default=None,
-    )
 
 
 def _mean_of_last(row: Mapping[str, Any]) -> float:

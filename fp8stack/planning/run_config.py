@@ -138,6 +138,8 @@ class RunConfig(BaseModel):
     eval_every: PositiveInt = 200
     eval_windows: PositiveInt = 256
     """Held-out windows per evaluation."""
+    final_eval_windows: PositiveInt | None = None
+    """Held-out windows of the evaluation after the last step; `eval_windows` if left out."""
     save_every: PositiveInt = 400
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """The newest valid checkpoints to keep; older ones are removed."""
@@ -245,6 +247,11 @@ class RunConfig(BaseModel):
         return self
 
     @property
+    def last_eval_windows(self) -> int:
+        """The number of windows of the evaluation after the last step."""
+        return self.final_eval_windows or self.eval_windows
+
+    @property
     def given(self) -> dict[str, Any]:
         """The keys that were set by a flag or file, with their values."""
         return self.model_dump(exclude_unset=True)
@@ -260,7 +267,14 @@ FREE_ON_RESUME = frozenset(
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
-        *("save_every", "keep_checkpoints", "keep_every", "checkpoint_async", "sample_tokens"),
+        *(
+            "final_eval_windows",
+            "save_every",
+            "keep_checkpoints",
+            "keep_every",
+            "checkpoint_async",
+            "sample_tokens",
+        ),
         *("sample_prompt", "temperature", "tokenizer", *TRACKERS),
         *("telemetry_every", "what_if", "guard"),
     }

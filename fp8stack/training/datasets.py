@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from torch import Tensor
+
 from fp8stack import data
 from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import shell_quoted
@@ -70,9 +72,16 @@ def read(
         )
     end = None if tokenizer is None else tokenizer.end_of_text
     train, validation = data.load_corpora(config.data, vocabulary, end_of_text=end, texts=texts)
-    sizes = {"count": config.eval_windows, "context": context, "vocabulary": vocabulary}
-    windows = data.validation_windows(validation, **sizes, documents=config.document_mask)
-    return RunData(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
+
+    def windows(count: int) -> Tensor:
+        sizes = {"count": count, "context": context, "vocabulary": vocabulary}
+        return data.validation_windows(validation, **sizes, documents=config.document_mask)
+
+    usual = windows(config.eval_windows)
+    final = usual if config.final_eval_windows is None else windows(config.final_eval_windows)
+    return RunData(
+        train=train, validation=validation, windows=usual, final_windows=final, tokenizer=tokenizer
+    )
 
 
 def _name_for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> str:

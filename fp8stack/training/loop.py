@@ -331,7 +331,9 @@ class _Loop:
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
-        loss = validation_loss(model, run.data.windows, batch, device, run.ranks, self.stops)
+        is_last = run.step == self.config.steps
+        windows = run.data.final_windows if is_last else run.data.windows
+        loss = validation_loss(model, windows, batch, device, run.ranks, self.stops)
         (variant or run.active).backend.fp8_gemms()  # resets the counter
         return loss
 

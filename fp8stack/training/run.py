@@ -64,6 +64,7 @@ class RunData:
     train: data.Corpus
     validation: data.Corpus
     windows: Tensor  # for validation losses, see `data.validation_windows`
+    final_windows: Tensor  # for the validation loss after the last step
     tokenizer: Tokenizer | None  # of the data, if it is known
 
     def fingerprints(self) -> dict[str, str]:
@@ -198,9 +199,10 @@ class Run:
         if warning := never_asked_for(self.config, phases_in(self.config)):
             plan["reasons"] = [warning, *plan["reasons"]]
         if self.config.phases:
+            phase_plans = [self.variants[place].plan for place in self.schedule.variants]
             plan["phases"] = [
-                asdict(phase) | {"precision": self.variants[place].plan.precision}
-                for phase, place in zip(self.schedule.phases, self.schedule.variants, strict=True)
+                asdict(phase) | {"precision": ran.precision, "compute_dtype": ran.compute_dtype}
+                for phase, ran in zip(self.schedule.phases, phase_plans, strict=True)
             ]
         return plan
 

@@ -18,7 +18,6 @@ import pytest
 from bench import runner, timing_lock
 from bench.cells import json_lines
 from bench.quality import study, study_tables
-from fp8stack.analysis.compare.intervals import always_valid_factor
 from fp8stack.common.errors import UserError
 from tests.support.run_folders import write_lines
 
@@ -82,6 +81,9 @@ def test_the_page_says_what_is_there_and_what_is_missing(tmp_path):
     page = study_tables.write(rows, tmp_path)
     assert "| mxfp4 | +2.00 ± 0.25 (3) |" in page
     assert "Not done: lost." in page
+    assert "fp32 computes in fp32; recipes, where they do not quantize, in fp32." in page
+    wide = study_tables._dtypes([*rows, row("mxfp8", 0, 2.0, compute_dtype="bf16")])
+    assert wide.endswith("in bf16 or fp32.")
     assert "The loss falls as N^-0.100 here." in page
     assert json.loads((tmp_path / "study.json").read_text())["facts"]["runs"] == len(rows)
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
@@ -107,20 +109,14 @@ def test_the_designs_are_compared_by_the_spread_of_their_gaps():
     assert "| mean of the last 3 evaluations | 0.1M, 2 tokens | current | +0.00 ± 0.00 |" in page
 
 
-def test_false_alarms_are_counted_over_all_looks():
-    """Two comparisons: the gaps of the first are small and almost equal, the second's are about
-    zero."""
+def test_pairs_that_differ_in_rounding_have_their_own_table():
     rows = []
-    for seed in range(2 * study_tables.AA_PAIRS):
-        gap = (
-            1e-6 * (1 + 0.01 * (seed % 2)) if seed < study_tables.AA_PAIRS else 1e-6 * (-1) ** seed
-        )
+    for seed, gap in enumerate((0.001, -0.001, 0.003)):
         for design, loss in (("plain", 2.0), (study_tables.AA, 2.0 * (1 + gap))):
-            rows.append(row("fp32", seed, loss, design=design, ratio=1))
-    text = "\n".join(study_tables._false_alarms(rows))
-    assert "2 comparisons of 6 pairs" in text
-    assert "1 of them said better or worse once or more (50.0%; 5 % may)" in text
-    assert always_valid_factor(study_tables.AA_PAIRS) > 1  # wider than the second one's mean
+            rows.append(row("fp32", seed, loss, design=design))
+    text = "\n".join(study_tables._rounding(rows))
+    assert "| 0.1M, 2 tokens | 0.2000 | 0.3000 | 3 |" in text
+    assert study_tables._rounding(rows[:1]) == []
 
 
 def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content():

@@ -355,3 +355,20 @@ def test_the_plot_is_a_picture_even_of_little():
     rows[-1]["val_loss"] = 0.2
     for metrics_rows in (rows, rows[:1], [{"step": 1, "loss": None}], []):
         assert loss_plot(metrics_rows, "a$_{$, title").startswith(b"\x89PNG")
+
+
+def test_the_last_evaluation_has_its_own_number_of_windows(tmp_path):
+    loops = {
+        "few": SmallLoop(tmp_path / "few", "fp32", steps=3),
+        "many": SmallLoop(tmp_path / "many", "fp32", steps=3, eval_windows=9),
+        "both": SmallLoop(tmp_path / "both", "fp32", steps=3, final_eval_windows=9),
+    }
+    for step in (2, 3):
+        losses = {}
+        for name, small in loops.items():
+            small.run.state.step = step
+            losses[name] = small.loop.evaluate()
+            if step == 3:
+                small.run.folder.release()
+        assert losses["few"] != losses["many"]
+        assert losses["both"] == losses["few" if step == 2 else "many"]

@@ -84,6 +84,7 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(command, phases
     assert [(p["first"], p["last"], p["precision"]) for p in plan["phases"]] == [
         (1, 3, "bf16"), (4, 9, "delayed-emulated"), (10, 12, "fp32"),
     ]  # fmt: skip
+    assert [p["compute_dtype"] for p in plan["phases"]] == ["bf16", "fp32", "fp32"]
 
 
 @pytest.mark.parametrize(

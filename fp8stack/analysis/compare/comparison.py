@@ -14,10 +14,19 @@ from typing import Any
 from fp8stack.analysis.benchmark.timing import machine
 from fp8stack.analysis.compare.comparison_plot import comparison_plot
 from fp8stack.analysis.compare.comparison_table import as_markdown, as_text
-from fp8stack.analysis.compare.gaps import RecipeFigures, about, pairs, seeds, summarize
+from fp8stack.analysis.compare.gaps import (
+    RecipeFigures,
+    about,
+    gap_note,
+    pairs,
+    seeds,
+    summarize,
+)
+from fp8stack.analysis.compare.intervals import FEWEST_ADDING
 from fp8stack.analysis.compare.run_results import NUMERIC_FAILURE, RunFigures, read_run
 from fp8stack.analysis.compare.runs import Ended, Progress, Show, train, wait_until_idle
 from fp8stack.analysis.compare.settings import Comparison, Job, as_saved, read_report
+from fp8stack.analysis.compare.workload import workload
 from fp8stack.common.errors import UserError
 from fp8stack.common.io import lock, storage_errors, write_atomically
 from fp8stack.common.tables import counted
@@ -25,15 +34,15 @@ from fp8stack.common.terminal import say
 from fp8stack.planning.run_config import to_toml
 from fp8stack.training.signals import stop_requests
 
-DONE, PREEMPTED, INTERRUPTED = 0, 75, 130
+DONE, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 FINAL = (DONE, NUMERIC_FAILURE)  # exit codes of runs that are not trained again
 
 
 def compare(comparison: Comparison) -> int:
     """Train the missing runs, write the results and print the table.
 
-    Returns the exit code: 0, or 75 if a signal stopped the comparison after it saved the current
-    run.
+    Returns the exit code: 0; 1 if a run failed, which the next start trains again (a run that
+    diverged is a result); 75 if a signal stopped the comparison after it saved the current run.
 
     Raises:
         UserError: no run came to its end.
@@ -76,13 +85,15 @@ def _compare(comparison: Comparison) -> int:
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED
-    if not any(ended.exit in FINAL for ended in results.ended.values()):
-        name, ended = next(iter(results.ended.items()))
-        raise UserError(
-            f"No run came to its end. {name}: {ended.error}. All that the runs printed is in "
-            f"{comparison.out / 'logs'}."
-        )
-    return DONE
+    failed = {name: run for name, run in results.ended.items() if run.exit not in FINAL}
+    if not failed:
+        return DONE
+    name, ended = next(iter(failed.items()))
+    printed = f"{name}: {ended.error}. All that the runs printed is in {comparison.out / 'logs'}."
+    if len(failed) == len(results.ended):
+        raise UserError(f"No run came to its end. {printed}")
+    say(f"{len(failed)} of {counted(len(results.ended), 'run')} failed. {printed}")
+    return RUN_FAILED
 
 
 class _Results:
@@ -153,18 +164,21 @@ class _Results:
         """Write `compare.json`, `.md` and `.png` of the results so far. Returns the text table."""
         rows, comparison = self.rows, self.comparison
         baseline, config, out = comparison.baseline, comparison.config, comparison.out
+        note = gap_note(rows, baseline, comparison.shared)
         report = as_saved(comparison) | {
             "machine": self.machine,
+            "gap_note": note,
             "recipes": [asdict(row) for row in rows],
             "runs": [run.model_dump(mode="json") for run in self.runs],
         }
         text = json.dumps(report, indent=1, allow_nan=False) + "\n"
         write_atomically(comparison.report, text.encode())
-        write_atomically(out / "compare.md", as_markdown(rows, comparison, self.machine).encode())
+        page = as_markdown(rows, comparison, self.machine, note)
+        write_atomically(out / "compare.md", page.encode())
         title = f"{config.model}, {counted(config.steps, 'step')}, {seeds(self.last_seed + 1)}"
-        title += f"\n{comparison.shared}" * bool(comparison.shared)
+        title += f"\n{note}" * bool(note)
         write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
-        return as_text(rows, baseline, comparison.shared)
+        return as_text(rows, baseline, note)
 
     # Adding pairs until the intervals are narrow
 
@@ -201,14 +215,15 @@ class _Results:
 
     def outlook(self) -> Iterator[str]:
         """Yield lines on the verdict of each recipe after a pair, and on the pairs still needed."""
-        comparison = self.comparison
-        rows = [row for row in self.rows if row.recipe != comparison.baseline]
-        if comparison.shared:
-            yield f"  {comparison.shared}"
-        yield from (f"  {row.recipe}: {row.verdict}" for row in rows)
+        comparison, rows = self.comparison, self.rows
+        if note := gap_note(rows, comparison.baseline, comparison.shared):
+            yield f"  {note}"
+        compared = (row for row in rows if row.recipe != comparison.baseline)
+        yield from (f"  {row.recipe}: {row.verdict}" for row in compared)
         more_pairs = self.pairs_needed()
         if more_pairs is None:
-            yield "  how many pairs it takes is known after the second; the least is 3"
+            least = f"the least is {FEWEST_ADDING}"
+            yield f"  how many pairs it takes is known after the second; {least}"
         elif not more_pairs:
             yield f"  every interval is at most ± {comparison.judging.until:g} %"
         else:
@@ -217,7 +232,7 @@ class _Results:
 
     def runs_left(self, names: Sequence[str], seed: int) -> Counter[str]:
         """The number of missing runs of each recipe from this seed on, as far as known."""
-        seed_range = range(seed, max(seed + 1, self.comparison.seeds))
+        seed_range = range(seed, max(seed + 1, self.comparison.fewest_pairs))
         missing = {
             name: sum(not self.has(Job(recipe=name, seed=seed)) for seed in seed_range)
             for name in names
@@ -229,6 +244,8 @@ def _train_all(results: _Results, requested: Callable[[], bool], progress: Progr
     """Train the missing runs and add them to `results`. Returns whether a signal stopped them."""
     comparison, began = results.comparison, time.monotonic()
     adds_pairs = comparison.judging.until is not None
+    if missing_runs := results.runs_left([*comparison.recipes], 0):
+        progress.note(workload(comparison, missing_runs, results.seconds))
     for line in results.outlook() if adds_pairs else ():
         progress.note(line)
     for seed in count():
@@ -248,7 +265,7 @@ def _train_all(results: _Results, requested: Callable[[], bool], progress: Progr
                 progress.note(f"{name}: done before")
                 continue
             results.ended.pop(job.name, None)  # it is trained again
-            later_runs[recipe] -= 1
+            later_runs -= Counter([recipe])
             show = _progress_callback(progress, name, results, recipe, later_runs)
             folder = comparison.folder(job)
             if folder.is_running:
@@ -265,7 +282,11 @@ def _train_all(results: _Results, requested: Callable[[], bool], progress: Progr
                 return True
             run = results.add(job, ended)
             results.write()
-            progress.note(f"{name}: {_outcome(run)} ({time.monotonic() - started:.0f} s)")
+            outcome = f"{name}: {_outcome(run)} ({time.monotonic() - started:.0f} s)"
+            if later_runs:
+                later_s = _runs_s(results.seconds, later_runs)
+                outcome += f"; {counted(later_runs.total(), 'run')} to do, about {about(later_s)}"
+            progress.note(outcome)
             if requested():
                 return True
         for line in results.outlook() if adds_pairs and missing else ():

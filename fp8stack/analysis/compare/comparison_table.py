@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8stack.analysis.compare.gaps import Judging, RecipeFigures, seeds
+from fp8stack.analysis.compare.gaps import RecipeFigures, seeds
+from fp8stack.analysis.compare.intervals import CONFIDENCE_ADDING, FEWEST_ADDING
 from fp8stack.analysis.compare.run_results import HOPELESS, WARM_UP
 from fp8stack.analysis.compare.settings import Comparison
 from fp8stack.common.tables import aligned, counted, markdown
@@ -42,14 +43,17 @@ def _with_error(value: float | None, error: float | None, form: str) -> str:
     return form.format(value) + ("" if error is None else f" ± {form.format(error).lstrip('+')}")
 
 
-def as_text(rows: Sequence[RecipeFigures], baseline: str, shared: str = "") -> str:
-    """The table with aligned columns, and notes. `shared`: see `Comparison.shared`."""
-    shared_lines = [f"gap: {shared}"] * bool(shared)
-    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *shared_lines, *notes(rows)])
+def as_text(rows: Sequence[RecipeFigures], baseline: str, gap_note: str) -> str:
+    """The table with aligned columns, and notes. `gap_note`: see `gaps.gap_note`."""
+    gap_lines = [f"gap: {gap_note}"] * bool(gap_note)
+    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *gap_lines, *notes(rows)])
 
 
 def as_markdown(
-    rows: Sequence[RecipeFigures], comparison: Comparison, machine: Mapping[str, Any]
+    rows: Sequence[RecipeFigures],
+    comparison: Comparison,
+    machine: Mapping[str, Any],
+    gap_note: str,
 ) -> str:
     """The text of `compare.md`: the command, the table, an explanation of it, and notes."""
     config, baseline = comparison.config, comparison.baseline
@@ -57,8 +61,7 @@ def as_markdown(
     steps, batch = counted(config.steps, "step"), counted(config.batch, "sequence")
     model = f"{config.model}, {steps} of {batch}"
     start = f", begun with the weights of {config.init_from}" if config.init_from else ""
-    if comparison.shared:
-        start += f"; {comparison.shared}"
+    start += f"; {gap_note}" * bool(gap_note)
     facts = ", ".join(
         f"{name} {value}"
         for name, value in machine.items()
@@ -73,7 +76,7 @@ def as_markdown(
         "",
         *markdown(header(baseline), map(cells, rows)),
         "",
-        _explanation(baseline, seed_count, comparison.judging),
+        _explanation(baseline, seed_count, comparison),
         "",
         *(f"- {note}" for note in notes(rows)),
         "",
@@ -83,10 +86,13 @@ def as_markdown(
     return "\n".join(lines)
 
 
-def _explanation(baseline: str, seed_count: int, judging: Judging) -> str:
+def _explanation(baseline: str, seed_count: int, comparison: Comparison) -> str:
+    judging, windows = comparison.judging, comparison.config.last_eval_windows
     kind = (
-        "95 % interval that holds however often it is looked at while seeds are added"
-        if judging.always_valid
+        f"{100 * CONFIDENCE_ADDING:g} % interval by Student's t, from {FEWEST_ADDING} pairs on; "
+        "since seeds are added until it is narrow, it holds the gap in 96 to 98 % of all "
+        "comparisons whose noise is normal"
+        if judging.adding
         else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand"
     )
     errors = (
@@ -98,12 +104,13 @@ def _explanation(baseline: str, seed_count: int, judging: Judging) -> str:
         f"{judging.margin:g} % of {baseline} if all of it lies there. Each interval is for itself: "
         "of twenty recipes that are equal, one would seem to differ. "
     )
+    at_most = counted(windows, "held-out window")
     return (
-        f"Losses are in nats per token, at the last step. {errors}A run diverged if its numbers "
-        f"were no longer finite, or if its loss ended above {HOPELESS} times that of guessing "
-        f"uniformly. tokens/s: the median over steps, without the first {WARM_UP}, and relative to "
-        f"{baseline}; runs were made one after the other. Worst SQNR: of all FP8 operands, at all "
-        "sampled steps but the first of a run."
+        f"Losses are in nats per token, at the last step, on at most {at_most}. {errors}A run "
+        "diverged if its numbers were no longer finite, or if its loss ended above "
+        f"{HOPELESS} times that of guessing uniformly. tokens/s: the median over steps, without "
+        f"the first {WARM_UP}, and relative to {baseline}; runs were made one after the other. "
+        "Worst SQNR: of all FP8 operands, at all sampled steps but the first of a run."
     )
 
 

@@ -20,7 +20,7 @@ class Judging:
     """The thresholds that gaps are judged by."""
 
     margin: float = 0.25  # percent; a gap that is certainly smaller does not matter
-    always_valid: bool = False  # see `mean_interval`
+    adding: bool = False  # pairs are added after a look at the results, see `mean_interval`
     until: float | None = None  # percent; add pairs until the half-width is at most this
 
     @property
@@ -29,12 +29,11 @@ class Judging:
         return self.until or self.margin
 
     def more_pairs(self, gap: Interval) -> int | None:
-        """The number of further pairs that makes the interval narrow enough and keeps it valid
-        although it is computed after each pair. None if not known yet."""
+        """The number of further pairs that makes the interval narrow enough. None if not known
+        yet."""
         if gap.deviation is None:
             return None
-        needed = pairs_needed(gap.deviation, self.target_half_width, always_valid=True)
-        return max(0, needed - gap.samples)
+        return max(0, pairs_needed(gap.deviation, self.target_half_width) - gap.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,7 @@ class RecipeFigures:
     recipe: str
     plan: dict[str, Any]
     ran: str  # the precisions that were active, in order, and the backend
+    compute_dtype: str  # of everything that is not quantized; "" before a run
     seeds: int
     done: int
     val_loss: float | None  # the mean over the runs that are done, in nats per token
@@ -84,12 +84,13 @@ def _recipe(
 ) -> RecipeFigures:
     losses = [run.val_loss for run in runs if run.val_loss is not None]
     is_baseline = name == baseline
-    gap = None if is_baseline else paired_gap(runs, base, always_valid=judging.always_valid)
+    gap = None if is_baseline else paired_gap(runs, base, adding=judging.adding)
     speeds = (
         _over_runs(group, lambda run: run.tokens_per_s, statistics.median) for group in (runs, base)
     )
     speed, base_speed = speeds
     plan = next((run.plan for run in runs if run.plan), {})
+    dtypes = dict.fromkeys(run.plan["compute_dtype"] for run in runs if run.plan)
     ran = " then ".join(dict.fromkeys(precision for run in runs for precision in run.precisions))
     worst_figures = [
         run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr
@@ -98,6 +99,7 @@ def _recipe(
         recipe=name,
         plan=plan,
         ran=f"{ran} ({plan['backend']})" if ran and plan else "",
+        compute_dtype=" and ".join(dtypes),
         seeds=len(runs),
         done=len(losses),
         val_loss=statistics.fmean(losses) if losses else None,
@@ -117,8 +119,24 @@ def _recipe(
     )
 
 
+def gap_note(rows: Sequence[RecipeFigures], baseline: str, shared: str) -> str:
+    """A sentence to print with gaps: the steps that runs of a seed share (`Comparison.shared`), and
+    the compute dtype of the baseline. In another dtype, rounding to it is part of a gap."""
+    dtypes = {row.recipe: row.compute_dtype for row in rows if row.compute_dtype}
+    base = dtypes.get(baseline)
+    if base is None:
+        return shared
+    computes = f"the baseline, {baseline}, computes in {base}"
+    for dtype in dict.fromkeys(dtypes.values()):
+        # A recipe called bf16 is known to compute in bf16.
+        names = [name for name, computed in dtypes.items() if computed == dtype != name]
+        if names and dtype != base:
+            computes += f", but {', '.join(names)} in {dtype}, whose rounding is part of the gap"
+    return "; ".join(filter(None, (shared, computes)))
+
+
 def paired_gap(
-    runs: Sequence[RunFigures], base: Sequence[RunFigures], *, always_valid: bool = False
+    runs: Sequence[RunFigures], base: Sequence[RunFigures], *, adding: bool = False
 ) -> Interval | None:
     """The mean over seeds of (loss - baseline loss) / baseline loss, in percent, for the seeds that
     both recipes have finished; None if there are none. Runs of a seed share the data, its order and
@@ -129,7 +147,7 @@ def paired_gap(
         for run in runs
         if run.val_loss is not None and run.seed in losses
     ]
-    return mean_interval(gaps, always_valid=always_valid) if gaps else None
+    return mean_interval(gaps, adding=adding) if gaps else None
 
 
 def verdict(

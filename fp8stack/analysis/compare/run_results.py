@@ -151,18 +151,20 @@ def _number(row: Row, key: str) -> bool:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """The plan that ran, from `plan.json`; empty if it cannot be read."""
+    """The plan that ran, from `plan.json`; empty if it cannot be read. The compute dtype is the
+    last phase's."""
     try:
         plan = read_json(path)
         layers = plan["layers"]
         layer_reasons = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
+        last_phase = plan.get("phases", [{}])[-1]
         return {
             "asked": plan["asked"],
             "recipe": plan["recipe"]["name"],
             "backend": plan["backend"],
             "native": plan["native"],
             "device": plan["device"],
-            "compute_dtype": plan["compute_dtype"],
+            "compute_dtype": last_phase.get("compute_dtype", plan["compute_dtype"]),
             "layers": len(layers),
             "fp8_layers": sum(la["fp8"] for la in layers),
             "not_fp8": {la["name"]: la["reason"] for la in layers if la["reason"]},

@@ -10,14 +10,16 @@ from typing import Any
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from fp8stack.analysis.compare.gaps import Judging
+from fp8stack.analysis.compare.intervals import FEWEST_ADDING
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import read_json
 from fp8stack.common.presets import recipe_words
 from fp8stack.common.terminal import shell_quoted
+from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers.compiler import require_compiler
-from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.config import load_config
 from fp8stack.planning.run_config import RunConfig, parse_config, percent
-from fp8stack.precision import Recipe, probe
+from fp8stack.precision import Plan, Recipe, probe
 from fp8stack.precision.phases import SHARED_PHASE, PhaseConfig, shared_note, shared_steps
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.training.checkpoint.state import differences
@@ -34,6 +36,7 @@ PER_RUN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 REPORT = "compare.json"
 MARGIN, SHARED = "0.25%", "25%"
 EVALUATIONS = 10  # evaluations per run, unless `eval_every` is given
+FINAL_WINDOWS = 4  # windows of the last evaluation, as a multiple of the others'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,14 @@ class Comparison:
     hours: float | None  # time limit: no pair begins after it
     config: RunConfig
     contents: dict[str, Any]  # contents behind names and paths, which a later start must match
+    plans: dict[str, Plan]  # by recipe
     command: str
     vocabulary: int
+
+    @property
+    def fewest_pairs(self) -> int:
+        """The number of pairs that the comparison trains at least."""
+        return self.seeds if self.judging.until is None else max(self.seeds, FEWEST_ADDING)
 
     def folder(self, job: Job) -> RunFolder:
         """The folder of a run."""
@@ -146,16 +155,19 @@ def prepare(
     judging = Judging(
         margin=percent("--margin", margin, MARGIN),
         until=None if until is None else percent("--until", until, MARGIN),
-        always_valid=until is not None,
+        adding=until is not None,
     )
     if hours is not None and not 0 < hours < math.inf:
         raise UserError(f"--hours {hours:g}: there is no time to train. Give more than 0.")
     if hours is not None and until is None:
         raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
-    config, tokenizer = _config(flags, sets)
+    config, tokenizer, tokenizer_file = _config(flags, sets)
     use_threads(config.threads)  # raises here, not in every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
-    config = _with_shared_steps(config, shared, sources[baseline_name], Path(folder) / REPORT)
+    report = Path(folder) / REPORT
+    config = _with_final_windows(config, report)
+    config = _with_shared_steps(config, shared, sources[baseline_name], report)
+    plans = {name: _plan(config, source) for name, source in sources.items()}
     options: dict[str, Any] = {
         "seeds": seeds,
         "baseline": baseline,
@@ -172,11 +184,23 @@ def prepare(
         judging=judging,
         hours=hours,
         config=config,
-        contents=_contents(config, sources, tokenizer),
+        contents=_contents(config, plans, tokenizer, tokenizer_file),
+        plans=plans,
         command=_command(recipes, folder, {**flags, **options}, sets),
         vocabulary=load_config(config.model, config.model_overrides).vocabulary,
     )
     return _checked(comparison)
+
+
+def _with_final_windows(config: RunConfig, report: Path) -> RunConfig:
+    """The configuration with more windows in the last evaluation, whose loss makes the gap. A
+    comparison that is continued keeps its number: the two runs of a pair have the same windows."""
+    if "final_eval_windows" in config.given:
+        return config
+    count = FINAL_WINDOWS * config.eval_windows
+    if report.exists():
+        count = read_report(report)["config"].get("final_eval_windows")
+    return config.model_copy(update={"final_eval_windows": count})
 
 
 def _with_shared_steps(
@@ -233,8 +257,11 @@ def _names(recipes: str) -> dict[str, str]:
     return sources
 
 
-def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """The configuration that all runs share, and the `tokenizer.json` of `init_from`."""
+def _config(
+    flags: Mapping[str, Any], sets: Sequence[str]
+) -> tuple[RunConfig, Tokenizer | None, Path | None]:
+    """The configuration that all runs share, the tokenizer that it names, and the `tokenizer.json`
+    of `init_from`."""
     config = parse_config(None, flags, sets)
     for key, option in PER_RUN.items():
         if key in config.given:
@@ -242,38 +269,38 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, P
     defaults = {"eval_every": max(1, config.steps // EVALUATIONS), "sample_tokens": 0}
     unset = {key: value for key, value in defaults.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
+    named = named_tokenizer(config)
     if not config.init_from:
-        return with_vocabulary(config, named_tokenizer(config)), None
+        return with_vocabulary(config, named), named, None
     source = find_source(config.init_from)
-    return with_source(config, source), source.tokenizer
+    return with_source(config, source), named, source.tokenizer
 
 
 def _contents(
-    config: RunConfig, recipes: Mapping[str, str], tokenizer: Path | None
+    config: RunConfig, plans: Mapping[str, Plan], named: Tokenizer | None, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """The contents of the model, data and recipes. Plans every recipe, so a bad one raises."""
+    """The contents of the model, data and recipes."""
     model = load_config(config.model, config.model_overrides)
-    context = context_of(config, model)
-    recipe_tables = {name: _recipe(config, source, model) for name, source in recipes.items()}
-    reading = read(config, model.vocabulary, context, named_tokenizer(config), tokenizer)
+    reading = read(config, model.vocabulary, context_of(config, model), named, tokenizer)
     return {
         "model": model.model_dump(mode="json"),
         "data": reading.fingerprints(),
-        "recipes": recipe_tables,
+        "recipes": {name: _recipe_table(plan.recipe) for name, plan in plans.items()},
     }
 
 
-def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
-    """The recipe, as a table, that runs if `source` is requested."""
+def _plan(config: RunConfig, source: str) -> Plan:
+    """The plan that runs if `source` is requested. Raises a UserError for a bad recipe."""
     if config.recipe_overrides and source == "auto":
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
+    model = load_config(config.model, config.model_overrides)
     run_config = config.model_copy(update={"recipe": source})
     tokens = config.batch // config.accumulate * context_of(config, model)
     plans, schedule = plan_phases(run_config, model, probe(config.device), Decided(), tokens)
     plan = plans[schedule.variants[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
-    return _recipe_table(plan.recipe)
+    return plan
 
 
 def _recipe_table(recipe: Recipe) -> dict[str, Any]:
@@ -284,8 +311,7 @@ def _checked(comparison: Comparison) -> Comparison:
     """The comparison, after a check that its folder is free or holds an earlier start of it. Raises
     a UserError if `out` is a file, holds other things, or holds a comparison that differs.
 
-    If seeds are added, the user may have seen the earlier results, so intervals become valid at all
-    numbers of seeds (`always_valid`)."""
+    If seeds are added, the user may have seen the earlier results (`Judging.adding`)."""
     out = comparison.out
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file. Give a folder as --out.")
@@ -299,6 +325,7 @@ def _checked(comparison: Comparison) -> Comparison:
                 )
         return comparison
     saved = read_report(comparison.report)
+    saved["config"].setdefault("final_eval_windows", None)  # older: alike in all evaluations
     recipes = saved["contents"].get("recipes")
     if isinstance(recipes, dict):  # an older version may have written another form
         where = str(comparison.report)
@@ -311,11 +338,9 @@ def _checked(comparison: Comparison) -> Comparison:
             "added; for anything else give another --out."
         )
     request = saved["asked"]
-    saw_results = request.get("always_valid", False) or request["seeds"] < comparison.seeds
-    if not saw_results or comparison.judging.always_valid:
-        return comparison
-    judging = replace(comparison.judging, always_valid=True)
-    return replace(comparison, judging=judging)
+    added_before = request.get("adding", request.get("always_valid", False))  # the older name
+    adding = comparison.judging.adding or added_before or request["seeds"] < comparison.seeds
+    return replace(comparison, judging=replace(comparison.judging, adding=adding))
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -48,13 +48,13 @@ def windows_for(
     context: int | None,
 ) -> Windows:
     """The windows for the run that the user calls `run`. They are evenly spaced, and by default the
-    same as in the run's own evaluations.
+    same as in the run's own last evaluation.
 
     Args:
         tokenizer: the tokenizer of the run, if it is known.
         data_path: the data; None for the held-out split of the run's own data. Of other data the
             held-out split is used, too, but all of a single file that the run was not trained on.
-        count: the number of windows; None for as many as the run's own evaluations have.
+        count: the number of windows; None for as many as the run's own last evaluation has.
         context: tokens per window; None for the context of the run.
 
     Raises:
@@ -93,7 +93,7 @@ def windows_for(
         held_out = Corpus(name=path, segments=(*train.segments, *held_out.segments))
     tokens = data.validation_windows(
         held_out,
-        count=config.eval_windows if count is None else count,
+        count=config.last_eval_windows if count is None else count,
         context=context or context_of(config, model),
         vocabulary=model.vocabulary,
         documents=config.document_mask and held_out.has_documents,

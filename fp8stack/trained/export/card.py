@@ -124,5 +124,5 @@ def _measured_gap(source: ModelSource) -> dict[str, Any] | None:
         "mean": float(gap["mean"]),
         "half_width": None if width is None else float(width),
         "samples": int(gap["samples"]),
-        "shared": shared_note(report["config"].get("phases", [])),
+        "note": report.get("gap_note", shared_note(report["config"].get("phases", []))),
     }

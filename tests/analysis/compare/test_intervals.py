@@ -1,4 +1,4 @@
-"""Intervals of mean gaps, held to tables, to a mixture of likelihoods and to simulations."""
+"""Intervals of mean gaps, held to tables and to simulations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import math
 import numpy as np
 import pytest
 
+from bench.quality.false_alarms import ends
+from fp8stack.analysis.compare import intervals
 from fp8stack.analysis.compare.intervals import (
-    CONFIDENCE,
-    MIXTURE,
     Interval,
-    always_valid_factor,
     mean_interval,
     pairs_needed,
     standard_error,
     student_factor,
 )
-from tests.support.cases import case
 
 # Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, column 0.975.
 TABLE = {
@@ -40,67 +38,58 @@ def test_a_mean_has_the_interval_that_the_tables_of_t_say(freedom):
     assert standard_error([2.0]) is None
 
 
-def martingale(samples: np.ndarray, mean: float) -> float:
-    """The likelihood ratio against `mean`, from its definition: data of mean theta and deviation
-    sigma, theta / sigma normal with variance 1 / c, sigma by its right Haar prior, over sigma so
-    alone. Both integrals over sigma are gamma integrals; the one over theta / sigma is summed."""
-    x, n = samples - mean, len(samples)
-    effects, step = np.linspace(-60, 60, 240_001, retstep=True)
-    total, squares = x.sum(), (x**2).sum()
-    # Integrate over u = 1 / sigma: u^(n-1) exp(-(u^2 squares - 2 u d total + n d^2) / 2).
-    grid = np.linspace(1e-9, 40 / math.sqrt(squares), 4001)
-
-    def density(effect: np.ndarray) -> np.ndarray:
-        u = grid[:, None]
-        power = -(u**2 * squares - 2 * u * effect * total + n * effect**2) / 2
-        return np.trapezoid(u ** (n - 1) * np.exp(power), grid, axis=0)
-
-    near = np.abs(effects) < 8
-    prior = math.sqrt(MIXTURE / (2 * math.pi)) * np.exp(-MIXTURE * effects**2 / 2)
-    weighted = sum(
-        float((density(chunk) * weight).sum() * step)
-        for chunk, weight in zip(
-            np.array_split(effects[near], 200), np.array_split(prior[near], 200), strict=True
-        )
-    )
-    return weighted / float(density(np.zeros(1))[0])
+# Two-sided 98 %: the same table, column 0.99.
+TABLE_ADDING = {3: 4.541, 4: 3.747, 9: 2.821, 30: 2.457}
 
 
-@pytest.mark.parametrize("n", [case(4, quick=True), case(9, quick=False)])
-def test_an_always_valid_interval_ends_where_the_mixture_of_likelihoods_says(n):
-    samples = np.random.default_rng(n).normal(3.0, 2.0, n)
-    interval = mean_interval(samples.tolist(), always_valid=True)
-    assert interval.half_width is not None
-    edge = interval.mean + interval.half_width
-    level = 1 / (1 - CONFIDENCE)
-    assert martingale(samples, edge) == pytest.approx(level, rel=0.01)
+@pytest.mark.parametrize("freedom", TABLE_ADDING)
+def test_an_interval_to_which_pairs_are_added_is_of_98_percent_from_the_fourth_on(freedom):
+    samples = np.random.default_rng(0).normal(size=freedom + 1).tolist()
+    interval = mean_interval(samples, adding=True)
+    error = np.std(samples, ddof=1) / np.sqrt(freedom + 1)
+    assert interval.half_width == pytest.approx(TABLE_ADDING[freedom] * error, rel=5e-4)
+    three = mean_interval(samples[:3], adding=True)
+    assert (three.half_width, three.deviation) == (None, pytest.approx(np.std(samples[:3], ddof=1)))
+    assert three.contains_zero
 
 
-def test_two_samples_are_too_few_for_an_always_valid_interval():
-    assert always_valid_factor(2) == math.inf
-    interval = mean_interval([1.0, 2.0], always_valid=True)
-    assert (interval.half_width, interval.deviation) == (None, pytest.approx(math.sqrt(0.5)))
-    assert interval.contains_zero
+NOISE = {
+    "normal": lambda draw, shape: draw.normal(size=shape),
+    "heavy tails": lambda draw, shape: draw.standard_t(3, size=shape) / math.sqrt(3),
+    "skewed": lambda draw, shape: draw.exponential(size=shape) - 1,
+}
 
 
-def test_looking_after_every_pair_keeps_the_error_rate_of_always_valid_intervals_alone():
-    """400 comparisons of a recipe with itself, looked at after each of 40 pairs."""
-    gaps = np.random.default_rng(0).normal(size=(400, 40))
-    sizes = np.arange(1, 41)
-    means = gaps.cumsum(axis=1) / sizes
-    deviations = np.array([[g[:n].std(ddof=1) for n in sizes[2:]] for g in gaps])
-    alarms = {}
-    for factor in (always_valid_factor, student_factor):
-        widths = np.array([factor(n) for n in sizes[2:]]) * deviations
-        alarms[factor] = (np.abs(means[:, 2:]) > widths).any(axis=1).mean()
-    assert alarms[always_valid_factor] <= 0.05
-    assert alarms[student_factor] > 0.15  # so the test can fail
+@pytest.mark.parametrize(
+    ("noise", "least", "most"),
+    [("normal", 0.955, 0.985), ("heavy tails", 0.955, 0.995), ("skewed", 0.85, 0.95)],
+)
+@pytest.mark.parametrize("until", [2.0, 1.0, 0.5])  # standard deviations of a gap
+def test_intervals_that_pairs_were_added_to_contain_the_mean_as_often_as_they_say(
+    noise, least, most, until
+):
+    gaps = NOISE[noise](np.random.default_rng(0), (4000, 100))
+    comparisons = ends(gaps, until=until)
+    assert least <= comparisons.covers(0.0) <= most
+    # They are those of `mean_interval`, after the first pair that makes them narrow.
+    n = int(comparisons.pairs[0])
+    interval = mean_interval(gaps[0, :n].tolist(), adding=True)
+    assert interval.half_width == pytest.approx(comparisons.half_widths[0])
+    assert interval.half_width <= until
+    before = mean_interval(gaps[0, : n - 1].tolist(), adding=True).half_width
+    assert before is None or before > until
 
 
-@pytest.mark.parametrize("always_valid", [False, True])
-def test_as_many_pairs_are_needed_as_first_make_the_interval_narrow(always_valid):
-    factor = always_valid_factor if always_valid else student_factor
+def test_intervals_of_95_percent_are_too_narrow_to_add_pairs_to(monkeypatch):
+    """So the test above can fail."""
+    monkeypatch.setattr(intervals, "CONFIDENCE_ADDING", 0.95)
+    gaps = np.random.default_rng(0).normal(size=(4000, 100))
+    assert ends(gaps, until=0.5).covers(0.0) < 0.93
+
+
+def test_as_many_pairs_are_needed_as_first_make_the_interval_narrow():
     for width in (3.0, 0.5, 0.01):
-        n = pairs_needed(2.0, width, always_valid=always_valid)
-        assert factor(n) * 2.0 <= width < factor(n - 1) * 2.0
-    assert pairs_needed(0.0, 0.1) == 2
+        n = pairs_needed(2.0, width)
+        assert student_factor(n, adding=True) * 2.0 <= width
+        assert student_factor(n - 1, adding=True) * 2.0 > width
+    assert pairs_needed(0.0, 0.1) == 4

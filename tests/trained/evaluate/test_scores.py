@@ -145,7 +145,8 @@ def test_a_mixture_without_scales_is_refused_in_delayed_scaling(mixture, tmp_pat
     ],
 )
 def test_the_runs_own_recipe_is_that_with_its_overrides(recipe, overrides, tmp_path):
-    run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, eval_windows=4)
+    windows = {"eval_windows": 2, "final_eval_windows": 4}
+    run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, **windows)
     last = metrics(run)[-1]["val_loss"]
     for recipes in ([], [recipe]):
         (score,) = scores(run, recipes=recipes)

@@ -96,6 +96,11 @@ def test_a_card_tells_the_gap_that_a_comparison_measured(trained, command, tmp_p
         assert ("+0.50 % ± 0.10, at a confidence of 95 %, from that of runs" in card) == is_expected
         shared = "In this gap, the first 25% of the steps are in fp32 in all runs of a seed."
         assert (shared in card) == is_expected
+    report |= {"gap_note": "the baseline, fp32, computes in fp32", "config": {"steps": 12}}
+    (tmp_path / "out" / "compare.json").write_text(json.dumps(report))
+    assert command("export", "out/runs/current-seed0", "--out", "x") == 0
+    card = Path("x", CARD).read_text()
+    assert "In this gap, the baseline, fp32, computes in fp32." in card
 
 
 def test_a_readme_of_ones_own_is_not_overwritten(run, command, refused):
