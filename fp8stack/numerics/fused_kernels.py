@@ -66,6 +66,7 @@ class CastWork(ctypes.Structure):
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
+_JOINED = 2048  # elements of short rows that are rounded as one row
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
 _MAGNITUDE, _EXPONENT, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
 _POWER_OF_TWO = np.int32(_EXPONENT)
@@ -542,14 +543,15 @@ def _round_tiles(pointer):
     columns, stride = w.tile_columns, w.columns
     # A result that overwrites the source would keep loops from using vectors.
     loads, to_bf16 = w.source_bf16 or w.source == w.result, w.result_bf16 != 0
-    memory = np.empty(7 * columns + 4 + (w.tile_rows * columns if loads else 0), np.float32)
+    room = max(columns, _JOINED)
+    memory = np.empty(7 * room + 4 + (w.tile_rows * columns if loads else 0), np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
     buffer = memory.ctypes.data
     rounded = buffer  # a row of the result, as float32
-    bits = carray(_address(buffer + 4 * columns), columns + 3, np.uint32)
-    largest = buffer + 8 * columns + 16
-    scales = largest + 4 * columns  # into and out of the first result, into and out of the second
-    tile = scales + 16 * columns
+    bits = carray(_address(buffer + 4 * room), room + 3, np.uint32)
+    largest = buffer + 8 * room + 16
+    scales = largest + 4 * room  # into and out of the first result, into and out of the second
+    tile = scales + 16 * room
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     tensor_amax, into_e4m3 = _ZERO, _ONE
@@ -558,7 +560,7 @@ def _round_tiles(pointer):
         into_e4m3 = _first_level(tensor_amax)
     for_all = w.height == 0 and w.width == 0
     if for_all:
-        into, out = _floats(scales, columns), _floats(scales + 4 * columns, columns)
+        into, out = _floats(scales, columns), _floats(scales + 4 * room, columns)
         if w.scale_kind == _GIVEN:
             into[0] = _floats(w.scale, 1)[0]
             out[0] = _ONE / into[0]
@@ -573,12 +575,12 @@ def _round_tiles(pointer):
             memory[0] = _ZERO  # keeps the memory until here
             return
         top, column = tile_index // across * w.tile_rows, tile_index % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        rows, row_length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
         first = top * stride + column
         if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
             of_output = tensor_amax * _OUT_OF_TWO_LEVELS
             if w.scale_kind != _E4M3:
-                of_output = _floats(scales + 4 * columns, 1)[0]
+                of_output = _floats(scales + 4 * room, 1)[0]
             _floats(w.factor, 1)[0] = of_output
             if w.other_factor:
                 _floats(w.other_factor, 1)[0] = of_output
@@ -589,7 +591,7 @@ def _round_tiles(pointer):
         if w.recorded:
             most = np.int32(0)
             for r in range(rows):
-                most = max(most, _amax(_floats(source + 4 * r * source_stride, length)))
+                most = max(most, _amax(_floats(source + 4 * r * source_stride, row_length)))
             _raise(w.amax, most)
         for second in range(2):
             result = w.other if second else w.result
@@ -598,9 +600,13 @@ def _round_tiles(pointer):
             height = w.other_height if second else w.height
             width = w.other_width if second else w.width
             factor = w.other_factor if second else w.factor
-            into = scales + 8 * columns * second
-            out = into + 4 * columns
-            for r in range(rows):
+            into = scales + 8 * room * second
+            out = into + 4 * room
+            step = 1  # rows at a time: several, if they lie one after the other in whole blocks
+            if height == 1 and width and columns == stride and stride % width == 0 and not w.random:
+                step = max(1, _JOINED // stride)
+            for r in range(0, rows, step):
+                length = row_length * min(step, rows - r)
                 row, amaxes = source + 4 * r * source_stride, _ints(largest, length)
                 if height == 1:
                     size = width if width else length
