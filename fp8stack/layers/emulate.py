@@ -311,9 +311,8 @@ class EmulateBackend(Backend):
         if packs:
             return rows, quantizers.pack(x, rows)
         if quantizers.reuses_row_copy:
-            by_row = rows.factor is not None and rows.factor.ndim
-            columns = _with_row_scales(rows) if by_row else rows
-            return rows, columns._replace(form=quantizers.columns)
+            values, factor = _with_row_scales(rows)[:2]
+            return rows, Emulated(values, factor, quantizers.columns)
         return rows, copies[1]
 
     @staticmethod

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8stack.numerics.fused import needs_operator
+
 Version = tuple[object, ...]
 
 
@@ -63,8 +65,6 @@ def _sum_of(weight: Tensor) -> Tensor:
     return torch.tensor(zlib.crc32(memory))
 
 
-# A custom operator, which torch.compile does not trace into.
-@torch.library.custom_op("fp8stack::values_changed", mutates_args=("sums",))
 def _values_changed(weights: Sequence[Tensor], sums: Tensor) -> Tensor:
     """Whether values of `weights` changed since the last call with `sums`, the checksums, int64
     [weights], which are updated: bool, 0-dim."""
@@ -74,7 +74,12 @@ def _values_changed(weights: Sequence[Tensor], sums: Tensor) -> Tensor:
     return changed
 
 
-_values_changed.register_fake(lambda weights, sums: sums.new_empty((), dtype=torch.bool))
+# A custom operator, which torch.compile does not trace into. Eager code calls the function, see
+# `delayed._take_scales_op`.
+_values_changed_op = torch.library.custom_op(
+    "fp8stack::values_changed", _values_changed, mutates_args=("sums",)
+)
+_values_changed_op.register_fake(lambda weights, sums: sums.new_empty((), dtype=torch.bool))
 
 
 class WeightChanges:
@@ -197,7 +202,8 @@ class WeightChanges:
         if len(plain) != len(self._sums) or self._sums.device != plain[0].device:
             with torch.inference_mode(False):
                 self._sums = torch.zeros(len(plain), dtype=torch.int64, device=plain[0].device)
-        changed: Tensor = _values_changed(plain, self._sums)
+        compare = _values_changed_op if needs_operator(self._sums) else _values_changed
+        changed: Tensor = compare(plain, self._sums)
         if self.any_rank is not None and any(_is_sharded(layer) for layer in self._layers):
             changed = self.any_rank(changed)
         self.flag.logical_or_(changed)

@@ -44,6 +44,8 @@ _TILE = 1 << 13
 _TALL_TILE, _SHARES = 1 << 18, 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+Results = list[tuple[tuple[int, ...], torch.dtype]]
+"""The shape and dtype of each result of a cast."""
 
 
 def number(rule: RoundingRule) -> int:
@@ -174,15 +176,15 @@ def _tile(rule: RoundingRule, rows: int, columns: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    number: int, rows: int, columns: int, dtype: torch.dtype, has_scale: bool
-) -> tuple[CastWork, bool, list[tuple[int, ...]]]:
-    """The work of a cast without its addresses, whether it needs an amax first, and the shapes of
-    its results."""
+    number: int, rows: int, columns: int, dtype: torch.dtype, has_scale: bool, bf16: bool
+) -> tuple[CastWork, bool, Results]:
+    """The work of a cast without its addresses, whether it needs an amax first, and its results."""
     rule = _RULES[number]
-    shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
+    results, quantizer = _results(rule, rows, columns, bf16), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
     kernels = _loaded()[0]
     work: CastWork = kernels.CastWork()
+    work.source_bf16, work.result_bf16 = dtype == torch.bfloat16, bf16
     if set(rule.blocks) == {(0, 0)} and not quantizer.hadamard and not quantizer.stochastic:
         rows, columns = 1, rows * columns
     work.source_rows, work.source_columns = rows, columns
@@ -208,7 +210,7 @@ def _plan(
     work.overflow = min(largest, torch.finfo(torch.float32).max)
     finds = bool(quantizer.hadamard) or (0, 1) in rule.blocks
     finds = finds or scale == "e4m3" or ((0, 0) in rule.blocks and not has_scale)
-    return work, finds, shapes
+    return work, finds, results
 
 
 def round(
@@ -221,18 +223,20 @@ def round(
     seed: int,
     stream: int,
     first_row: int,
+    bf16: bool = False,
     into: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Round `x` by the rule with this id: for each of the rule's blocks the values and, if
-    `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`. They are written
-    to `into`, if it is given: float32, contiguous, of the right shapes."""
-    rule, source = _RULES[number], x.to(torch.float32).contiguous()
-    planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
+    """Round `x` by the rule with this id: for each of the rule's blocks the values, float32 or
+    `bf16`, and, if `RoundingRule.has_factor`, the factor of the output; see `rounding.Rounding`.
+    They are written to `into`, if it is given: contiguous, of the right shapes and dtypes."""
+    rule = _RULES[number]
+    source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
+    planned, finds, new = _plan(number, *source.shape, x.dtype, scale is not None, bf16)
     kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
     results = []
-    for shape in shapes if into is None else ():
-        results.append(torch.empty(shape, dtype=torch.float32))
+    for shape, dtype in new if into is None else ():
+        results.append(torch.empty(shape, dtype=dtype))
     results = into or results
     work.source = source.data_ptr()
     if rule.has_factor:
@@ -259,26 +263,30 @@ def round(
         if work.hadamard:
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
+            work.source_bf16 = bf16
     _run(kernels.round_tiles, work, threads)
     return results
 
 
-def _shapes(rule: RoundingRule, rows: int, columns: int) -> list[tuple[int, ...]]:
-    """The shapes of the values and factors for each block."""
-    shape = rule.shape(rows, columns)
-    if not rule.has_factor:
-        return [shape] * len(rule.blocks)
-    return [size for block in rule.blocks for size in (shape, rule.factor_shape(block, *shape))]
+def _results(rule: RoundingRule, rows: int, columns: int, bf16: bool) -> Results:
+    """The shape and dtype of the values and factors for each block."""
+    shape, dtype = rule.shape(rows, columns), torch.bfloat16 if bf16 else torch.float32
+    results: Results = []
+    for block in rule.blocks:
+        results.append((shape, dtype))
+        if rule.has_factor:
+            results.append((rule.factor_shape(block, *shape), torch.float32))
+    return results
 
 
-def _fake(x: Tensor, number: int, *_: Any) -> list[Tensor]:
-    shapes = _shapes(_RULES[number], *x.shape)
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
+    results = _results(_RULES[number], *x.shape, bf16=options[-1])
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
 
 op = operator(
     "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
-    " Tensor? counter, int seed, int stream, int first_row) -> Tensor[]",
+    " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
     round,
     _fake,
 )

@@ -24,7 +24,8 @@ from numba.np.numpy_support import carray
 _INTEGERS = (
     # Counters: the next tile, and how many are done.
     *("next", "done"),
-    # Addresses, 0 for none: the matrix, the result, and the result for other blocks.
+    # Addresses, 0 for none: the matrix, the result, and the result for other blocks. The matrix is
+    # float32 or, if `source_bf16`, bfloat16; the results likewise, if `result_bf16`.
     *("source", "result", "other"),
     # int32: the amax of the matrix, and the amaxes of its columns.
     *("amax", "column_amaxes"),
@@ -46,6 +47,7 @@ _FLAGS = (
     "random",
     "mantissa_bits",
     "exponents",  # the exponent of the format's largest value, without the bias
+    *("source_bf16", "result_bf16"),
 )
 _FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
 SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
@@ -64,10 +66,12 @@ class CastWork(ctypes.Structure):
 intrinsic: Any = _intrinsic  # typed as Any: its signature is another
 _WORK = types.CPointer(from_dtype(np.dtype(CastWork)))
 _LANES = 16  # a row of a tile is a multiple of it, or of a block that is
+_JOINED = 2048  # elements of short rows that are rounded as one row
 _FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
 _MAGNITUDE, _EXPONENT, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
 _POWER_OF_TWO = np.int32(_EXPONENT)
 _TWICE_127 = np.int32(254 << 23)
+_NAN = np.int32(0x7FC00000)
 _ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
 _FLT_MAX = np.finfo(np.float32).max
 _SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
@@ -109,6 +113,14 @@ def _emit_fill(builder: Any, address: Any, value: Any) -> Any:
     return ir.Constant(cgutils.voidptr_t, None)
 
 
+def _emit_widen(builder: Any, target: Any, source: Any) -> Any:
+    halves = builder.inttoptr(source, ir.VectorType(ir.IntType(16), _LANES).as_pointer())
+    words = builder.zext(builder.load(halves, align=2), _LANES_INT32)
+    bits = builder.shl(words, ir.Constant(_LANES_INT32, [16] * _LANES))
+    builder.store(bits, builder.inttoptr(target, _LANES_INT32.as_pointer()), align=4)
+    return ir.Constant(cgutils.voidptr_t, None)
+
+
 def _atomic(operation: str, kind: Any) -> Callable[..., Any]:
     return lambda builder, address, value: builder.atomic_rmw(
         operation, builder.inttoptr(address, kind.as_pointer()), value, "seq_cst"
@@ -133,6 +145,8 @@ _of_bits = _instruction(
 _largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
 # Set the 16 float32 from an address on to a value.
 _fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
+# The float32 of the 16 bfloat16 from an address on, written to another address.
+_widen_16 = _instruction(types.none(types.int64, types.int64), _emit_widen)
 # The address of the work.
 _start = _instruction(types.int64(_WORK), lambda builder, work: builder.ptrtoint(work, _INT64))
 
@@ -145,6 +159,11 @@ def _floats(address, length):
 @njit
 def _ints(address, length):
     return carray(_address(address), length, np.int32)
+
+
+@njit
+def _halves(address, length):
+    return carray(_address(address), length, np.uint16)
 
 
 @njit
@@ -299,14 +318,47 @@ def _draw(bits, first_column, length, row, w):
 
 
 @njit
+def _rounded_to_bf16(value):
+    """Round to bfloat16, to nearest, ties to even; NaN stays NaN."""
+    bits = _bits(value)
+    word = np.uint32(bits)
+    odd = (word >> np.uint32(16)) & np.uint32(1)
+    rounded = np.int32((word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
+    return _of_bits(_NAN if (bits & _MAGNITUDE) > _EXPONENT else rounded)
+
+
+@njit
+def _widen(target, source, length):
+    """Write the float32 of `length` bfloat16 from an address on to another address."""
+    in_lanes = length // _LANES * _LANES
+    for i in range(0, in_lanes, _LANES):
+        _widen_16(target + 4 * i, source + 2 * i)
+    floats, halves = _floats(target, length), _halves(source, length)
+    for i in range(in_lanes, length):
+        floats[i] = _of_bits(np.int32(halves[i]) << 16)
+
+
+@njit
+def _narrow(target, source):
+    """The bits of float32 values as bfloat16, see `_rounded_to_bf16`."""
+    for i in range(len(source)):
+        target[i] = np.uint16(np.uint32(_bits(_rounded_to_bf16(source[i]))) >> np.uint32(16))
+
+
+@njit
 def _load(tile, w, top, column):
-    """Load a tile of the source, row by row, with zeros outside of the matrix."""
+    """Load a tile of the source to an address as float32, row by row, with zeros outside of the
+    matrix."""
     columns = w.tile_columns
-    width = max(0, min(columns, w.source_columns - column))
-    tile[:] = _ZERO
-    for r in range(min(w.tile_rows, w.source_rows - top)):
+    rows, width = min(w.tile_rows, w.source_rows - top), min(columns, w.source_columns - column)
+    if rows < w.tile_rows or width < columns:
+        _floats(tile, w.tile_rows * columns)[:] = _ZERO
+    for r in range(rows):
         start = (top + r) * w.source_columns + column
-        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, width))
+        if w.source_bf16:
+            _widen(tile + 4 * r * columns, w.source + 2 * start, width)
+        else:
+            _copy(_floats(tile + 4 * r * columns, width), _floats(w.source + 4 * start, width))
 
 
 @njit
@@ -343,7 +395,11 @@ def _store(tile, w, result, top, column):
     length = min(columns, w.columns - column)
     for r in range(min(w.tile_rows, w.rows - top)):
         start = (top + r) * w.columns + column
-        _copy(_floats(result + 4 * start, length), tile[r * columns : r * columns + length])
+        row = tile[r * columns : r * columns + length]
+        if w.result_bf16:
+            _narrow(_halves(result + 2 * start, length), row)
+        else:
+            _copy(_floats(result + 4 * start, length), row)
 
 
 @njit
@@ -412,17 +468,6 @@ def _mix(values, unit, size):
 
 
 @njit
-def _rounded_to_bf16(value):
-    """Round to bfloat16, to nearest, ties to even; NaN stays NaN."""
-    bits = _bits(value)
-    if (bits & _MAGNITUDE) > _EXPONENT:
-        return value
-    word = np.uint32(bits)
-    odd = (word >> np.uint32(16)) & np.uint32(1)
-    return _of_bits(np.int32((word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)))
-
-
-@njit
 def _transform(tile, w):
     """See `hadamard.hadamard`."""
     size, rows, columns, along = w.hadamard, w.tile_rows, w.tile_columns, w.dim == 1
@@ -452,11 +497,11 @@ def _find_tiles(pointer):
     w = carray(pointer, 1)[0]
     start = _start(pointer)
     columns = w.tile_columns
-    memory = np.empty(columns * (1 + (w.tile_rows if w.hadamard else 0)), np.float32)
+    loads = w.hadamard or w.source_bf16
+    memory = np.empty(columns * (1 + (w.tile_rows if loads else 0)), np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
     buffer = memory.ctypes.data
-    largest = _ints(buffer, columns)
-    tile = _floats(buffer + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
+    largest, tile = _ints(buffer, columns), buffer + 4 * columns
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     largest[:] = 0
@@ -470,11 +515,13 @@ def _find_tiles(pointer):
         top, column = tile_index // across * w.tile_rows, tile_index % across * columns
         rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
         source, stride = w.source + 4 * (top * w.source_columns + column), w.source_columns
-        if w.hadamard:
+        if loads:
             _load(tile, w, top, column)
-            _transform(tile, w)
-            _store(tile, w, w.result, top, column)
-            source, stride = buffer + 4 * columns, columns
+            source, stride = tile, columns
+        if w.hadamard:
+            values = _floats(tile, w.tile_rows * columns)
+            _transform(values, w)
+            _store(values, w, w.result, top, column)
         most = np.int32(0)
         for r in range(rows):
             row = _floats(source + 4 * r * stride, length)
@@ -494,13 +541,17 @@ def _round_tiles(pointer):
     w = carray(pointer, 1)[0]
     start = _start(pointer)
     columns, stride = w.tile_columns, w.columns
-    memory = np.empty(7 * columns + 4, np.float32)
+    # A result that overwrites the source would keep loops from using vectors.
+    loads, to_bf16 = w.source_bf16 or w.source == w.result, w.result_bf16 != 0
+    room = max(columns, _JOINED)
+    memory = np.empty(7 * room + 4 + (w.tile_rows * columns if loads else 0), np.float32)
     # numba counts references to its arrays, but not to addresses: see the last use of `memory`.
     buffer = memory.ctypes.data
-    line = _floats(buffer, columns)
-    bits = carray(_address(buffer + 4 * columns), columns + 3, np.uint32)
-    largest = buffer + 8 * columns + 16
-    scales = largest + 4 * columns  # into and out of the first result, into and out of the second
+    rounded = buffer  # a row of the result, as float32
+    bits = carray(_address(buffer + 4 * room), room + 3, np.uint32)
+    largest = buffer + 8 * room + 16
+    scales = largest + 4 * room  # into and out of the first result, into and out of the second
+    tile = scales + 16 * room
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     tensor_amax, into_e4m3 = _ZERO, _ONE
@@ -509,7 +560,7 @@ def _round_tiles(pointer):
         into_e4m3 = _first_level(tensor_amax)
     for_all = w.height == 0 and w.width == 0
     if for_all:
-        into, out = _floats(scales, columns), _floats(scales + 4 * columns, columns)
+        into, out = _floats(scales, columns), _floats(scales + 4 * room, columns)
         if w.scale_kind == _GIVEN:
             into[0] = _floats(w.scale, 1)[0]
             out[0] = _ONE / into[0]
@@ -524,19 +575,23 @@ def _round_tiles(pointer):
             memory[0] = _ZERO  # keeps the memory until here
             return
         top, column = tile_index // across * w.tile_rows, tile_index % across * columns
-        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
-        first = 4 * (top * stride + column)
+        rows, row_length = min(w.tile_rows, w.rows - top), min(columns, w.columns - column)
+        first = top * stride + column
         if tile_index == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
             of_output = tensor_amax * _OUT_OF_TWO_LEVELS
             if w.scale_kind != _E4M3:
-                of_output = _floats(scales + 4 * columns, 1)[0]
+                of_output = _floats(scales + 4 * room, 1)[0]
             _floats(w.factor, 1)[0] = of_output
             if w.other_factor:
                 _floats(w.other_factor, 1)[0] = of_output
+        source, source_stride = w.source + 4 * first, stride
+        if loads:
+            _load(tile, w, top, column)
+            source, source_stride = tile, columns
         if w.recorded:
             most = np.int32(0)
             for r in range(rows):
-                most = max(most, _amax(_floats(w.source + first + 4 * r * stride, length)))
+                most = max(most, _amax(_floats(source + 4 * r * source_stride, row_length)))
             _raise(w.amax, most)
         for second in range(2):
             result = w.other if second else w.result
@@ -545,16 +600,19 @@ def _round_tiles(pointer):
             height = w.other_height if second else w.height
             width = w.other_width if second else w.width
             factor = w.other_factor if second else w.factor
-            into = scales + 8 * columns * second
-            out = into + 4 * columns
-            for r in range(rows):
-                place = first + 4 * r * stride
-                source, amaxes = w.source + place, _ints(largest, length)
+            into = scales + 8 * room * second
+            out = into + 4 * room
+            step = 1  # rows at a time: several, if they lie one after the other in whole blocks
+            if height == 1 and width and columns == stride and stride % width == 0 and not w.random:
+                step = max(1, _JOINED // stride)
+            for r in range(0, rows, step):
+                length = row_length * min(step, rows - r)
+                row, amaxes = source + 4 * r * source_stride, _ints(largest, length)
                 if height == 1:
                     size = width if width else length
-                    _set_scales(source, length, largest, into, out, size, w, into_e4m3)
+                    _set_scales(row, length, largest, into, out, size, w, into_e4m3)
                 elif height and r % height == 0:
-                    _find_group(amaxes, source, stride, min(height, rows - r))
+                    _find_group(amaxes, row, source_stride, min(height, rows - r))
                     _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
                 elif not (height or for_all or r or results_with_scales >> second & 1):
                     amaxes[:] = _ints(w.column_amaxes + 4 * column, length)
@@ -565,16 +623,17 @@ def _round_tiles(pointer):
                         _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
                     elif top == 0 and r == 0:
                         _floats(factor + 4 * column, length)[:] = _floats(out, length)
-                values, target = _floats(source, length), _floats(result + place, length)
-                if w.source == w.result:  # loops over memory that overlaps take no vectors
-                    _copy(line, values)
-                    values = line
+                place = first + r * stride
+                target = _floats(rounded if to_bf16 else result + 4 * place, length)
+                values = _floats(row, length)
                 into_scales, out_scales = _floats(into, length), _floats(out, length)
                 if w.random:
                     _draw(bits, column, length, top + r, w)
                     _round_at_random(values, into_scales, out_scales, bits, target, length, w)
                 else:
                     _round(values, into_scales, out_scales, target, length, w)
+                if to_bf16:
+                    _narrow(_halves(result + 2 * place, length), target)
         if w.recorded and _add(start + 8, 1) == tiles - 1:
             largest_seen = _floats(w.amax, 1)[0]
             if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:

@@ -163,7 +163,7 @@ def _round_groups(
     amaxes: bool,
 ) -> list[Tensor]:
     rounding = rule_of(rule)
-    results = _results(x, ends, rounding, bf16 and not x.is_cpu)  # `fused` gives float32
+    results = _results(x, ends, rounding, bf16)
     groups = split_groups(x, ends)
     largest = torch.zeros(len(groups), dtype=torch.float32, device=x.device)
     numbers = [0] * len(groups) if streams is None else streams.tolist()
@@ -180,7 +180,7 @@ def _round_groups(
         of_group = scales[place], recorded[place], None
         if fused.implementation(group) is fused.round:
             drawn = counter, seed, numbers[place], first_row
-            fused.round(group, rule, *of_group, *drawn, into=targets)
+            fused.round(group, rule, *of_group, *drawn, bf16, into=targets)
         else:
             bits = None
             if counter is not None:
@@ -194,9 +194,6 @@ def _round_groups(
             if by_row:
                 memory[sum(sizes) :] = 0
     rounded = [memory for memory, _ in results]
-    if bf16:
-        step = 2 if rounding.has_factor else 1
-        rounded[::step] = [values.to(torch.bfloat16) for values in rounded[::step]]
     return [*rounded, largest] if amaxes else rounded
 
 

@@ -72,18 +72,18 @@ class Rounding(RoundingRule):
         run = fused.implementation(x) if fuse else None
         if run is not None:
             bits = _NO_BITS if generator is None else _bits(generator)
-            tensors = run(x, self._number, scale, recorded, counts, *bits)
+            tensors = run(x, self._number, scale, recorded, counts, *bits, bf16)
             copies = []
             step = 2 if self.has_factor else 1
             for i in range(0, len(tensors), step):
                 copies.append(Rounded(tensors[i], tensors[i + 1] if step == 2 else None))
-        else:
-            if recorded is not None:
-                record_amax(recorded, amax(x), counts)
-            dtype = x.dtype
-            if self.quantizer.hadamard:
-                x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
-            copies = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
+            return copies
+        if recorded is not None:
+            record_amax(recorded, amax(x), counts)
+        dtype = x.dtype
+        if self.quantizer.hadamard:
+            x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
+        copies = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
         if not bf16:
             return copies
         return [copy._replace(values=copy.values.to(torch.bfloat16)) for copy in copies]

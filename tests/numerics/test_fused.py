@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.analysis.conform.check_inputs import uneven
 from fp8stack.numerics import Quantizer, RandomBits, fused
@@ -151,6 +152,26 @@ def test_what_looks_at_operators_sees_one_and_its_shapes():
         assert transformed.factor.shape == ()
         along, across = rounded(x, "row", (1, 0))
         assert (along.factor.shape, across.factor.shape) == ((30,), (50,))
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_to_bfloat16_copies_nothing_before_or_after_its_sweep(dtype):
+    x = uneven(32, 64).to(dtype)
+    with Operators() as operators:
+        rounded(x, "mxfp8", (1, 0), bf16=True)
+    assert operators.names == ["fp8stack.round.default"]
 
 
 def test_where_numba_is_missing_or_fails_the_expressions_serve_and_it_is_said():

@@ -143,6 +143,20 @@ def test_the_values_are_those_of_the_bytes(name):
             assert rounded.factor.shape == (shape[1 - dim],)
 
 
+EVERY_BFLOAT16 = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(256, 256)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_sweep_rounds_every_bfloat16_to_the_bfloat16_of_the_values_of_the_bytes(name):
+    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    for dim in (0, 1):
+        values, factor = values_of_bytes(EVERY_BFLOAT16, quantizer, dim)
+        halves = torch.from_numpy(values).bfloat16().float().numpy()
+        (rounded,) = rounding(quantizer, [dim]).round(EVERY_BFLOAT16, generator, bf16=True)
+        assert rounded.values.dtype == torch.bfloat16
+        assert_same(rounded._replace(values=rounded.values.float()), (halves, factor))
+
+
 # Both directions at once
 
 
