@@ -69,6 +69,7 @@ class RunKeys(TypedDict, total=False):
     log_every: int
     eval_every: int
     eval_windows: int
+    final_eval_windows: int | None
     save_every: int
     keep_checkpoints: int
     keep_every: int

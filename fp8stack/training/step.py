@@ -69,7 +69,9 @@ class Step:
             limit = adaptive_limit(past_norms, config.clip_percentile, config.clip)
         # On a CPU, clipped gradients equal torch.nn.utils.clip_grad_norm_'s to the bit.
         as_taken = run.accelerator.device.type != "cpu"
-        norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, self._order, as_taken=as_taken)
+        norms = clip_gradients(
+            optimizer, limit, config.clip_mode, scaler, self._order, as_taken=as_taken
+        )
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
