@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux"
 
 SETS = [word for item in TINY[10:] if item != "--set" for word in ("--set", item)]
 RUN = ["--batch", "4", "--context", "32", *SETS, "--steps", "60", "--set", "save_every=60"]
-RUN += ["--set", "eval_every=30"]
+RUN += ["--set", "eval_every=30", "--set", "final_eval_windows=4"]
 WORDS = ["compare", "--recipes", "fp32", "--seeds", "1", "--out", "c", *RUN]
 
 
