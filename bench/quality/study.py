@@ -33,6 +33,7 @@ from fp8stack.analysis.compare.run_results import read_run
 from fp8stack.common.errors import NumericFailure, UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
+from fp8stack.precision.plan import WIDE
 from fp8stack.training.run_folder import RunFolder, read_rows
 from fp8stack.training.signals import Preempted
 
@@ -128,6 +129,10 @@ class Job:
         return self.recipe == BASELINE and self.design != study_tables.AA
 
     @property
+    def is_quantized(self) -> bool:
+        return load_recipe(self.source).is_fp8
+
+    @property
     def trial(self) -> tuple[str, int, int, str]:
         """The key that a run shares with the float32 run that it is compared with. Designs that
         differ only in their shared steps have the same float32 run."""
@@ -172,6 +177,9 @@ class Job:
             "save_every": max(200, math.ceil(steps / 4)),
             "telemetry_every": 0 if self.recipe == BASELINE else math.ceil(steps / 4),
         }
+        if self.is_quantized and _shape(self.size).width >= WIDE:
+            # As the baseline; on CPUs with bf16 instructions, wide models would compute in bf16.
+            run_keys["recipe_overrides"] = {"compute_dtype": "fp32"}
         if self.size == TINY:
             run_keys["eval_windows"] = 16
         return self.usual_keys | run_keys | design

@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.common.errors import UserError
 from fp8stack.common.terminal import show
 
 if TYPE_CHECKING:
+    from fp8stack.planning.duration import Duration
     from fp8stack.planning.estimate import Answer
     from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
 
+TOKENS = option("Also predict time, disk and loss of so many training tokens, such as 10B.")
+PRICE = option("With --tokens: dollars per hour of a GPU. Example: 2.5")
+RANKS = option("Number of ranks, such as GPUs. [1]", "--ranks", "--gpus", min=1)
 MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
 
 
@@ -23,9 +28,12 @@ def estimate(
     context: Annotated[int | None, options.CONTEXT] = None,
     accumulate: Annotated[int | None, options.ACCUMULATE] = None,
     capability: Annotated[str | None, options.CAPABILITY] = None,
+    gpu: Annotated[str | None, options.GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
     memory: Annotated[str | None, MEMORY] = None,
-    ranks: Annotated[int, option("Number of ranks. [1]", min=1)] = 1,
+    ranks: Annotated[int, RANKS] = 1,
+    tokens: Annotated[str | None, TOKENS] = None,
+    price: Annotated[float | None, PRICE] = None,
     parallel: Annotated[str | None, options.PARALLEL] = None,
     optimizer: Annotated[str | None, options.OPTIMIZER] = None,
     activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
@@ -35,19 +43,72 @@ def estimate(
     set: Annotated[list[str] | None, options.SET] = None,
     json: Annotated[bool, option("Print JSON, in bytes.", "--json")] = False,
 ) -> None:
-    """Estimate the memory of a run, part by part, and the largest batch that fits."""
+    """Estimate the memory of a run, part by part, and the largest batch that fits; with --tokens
+    predict its time, cost, disk and loss as well."""
     flags = options.run_flags(locals())
+    from fp8stack.planning import duration as durations
     from fp8stack.planning import estimate as answers
     from fp8stack.planning.run_config import parse_config
     from fp8stack.precision.hardware import machine_for
 
     parsed = parse_config(config, flags, set or [])
-    hardware = machine_for(capability, te, parsed.device)
+    hardware = machine_for(capability, te, parsed.device, gpu)
+    if price is not None and (tokens is None or not 0 < price < 1e6):
+        raise UserError(f"--price {price:g}: give dollars per GPU hour, and --tokens beside.")
     estimated = answer(parsed, hardware, ranks, memory)
+    predicted = None
+    if tokens is not None:
+        predicted = duration(parsed, hardware, estimated, ranks, tokens, price)
     if json:
-        options.print_json(answers.as_json(estimated))
-    else:
-        _show(estimated)
+        more = {} if predicted is None else {"predicted": durations.as_json(predicted)}
+        options.print_json(answers.as_json(estimated) | more)
+        return
+    _show(estimated)
+    if predicted is not None:
+        show("", *durations.sentences(predicted))
+
+
+def duration(
+    config: RunConfig,
+    hardware: Hardware,
+    estimated: Answer,
+    ranks: int,
+    tokens: str,
+    price: float | None,
+) -> Duration:
+    """The duration of a run of `tokens` training tokens on `ranks` GPUs like `hardware`, with the
+    loss to expect. Raises a UserError for a machine without a data sheet, and as
+    `predict_duration` does."""
+    from dataclasses import replace
+
+    from fp8stack.analysis.forecast.forecast import forecast_of_shape, parse_tokens
+    from fp8stack.analysis.forecast.law import fitted
+    from fp8stack.model.config import load_config
+    from fp8stack.planning.duration import predict_duration
+    from fp8stack.planning.run_config import for_ranks
+    from fp8stack.precision.gpus import find_gpu
+    from fp8stack.training.run_plans import context_of
+
+    gpu, count = find_gpu(hardware.name), parse_tokens(tokens)
+    if gpu is None:
+        raise UserError(
+            f"--tokens: time is predicted of known GPUs, not of {hardware}. Give --gpu."
+        )
+    model = load_config(config.model, config.model_overrides)
+    steps = sum(phase.steps for phase in estimated.phases)
+    phases = [(phase.plan, phase.steps / steps) for phase in estimated.phases]
+    predicted = predict_duration(
+        for_ranks(config, ranks),
+        model,
+        context_of(config, model),
+        phases,
+        gpu,
+        gpus=ranks,
+        tokens=count,
+        price=price,
+    )
+    forecast = forecast_of_shape(config.model, model, {}, count, fitted())
+    return replace(predicted, loss=forecast.loss, loss_source=forecast.loss_source)
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
@@ -125,7 +186,7 @@ def _given(memory: str) -> tuple[int, str]:
     """The bytes of `--memory`, in GiB by default, and the name of their source."""
     import re
 
-    from fp8stack.common.errors import UserError, quoted
+    from fp8stack.common.errors import quoted
 
     match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
     size = 0

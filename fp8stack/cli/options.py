@@ -79,6 +79,9 @@ CAPABILITY = option(
     "Assume a GPU of this compute capability (9.0), or a CPU (none). [this machine]",
     autocompletion=completion.CAPABILITIES,
 )
+GPU = option(
+    "Assume this GPU, by its data sheet (H100, L4, RTX 4090).", autocompletion=completion.GPUS
+)
 TE = option("With --capability: is Transformer Engine installed? [yes]")
 
 JSON = option("Print JSON.", "--json")
@@ -119,7 +122,7 @@ GROUPS = {
     "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
     "seed seeds until margin hours tokens prompt prompt_file temperature top_k top_p",
     "Machine": "device threads ranks parallel activation_checkpointing grad_compression compile "
-    "capability gpu te memory",
+    "capability gpu te memory price",
     "Files": "out overwrite resume eval_every save_every checkpoint_async config set",
     "Logs": "log_every tensorboard wandb trackio telemetry_every what_if profile guard",
 }

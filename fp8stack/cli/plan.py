@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fp8stack.cli import completion, options
+from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.common.terminal import show
 
@@ -13,16 +13,12 @@ if TYPE_CHECKING:
     from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
 
-GPU = option(
-    "Assume this GPU, by its data sheet (H100, L4, RTX 4090).", autocompletion=completion.GPUS
-)
-
 
 def plan(
     model: Annotated[str | None, options.MODEL] = None,
     recipe: Annotated[str | None, options.RECIPE] = None,
     capability: Annotated[str | None, options.CAPABILITY] = None,
-    gpu: Annotated[str | None, GPU] = None,
+    gpu: Annotated[str | None, options.GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
     backend: Annotated[str | None, options.BACKEND] = None,
     strict: Annotated[bool | None, options.STRICT] = None,
