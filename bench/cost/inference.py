@@ -17,8 +17,8 @@ import torch
 import fp8stack
 from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.analysis.benchmark.step_timing import SMALL
 from fp8stack.analysis.benchmark.timing import Timing
+from fp8stack.model.config import load_config
 from fp8stack.model.sampling import Sampling, generate
 from fp8stack.precision import probe
 from fp8stack.trained.evaluate import agreements
@@ -26,11 +26,14 @@ from fp8stack.trained.evaluate import agreements
 RECIPES = ("fp32", "bf16", "delayed", "mxfp8", "nvfp4")
 PROMPT = list(b"def main(arguments):\n    ")
 TOKENS, WINDOWS = 64, 32
+NANO = load_config("gpt-nano")
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-nano": {},
-    f"{SMALL.layers} layers of {SMALL.width}": SMALL.model_dump(exclude_none=True)
-    | {"mlp_width": 4 * SMALL.width},
+    "6 layers of 384": {"layers": 6, "width": 384, "heads": 6, "mlp_width": 1152},
 }
+"""Shapes by name, over gpt-nano's. transformers has them as Qwen3, whose linears torchao takes."""
+EVALUATES = ("gpt-nano", "tiny")
+"""Models that are evaluated as well: `--agree` runs larger ones for minutes."""
 TINY = {"layers": 1, "width": 32, "heads": 2, "mlp_width": 64}
 SHORT = ["--rounds", "8", "--budget", "15"]
 
@@ -48,12 +51,11 @@ def measure(arguments: argparse.Namespace) -> Report:
             run = trained(Path(folder), shape)
             case = f"generate: {model}, {TOKENS} tokens"
             rows += timed(case, writers(run), partial(_rows, RECIPES[0], TOKENS), **options)
-            windows = 2 if arguments.tiny else WINDOWS
-            case = f"eval: {model}, {windows} windows"
-            tokens = windows * (shape.get("context") or 128)
-            rows += timed(
-                case, evaluations(run, windows), partial(_rows, EVALUATED, tokens), **options
-            )
+            if model in EVALUATES:
+                windows = 2 if arguments.tiny else WINDOWS
+                arms, tokens = evaluations(run, windows), windows * NANO.context
+                case = f"eval: {model}, {windows} windows"
+                rows += timed(case, arms, partial(_rows, EVALUATED, tokens), **options)
     settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
     return report.report_of("cpu", settings, rows, packages=("transformers", "torchao"))
 
@@ -77,10 +79,14 @@ def _export_of(run: Path) -> Path:
 # Text
 
 
-def writers(run: Path) -> dict[str, Callable[[], Callable[[], object]]]:
+Builder = Callable[[], Callable[[], object]]
+
+
+def writers(run: Path) -> dict[str, Builder]:
     """Builders of arms that write `TOKENS` tokens, always the likeliest one: ours by recipe, and
     transformers', in float32 and with weights that torchao stores in FP8."""
     slow = () if probe("cpu").cpu_bf16 else ("bf16",)
+    builders: dict[str, Builder]
     builders = {recipe: partial(writer, run, recipe) for recipe in RECIPES if recipe not in slow}
     return builders | {
         "transformers in fp32": partial(peer_writer, run, fp8_weights=False),
@@ -119,7 +125,7 @@ def peer_writer(run: Path, *, fp8_weights: bool) -> Callable[[], list[int]]:
 EVALUATED = "eval --recipes fp32,delayed"
 
 
-def evaluations(run: Path, windows: int) -> dict[str, Callable[[], Callable[[], object]]]:
+def evaluations(run: Path, windows: int) -> dict[str, Builder]:
     """Builders of evaluations of a run, loading included: `--agree` also runs each layer that the
     recipes multiply differently by itself."""
 

@@ -211,9 +211,9 @@ def _resolve_fp8(
             reasons.append(OfBackend(sentence))
             if any(plain.values()):  # quantized operands, but no GEMM for them
                 reason, substitutes = "; ".join(filter(None, (reason, sentence))), True
-        slow = slow_gemms(recipe.tables, hardware) if backend == "torch" else []
-        if slow:
-            gemms = " and ".join(slow)
+        replaced = slow_gemms(recipe.tables, hardware) if backend == "torch" else []
+        if replaced:
+            gemms = " and ".join(replaced)
             reasons.append(OfBackend(f"{gemms} by fp32 GEMMs on the same bytes: {SLOW_GEMM}"))
         plan = Plan(
             asked=requested,
@@ -227,7 +227,7 @@ def _resolve_fp8(
             delegated=delegated,
             ungrouped=_ungrouped(recipe, backend, delegated, hardware),
             plain_gemms=_plain_by_table(recipe, backend, delegated, hardware),
-            slow_scaled_mm=bool(slow),
+            slow_scaled_mm=bool(replaced),
         )
         return plan, (reason if substitutes else "") or refused
 

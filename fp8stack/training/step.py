@@ -68,10 +68,8 @@ class Step:
         if (past_norms := self.monitor.norms) is not None:
             limit = adaptive_limit(past_norms, config.clip_percentile, config.clip)
         # On a CPU, clipped gradients equal torch.nn.utils.clip_grad_norm_'s to the bit.
-        as_taken = run.accelerator.device.type != "cpu"
-        norms = clip_gradients(
-            optimizer, limit, config.clip_mode, scaler, self._order, as_taken=as_taken
-        )
+        as_taken, order = run.accelerator.device.type != "cpu", self._order
+        norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)

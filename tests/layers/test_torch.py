@@ -302,22 +302,22 @@ def test_a_float32_gemm_of_the_bytes_gives_what_onednns_reference_code_gives(out
     values = [torch.randint(-8, 9, (rows, 48)).float() for rows in (32, 16)]
     bias = normal(16)
 
-    def operands(*scales: float) -> tuple[Scaled, ...]:
-        return tuple(
+    def product(*scales: float, in_float32: bool) -> Tensor:
+        a, b = (
             Scaled(matrix.to(torch.float8_e4m3fn), torch.tensor(scale), ScaleLayout.PER_TENSOR)
             for matrix, scale in zip(values, scales, strict=True)
         )
+        return scaled_gemm(a, b, out_dtype, bias=bias, in_float32=in_float32)
 
     # In the order of oneDNN's ref_matmul.cpp, each operation rounds to float32.
-    y = scaled_gemm(*operands(0.37, 1.91), out_dtype, bias=bias, in_float32=True)
+    y = product(0.37, 1.91, in_float32=True)
     sums = (values[0].numpy().astype(np.float64) @ values[1].numpy().T).astype(np.float32)
     expected = sums * np.float32(0.37) * np.float32(1.91) + bias.to(out_dtype).float().numpy()
     assert expected.dtype == np.float32
     assert torch.equal(y, torch.from_numpy(expected).to(out_dtype))
     # The order does not matter to scales that are powers of two: torch's own result, on any CPU.
-    pair = operands(0.25, 8.0)
-    by_torch = scaled_gemm(*pair, out_dtype, bias=bias)
-    assert torch.equal(scaled_gemm(*pair, out_dtype, bias=bias, in_float32=True), by_torch)
+    by_torch = product(0.25, 8.0, in_float32=False)
+    assert torch.equal(product(0.25, 8.0, in_float32=True), by_torch)
 
 
 def test_where_scaled_mm_is_slow_it_multiplies_no_operands_of_one_format(monkeypatch):
