@@ -259,7 +259,7 @@ def _rung(size: str, text: Path | None) -> Iterator[Job]:
         yield from _same_twice(*SPREAD_CELL, SPREAD_PAIRS, text)
     for seed in range(RUNG_PAIRS[size]):
         for recipe, design in {BASELINE: SHARED, **RUNG_DESIGNS}.items():
-            place = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
+            place: Any = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
             yield Job(recipe=recipe, design=design, **place)
 
 
@@ -268,7 +268,7 @@ def _same_twice(size: str, ratio: int, pairs: int, text: Path | None = None) -> 
     rounds differently."""
     for seed in range(pairs):
         for design in ("plain", study_tables.AA):
-            place = {"size": size, "ratio": ratio, "seed": seed, "corpus": text}
+            place: Any = {"size": size, "ratio": ratio, "seed": seed, "corpus": text}
             yield Job(recipe=BASELINE, design=design, **place)
 
 

@@ -47,8 +47,8 @@ def test_a_step_is_its_micro_batches_and_one_optimizer_step():
 
 def test_phases_count_by_their_share_of_the_steps():
     parts = [duration((name, 1.0)).seconds for name in ("bf16", "delayed")]
-    both = duration(("bf16", 0.25), ("delayed", 0.75)).seconds
-    assert both == pytest.approx(0.25 * parts[0] + 0.75 * parts[1])
+    phased = duration(("bf16", 0.25), ("delayed", 0.75)).seconds
+    assert phased == pytest.approx(0.25 * parts[0] + 0.75 * parts[1])
 
 
 def test_the_sentences_name_the_prediction_and_what_it_leaves_out():
