@@ -315,8 +315,7 @@ def _write(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Write the tables, and return the page."""
     larger = [row for row in rows if row["size"] in RUNGS]
     small = [row for row in rows if row["size"] not in RUNGS]
-    section = rungs.section(larger, rungs.predictions()) if larger else ()
-    return study_tables.write(small, folder, section)
+    return study_tables.write(small, folder, rungs.section(larger, rungs.predictions()))
 
 
 def left_of(jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:

@@ -46,9 +46,9 @@ def test_a_step_is_its_micro_batches_and_one_optimizer_step():
 
 
 def test_phases_count_by_their_share_of_the_steps():
-    parts = [duration((name, 1.0)).seconds for name in ("bf16", "delayed")]
+    alone = [duration((name, 1.0)).seconds for name in ("bf16", "delayed")]
     phased = duration(("bf16", 0.25), ("delayed", 0.75)).seconds
-    assert phased == pytest.approx(0.25 * parts[0] + 0.75 * parts[1])
+    assert phased == pytest.approx(0.25 * alone[0] + 0.75 * alone[1])
 
 
 def test_the_sentences_name_the_prediction_and_what_it_leaves_out():
