@@ -52,7 +52,7 @@ def pretrain(
     ] = None,
     config: Annotated[str | None, options.CONFIG] = None,
     set: Annotated[list[str] | None, options.SET] = None,
-    eval_every: Annotated[int | None, option("Steps between evaluations. [200]")] = None,
+    eval_every: Annotated[int | None, option("Steps between evaluations. [300]")] = None,
     save_every: Annotated[int | None, option("Steps between checkpoints. [400]")] = None,
     log_every: Annotated[int | None, option("Steps between log lines. [1]")] = None,
     resume: Annotated[str | None, RESUME] = None,

@@ -135,7 +135,7 @@ class RunConfig(BaseModel):
     """fp16: the bounds of the loss scale."""
 
     log_every: PositiveInt = 1
-    eval_every: PositiveInt = 200
+    eval_every: PositiveInt = 300
     eval_windows: PositiveInt = 256
     """Held-out windows per evaluation."""
     save_every: PositiveInt = 400

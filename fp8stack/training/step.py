@@ -33,6 +33,8 @@ class Step:
         self._random: dict[str, Tensor] = {}  # RNG state before the last step
         self.events = DebugLog(run)
         self._load: ExpertLoad | None = None  # once it is computed
+        # The order in which torch sums the norm; the variants of a run share the parameters.
+        self._order = list(run.model.parameters())
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train on the batch of a step. Returns the mean loss and the gradient norm before
@@ -65,9 +67,8 @@ class Step:
         limit: float | Tensor = config.clip
         if (past_norms := self.monitor.norms) is not None:
             limit = adaptive_limit(past_norms, config.clip_percentile, config.clip)
-        order = run.model.parameters()  # the order in which torch sums the norm
         # On a CPU, clipped gradients equal torch.nn.utils.clip_grad_norm_'s to the bit.
-        as_taken = run.accelerator.device.type != "cpu"
+        as_taken, order = run.accelerator.device.type != "cpu", self._order
         norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
