@@ -37,6 +37,8 @@ class Hardware:
         name: the name of the GPU or CPU.
         cpu_bf16: whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or Arm's BF16
             instructions).
+        slow_scaled_mm: whether the CPU's `torch._scaled_mm` is oneDNN's reference code for two
+            operands of one FP8 format with a scale per tensor, see `scaled_mm_is_slow`.
         memory_gib: the memory of the GPU, or the system's.
         torch_version: the installed version of torch.
         te_version: the installed version of Transformer Engine.
@@ -53,6 +55,7 @@ class Hardware:
     cuda_version: tuple[int, int] | None = None
     name: str = ""
     cpu_bf16: bool = False
+    slow_scaled_mm: bool = False
     memory_gib: float = 0.0
     torch_version: str = ""
     te_version: str | None = None
@@ -125,6 +128,7 @@ def _probe_cpu() -> Hardware:
         "cpu",
         name=_cpuinfo().get("model name") or platform.processor() or platform.machine(),
         cpu_bf16=cpu_multiplies_bf16(),
+        slow_scaled_mm=scaled_mm_is_slow(),
         memory_gib=round(_system_memory_gib(), 1),
         torch_version=_torch_build()["__version__"],
         te_version=_te_version(),
@@ -333,6 +337,8 @@ _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Li
 CPU_BF16 = "FP8STACK_CPU_BF16"
 """Environment variable, "yes" or "no": overrides whether the CPU has bf16 instructions, for systems
 that do not list its flags (macOS) and for tests."""
+SLOW_SCALED_MM = "FP8STACK_SLOW_SCALED_MM"
+"""Environment variable, "yes" or "no": overrides `scaled_mm_is_slow`, for tests."""
 
 
 def version_pair(version: str | None) -> tuple[int, int] | None:
@@ -355,14 +361,39 @@ def _cpuinfo() -> dict[str, str]:
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bfloat16. Raises a UserError if the
     environment variable `CPU_BF16` is neither "yes" nor "no"."""
-    setting = os.environ.get(CPU_BF16, "")
-    if setting in ("yes", "no"):
-        return setting == "yes"
-    if setting:
-        raise UserError(f"{CPU_BF16} is '{quoted(setting)}'. Set it to yes or no, or leave it out.")
+    setting = _yes_or_no(CPU_BF16)
+    if setting is not None:
+        return setting
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(_cpu_flags())
+
+
+def scaled_mm_is_slow() -> bool:
+    """Whether `torch._scaled_mm` is slow on this CPU for operands of one format with a scale per
+    tensor: on CPUs with AMX, torch calls oneDNN for them (`_scaled_mm_out_cpu` of torch 2.13),
+    which has FP8 GEMMs from AMX-FP16 on, and else reference code of 0.1 GFLOP/s.
+
+    Raises:
+        UserError: the environment variable `SLOW_SCALED_MM` is neither "yes" nor "no".
+    """
+    setting = _yes_or_no(SLOW_SCALED_MM)
+    if setting is not None:
+        return setting
+    flags = _cpu_flags()
+    return "amx_int8" in flags and "amx_fp16" not in flags
+
+
+def _yes_or_no(variable: str) -> bool | None:
+    """The setting of an environment variable, "yes" or "no"; None if it is empty."""
+    setting = os.environ.get(variable, "")
+    if setting not in ("", "yes", "no"):
+        raise UserError(f"{variable} is '{quoted(setting)}'. Set it to yes or no, or leave it out.")
+    return setting == "yes" if setting else None
+
+
+def _cpu_flags() -> list[str]:
+    """The flags of the first CPU in /proc/cpuinfo."""
     fields = _cpuinfo()
-    flags = fields.get("flags") or fields.get("features") or ""
-    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
+    return (fields.get("flags") or fields.get("features") or "").split()
 
 
 def _system_memory_gib() -> float:

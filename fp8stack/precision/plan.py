@@ -120,6 +120,8 @@ class Plan:
         ungrouped: quantizers whose grouped linears are emulated, each with the reason.
         plain_gemms: quantizers that torch runs, each with the GEMMs that are in no FP8 or FP4 and
             the reason, or "" if not both operands are quantized.
+        slow_scaled_mm: whether float32 GEMMs replace torch's scaled ones that are slow on this CPU,
+            see `Hardware.slow_scaled_mm`.
         layers: the decisions for linear layers, see `for_layers`.
         work_outside_linears: multiplications per token with weights outside linears, such as
             experts in one tensor.
@@ -140,6 +142,7 @@ class Plan:
     delegated: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     ungrouped: tuple[tuple[Quantizers, str], ...] = ()
     plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
+    slow_scaled_mm: bool = False
     layers: tuple[LayerPlan, ...] = field(default=())
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"

@@ -25,11 +25,13 @@ from fp8stack.precision.native_gemms import (
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 from fp8stack.precision.torch_gemms import (
+    SLOW_GEMM,
     gemms_in_words,
     is_older,
     kind_of,
     lacking_hardware,
     plain_gemms,
+    slow_gemms,
     too_special,
     unable_in_all_gemms,
 )
@@ -209,6 +211,10 @@ def _resolve_fp8(
             reasons.append(OfBackend(sentence))
             if any(plain.values()):  # quantized operands, but no GEMM for them
                 reason, substitutes = "; ".join(filter(None, (reason, sentence))), True
+        replaced = slow_gemms(recipe.tables, hardware) if backend == "torch" else []
+        if replaced:
+            gemms = " and ".join(replaced)
+            reasons.append(OfBackend(f"{gemms} by fp32 GEMMs on the same bytes: {SLOW_GEMM}"))
         plan = Plan(
             asked=requested,
             recipe=recipe,
@@ -221,6 +227,7 @@ def _resolve_fp8(
             delegated=delegated,
             ungrouped=_ungrouped(recipe, backend, delegated, hardware),
             plain_gemms=_plain_by_table(recipe, backend, delegated, hardware),
+            slow_scaled_mm=bool(replaced),
         )
         return plan, (reason if substitutes else "") or refused
 

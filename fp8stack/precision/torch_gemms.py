@@ -3,7 +3,7 @@ no torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fp8stack.common.formats import Quantizers
 from fp8stack.precision.hardware import Hardware, version_pair
@@ -52,6 +52,24 @@ def gemms_in_words(quantizers: Quantizers, plain: Mapping[str, str], dtype: str)
     bits = sorted({quantizers.only([gemm]).bits for gemm in low}, reverse=True)
     formats = " and ".join(f"FP{number}" for number in bits)
     return f"{' and '.join(low)} {run} in {formats}, {plain_in_words(plain, dtype)}"
+
+
+def slow_gemms(tables: Sequence[Quantizers], hardware: Hardware) -> list[str]:
+    """The GEMMs, of any of these tables, that are slow by torch's `_scaled_mm`, see
+    `Hardware.slow_scaled_mm`."""
+    slow: set[str] = set()
+    for quantizers in tables if hardware.slow_scaled_mm else ():
+        for gemm in quantizers.gemms.keys() - plain_gemms(quantizers, hardware).keys():
+            pair = [q for q in quantizers.values(gemm) if q is not None]
+            if all(q.per_tensor for q in pair) and len({q.format for q in pair}) == 1:
+                slow.add(gemm)
+    return [gemm for gemm in tables[0].gemms if gemm in slow]
+
+
+SLOW_GEMM = (
+    "torch's scaled_mm is oneDNN's reference code for operands of one format on this CPU, which "
+    "has AMX without AMX-FP16"
+)
 
 
 def lacking_hardware(name: str | None, hardware: Hardware) -> str:

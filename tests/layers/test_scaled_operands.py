@@ -199,6 +199,7 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
         False: (a, b),
         True: (a.t().contiguous(), b.t().contiguous()),
     }
+    backend = torch_backend.TorchBackend(planned("current", "torch", CPU))
     for turned_a, turned_b in ((False, False), (False, True), (True, True)):
         first, second = matrices[turned_a][0].bfloat16(), matrices[turned_b][1].bfloat16()
         copies = (
@@ -206,7 +207,7 @@ def test_the_plain_gemm_is_one_of_bfloat16_throughout():
             Emulated(second, None, Form(turned_b, False)),
         )
         for added in (None, bias):
-            y = torch_backend.TorchBackend.matmul(*copies, torch.bfloat16, bias=added)
+            y = backend.matmul(*copies, torch.bfloat16, bias=added)
             assert y.dtype == torch.bfloat16
             assert torch.equal(y.float(), a @ b.t() + (0 if added is None else added))
 

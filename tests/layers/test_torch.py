@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,6 +294,46 @@ def test_which_gpus_give_float32_for_rows(monkeypatch, cuda, capability, gives):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
     assert scaled_gemms._rows_in_float32(on_gpu) is gives
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_a_float32_gemm_of_the_bytes_gives_what_onednns_reference_code_gives(out_dtype):
+    # Integers, so that every order of summation gives the same sums.
+    values = [torch.randint(-8, 9, (rows, 48)).float() for rows in (32, 16)]
+    bias = normal(16)
+
+    def product(*scales: float, in_float32: bool) -> Tensor:
+        a, b = (
+            Scaled(matrix.to(torch.float8_e4m3fn), torch.tensor(scale), ScaleLayout.PER_TENSOR)
+            for matrix, scale in zip(values, scales, strict=True)
+        )
+        return scaled_gemm(a, b, out_dtype, bias=bias, in_float32=in_float32)
+
+    # In the order of oneDNN's ref_matmul.cpp, each operation rounds to float32.
+    y = product(0.37, 1.91, in_float32=True)
+    sums = (values[0].numpy().astype(np.float64) @ values[1].numpy().T).astype(np.float32)
+    expected = sums * np.float32(0.37) * np.float32(1.91) + bias.to(out_dtype).float().numpy()
+    assert expected.dtype == np.float32
+    assert torch.equal(y, torch.from_numpy(expected).to(out_dtype))
+    # The order does not matter to scales that are powers of two: torch's own result, on any CPU.
+    by_torch = product(0.25, 8.0, in_float32=False)
+    assert torch.equal(product(0.25, 8.0, in_float32=True), by_torch)
+
+
+def test_where_scaled_mm_is_slow_it_multiplies_no_operands_of_one_format(monkeypatch):
+    multiply, pairs = torch._scaled_mm, []
+
+    def recorded(a, b, **options):
+        pairs.append({a.dtype, b.dtype})
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recorded)
+    slow = replace(CPU, slow_scaled_mm=True)
+    layer, _ = linear("delayed", 64, 32, hardware=slow, backend="torch")
+    x, dy = normal(16, 64, seed=1), normal(16, 32, seed=2)
+    results = run(layer, x, dy)
+    assert pairs == [{torch.float8_e4m3fn, torch.float8_e5m2}] * 2  # dx and dw
+    assert_all_close(results, oracle("delayed", layer, x, dy), tolerance=2**-20)
 
 
 @pytest.mark.parametrize("recipe", ON_CPUS)

@@ -512,6 +512,21 @@ def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(cpuinfo, text, fl
     assert probe("cpu").cpu_bf16 is expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("amx_bf16 amx_int8", True), ("amx_int8 amx_fp16", False), ("avx512_bf16", False)],
+)
+def test_scaled_mm_is_slow_on_cpus_with_amx_that_have_no_fp8_gemm(
+    cpuinfo, monkeypatch, flags, expected
+):
+    monkeypatch.delenv("FP8STACK_SLOW_SCALED_MM", raising=False)
+    cpuinfo(XEON.format(flags=flags))
+    assert probe("cpu").slow_scaled_mm is expected
+    for setting in ("yes", "no"):
+        monkeypatch.setenv("FP8STACK_SLOW_SCALED_MM", setting)
+        assert probe("cpu").slow_scaled_mm is (setting == "yes")
+
+
 @pytest.mark.parametrize("flags", ["amx_bf16", ""])
 def test_the_environment_says_yes_or_no_in_place_of_the_flags(cpuinfo, monkeypatch, flags):
     cpuinfo(XEON.format(flags=flags))

@@ -726,6 +726,27 @@ def test_the_gemms_in_low_precision_are_named_after_the_backends_reason(
     assert (plan.backend, plan.reasons) == ("torch", reasons)
 
 
+def test_products_that_scaled_mm_computes_slowly_are_fp32_gemms_and_named():
+    slow = Hardware("cpu", slow_scaled_mm=True)
+    reference = "torch's scaled_mm is oneDNN's reference code for operands of one format"
+    e4m3 = changed("current", backward_format="e4m3")
+    mixed = changed("delayed", layers=[{"match": "*.down", "recipe": "rowwise"}])
+    for recipe, gemms in (
+        ("delayed", "fprop"),
+        (e4m3, "fprop and dgrad and wgrad"),
+        (mixed, "fprop"),
+        ("rowwise", ""),
+    ):
+        plan = resolve(recipe, slow, "torch", strict=True)
+        assert (plan.backend, plan.slow_scaled_mm) == ("torch", bool(gemms))
+        sentence = f"{gemms} by fp32 GEMMs on the same bytes: {reference}"
+        assert (sentence in sentences(plan)) == bool(gemms)
+    for machine, backend in ((CPU, "torch"), (slow, "emulate"), (H100, "torch")):
+        plan = resolve("delayed", machine, backend)
+        assert not plan.slow_scaled_mm
+        assert "reference code" not in sentences(plan)
+
+
 def test_torchs_block_gemm_takes_sizes_that_divide_by_128():
     layers = {"blocks.0.mlp.up": (128, 256), "blocks.0.mlp.down": (64, 128), "h": (128, 144)}
     plan = resolve("block", H100, "torch")

@@ -105,6 +105,7 @@ def scaled_gemm(
     *,
     bias: Tensor | None = None,
     fast_accumulation: bool = False,
+    in_float32: bool = False,
 ) -> Tensor:
     """`a` [M, K] times the transpose of `b` [N, K], scaled, plus `bias` [N]: [M, N].
 
@@ -115,6 +116,9 @@ def scaled_gemm(
         out_dtype: bfloat16, float16 or float32; of NV bfloat16 or float32.
         bias: added before the one rounding where scales are per tensor or per row, after it else.
         fast_accumulation: let Hopper and Ada add in fewer bits; for the forward pass.
+        in_float32: multiply operands of one format with a scale per tensor by a float32 GEMM, as
+            oneDNN's reference code does, which torch calls for them on CPUs with AMX: sums in
+            float32, then the scale of `a`, the scale of `b`, the bias and the one rounding.
 
     Raises:
         ValueError: formats, sizes or a layout that the hardware does not take.
@@ -130,6 +134,9 @@ def scaled_gemm(
         y = torch.mm(a.data.bfloat16(), b.data.bfloat16().t(), out_dtype=out_dtype)
         y = y * a.inv_scale * b.inv_scale.t()
         return y if bias is None else y + bias.to(out_dtype)
+    if in_float32 and a.kind is ScaleLayout.PER_TENSOR and a.data.dtype == b.data.dtype:
+        y = torch.mm(a.data.float(), b.data.float().t()) * a.inv_scale * b.inv_scale
+        return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
     if a.kind in (ScaleLayout.PER_TENSOR, ScaleLayout.PER_ROW):
         # Not scaled_mm: torch 2.11 has that neither for CPUs nor for torch.compile.
         y = torch._scaled_mm(
