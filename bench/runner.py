@@ -45,6 +45,7 @@ SCENARIOS = {
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
     "experts": "what each recipe costs in loss in a mixture of experts (an hour)",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",
+    "inference": "how fast a trained model writes text in each recipe, with peers; eval --agree",
     "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",

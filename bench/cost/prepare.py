@@ -1,5 +1,5 @@
 """The speed of `prepare` in tokenizing JSON lines, compared with a plain loop of json and
-`tokenizers`."""
+`tokenizers`, and with a script of `datasets`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.report import Report
 from fp8stack.analysis.benchmark.timing import interleaved
 from fp8stack.data import load_corpora
 
-PLAIN = "plain loop"
+PLAIN, SCRIPT = "plain loop", "script of datasets"
 SHORT = ["--rounds", "3", "--mb", "4"]
 VOCABULARY = 4096
 
@@ -36,6 +36,30 @@ with open(sys.argv[1], encoding="utf-8") as lines:
         ids += tokenizer.encode(json.loads(line)["text"]).ids
         ids.append(end)
 np.array(ids, dtype="<u2").tofile(sys.argv[3])
+"""
+# The usual script of the datasets library, without its cache. Batches go to the tokenizers library,
+# which encodes them in all threads.
+_DATASETS = """
+import sys, tempfile
+import numpy as np
+from datasets import disable_caching, load_dataset
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file(sys.argv[2])
+end = tokenizer.token_to_id("<|endoftext|>")
+
+def encode(batch):
+    return {"ids": [encoding.ids + [end] for encoding in tokenizer.encode_batch(batch["text"])]}
+
+if __name__ == "__main__":
+    disable_caching()
+    with tempfile.TemporaryDirectory() as cache:
+        rows = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=cache)
+        rows = rows.map(encode, batched=True, remove_columns=rows.column_names)
+        with open(sys.argv[3], "wb") as file:
+            for batch in rows.with_format("arrow").iter(1000):
+                ids = batch["ids"].combine_chunks().flatten()
+                file.write(ids.to_numpy().astype("<u2").tobytes())
 """
 _COMMAND = """
 import sys
@@ -72,6 +96,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         tokenizer = make_tokenizer(folder, corpus)
         plain = [_LOOP + _PEAKS, corpus, tokenizer, folder / "plain.bin"]
         arms: dict[str, Callable[[], object]] = {PLAIN: partial(run_arm, peaks, PLAIN, plain)}
+        script = [_DATASETS + _PEAKS, corpus, tokenizer, folder / "datasets.bin"]
+        arms[SCRIPT] = partial(run_arm, peaks, SCRIPT, script)
         for workers in sorted({1, cores}):
             arm = f"prepare, {workers} process" + ("es" if workers > 1 else "")
             words: list[object] = ["--tokenizer", tokenizer, "--out", folder / f"out-{workers}"]
@@ -85,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         row["peak_mib"] = round(peaks[row["arm"]], 1)
     settings = {"MB": round(size / 1e6, 1), "vocabulary": VOCABULARY}
     settings |= {"rounds": arguments.rounds, "cores": cores}
-    return report.report_of("cpu", settings, rows, packages=["tokenizers"])
+    return report.report_of("cpu", settings, rows, packages=["tokenizers", "datasets"])
 
 
 def write_corpus(path: Path, size: int) -> int:
@@ -135,6 +161,8 @@ def require_equal(folder: Path, cores: int) -> None:
         ValueError: they did not.
     """
     expected = (folder / "plain.bin").read_bytes()
+    if (folder / "datasets.bin").read_bytes() != expected:
+        raise ValueError("The script of datasets gave other tokens than the loop.")
     for workers in {1, cores}:
         shards = sorted((folder / f"out-{workers}").glob("train-*.bin"))
         if b"".join(shard.read_bytes() for shard in shards) != expected:
@@ -151,7 +179,9 @@ def table(data: Report) -> str:
         "JSON lines of the standard library's source to a file of tokens: whole processes, with "
         "Python's start; MB/s of JSON at the median. The plain loop reads a line, parses it, "
         "encodes its text by the `tokenizers` library, adds the ids to a list, and writes that "
-        "by numpy at the end. All give the same tokens to the byte, which is checked."
+        "by numpy at the end; the script of `datasets` maps batches to ids in one process, "
+        "while `tokenizers` encodes in all threads. All give the same tokens to the byte, which "
+        "is checked."
     )
     return report.page(data, "Prepare", text, extra)
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from bench import cells, peers, report, runner
-from bench.cost import emulation, grid, linear, memory, operations, scaling, startup, step
+from bench.cost import (
+    emulation,
+    grid,
+    inference,
+    linear,
+    memory,
+    operations,
+    scaling,
+    startup,
+    step,
+)
 from fp8stack.analysis.benchmark import step_timing as training_step
 from fp8stack.analysis.benchmark.timing import Timing, summarize
 from fp8stack.model.config import GPTConfig
@@ -26,6 +36,7 @@ TIMED = ["--tiny", "--rounds", "2", "--warm-up", "1"]
 SCENARIOS = {
     "emulation": [*TIMED, "--compiled", ""],
     "grid": [*TIMED, "--device", "cpu", "--recipes", "delayed"],
+    "inference": TIMED,
     "linear": [*TIMED, "--device", "cpu"],
     "memory": ["--tiny", "--device", "cpu"],
     "operations": [*TIMED, "--device", "cpu"],
@@ -59,6 +70,13 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monke
         if name in ("grid", "operations"):
             assert row["paired_low"] <= row["paired"] <= row["paired_high"]
             assert report.paired_cell(row) in text
+
+
+def test_transformers_writes_the_same_text_of_the_model_that_is_timed(tmp_path):
+    run = inference.trained(tmp_path, inference.TINY)
+    text = inference.writer(run, "fp32")()
+    assert len(text) == inference.TOKENS
+    assert inference.peer_writer(run, fp8_weights=False)() == text
 
 
 def test_a_scenario_calls_what_it_times(monkeypatch):
