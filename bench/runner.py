@@ -145,7 +145,8 @@ def run(name: str, words: Sequence[str]) -> int:
     text = module.table(report)
     reports.write(report, text, module.figure(report), folder)
     print(text)
-    print(f"written: {folder}/{name}.json, {name}.md and {name}.png")
+    stem = report["scenario"]
+    print(f"written: {folder}/{stem}.json, {stem}.md and {stem}.png")
     return int(cells.finish() > 0)
 
 

@@ -1,6 +1,7 @@
-"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms]`: print, as
-JSON, the plan and the kernels of a model on a pretended GPU, the host's time in a step, or the
-scaled GEMMs in each of several recipes, `A,B`."""
+"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms | --execute
+FIELDS]`: print, as JSON, the plan and the kernels of a model on a pretended GPU, the host's time in
+a step, the scaled GEMMs in each of several recipes, `A,B`, or the comparison of a step of a `Case`
+with these fields."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--no-stores", action="store_true", help="leave the PTX out")
     parser.add_argument("--host", action="store_true", help="the host's time instead")
     parser.add_argument("--gemms", action="store_true", help="the scaled GEMMs of each recipe")
+    parser.add_argument("--execute", metavar="FIELDS", help="run a `Case`, given as JSON")
     arguments = parser.parse_args()
     major, minor = map(int, arguments.capability.split("."))
     pretend((major, minor))
@@ -26,6 +28,12 @@ def main() -> None:
         from bench.gpu_code.host import host_times
 
         print(json.dumps([asdict(record) for record in host_times(*target)]))
+        return
+    if arguments.execute:
+        from bench.gpu_code.execute import executed
+        from bench.gpu_code.executed import Case
+
+        print(json.dumps(executed(Case(**json.loads(arguments.execute)))))
         return
     from bench.gpu_code.blocks import kernels_of, plan_of, scaled_gemms_of
 

@@ -6,7 +6,7 @@ Import this module after `pretend`: inductor looks for the GPU when it is import
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -133,15 +133,13 @@ def compile_for_gpu(
             code = graph.codegen()[0].value
         widths = dict(_widths(code)) if stores else {}
         kernels = list(_launches(graph, {node: widths.get(names[node], 0) for node in names}))
-        gave = graph.orig_gm.graph.find_nodes(op="output")[0].args[0]
-        values = [getattr(node, "meta", {}).get("val") for node in gave]
-        outputs = [*graph.graph_outputs]
+        outputs = fake_outputs(graph)
 
         def call(inputs: list[Any]) -> list[Any]:
             launched.extend(replace(kernel, part=current_part) for kernel in kernels)
             programs.append(Program(model_part=current_part, code=code, inputs=[*inputs]))
             inputs.clear()
-            return [*map(_like, values, outputs)]
+            return outputs()
 
         return SimpleNamespace(call=call, __file__="", key="")
 
@@ -174,6 +172,14 @@ def compile_for_gpu(
         current_part = "loss"
         gpt.loss(gpt.final_norm, gpt.lm_head, x, targets).backward()
     return launched, programs
+
+
+def fake_outputs(graph: GraphLowering) -> Callable[[], list[Any]]:
+    """A function that gives new tensors like the outputs of a graph."""
+    gave = graph.orig_gm.graph.find_nodes(op="output")[0].args[0]
+    values = [getattr(node, "meta", {}).get("val") for node in gave]
+    outputs = [*graph.graph_outputs]
+    return lambda: [*map(_like, values, outputs)]
 
 
 def _like(value: Any, output: Any) -> Any:

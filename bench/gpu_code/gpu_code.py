@@ -21,17 +21,14 @@ and CUDA graphs, without single operators of torch.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from bench.cells import failure, words
-from bench.gpu_code import TOKENS
+from bench.gpu_code import TOKENS, executed
+from bench.gpu_code.process import told
 from bench.report import Report, Row, heading, markdown, report_of
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
@@ -65,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipes", type=words, default=[], metavar="A,B", help="(default: all that run natively)")
     help_text = f"compute capabilities (default: {','.join(CAPABILITIES)})"
     add("--capabilities", type=words, default=[*CAPABILITIES], metavar="A,B", help=help_text)
+    help_text = "run the code of small models, and compare their steps with eager ones, instead"
+    add("--execute", action="store_true", help=help_text)
     add("--no-stores", action="store_true", help="leave the width of stores out: twice as fast")
 
 
@@ -75,6 +74,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         load_config(name)
     for name in arguments.recipes:
         load_recipe(name)
+    if arguments.execute:
+        return executed.measure(arguments)
     rows: list[Row] = []
     for model, recipe, capability in _chosen(arguments):
         measured = partial(_row, model, recipe, capability, stores)
@@ -101,7 +102,7 @@ def _row(model: str, recipe: str, capability: str, stores: bool) -> list[Row]:
 
 def _host_rows(case: str, recipe: str) -> list[Row]:
     try:
-        times = _told(HOST_MODEL, recipe, "9.0", "--host")
+        times = told(HOST_MODEL, recipe, "9.0", "--host")
     except UserError as error:
         return [failure(case, recipe, error)]
     return [{"case": case, "arm": recipe, **time} for time in times]
@@ -138,7 +139,7 @@ def compiled(model: str, recipe: str, capability: str, *, stores: bool = True) -
         UserError: torch could not compile it.
     """
     options = () if stores else ("--no-stores",)
-    kernels: list[Row] = _told(model, recipe, capability, *options)["kernels"]
+    kernels: list[Row] = told(model, recipe, capability, *options)["kernels"]
     return kernels
 
 
@@ -148,22 +149,8 @@ def scaled_gemms(model: str, recipes: Sequence[str], capability: str) -> dict[st
     Raises:
         UserError: torch could not compile it, or its meta function refuses a GEMM.
     """
-    gemms: dict[str, list[Row]] = _told(model, ",".join(recipes), capability, "--gemms")
+    gemms: dict[str, list[Row]] = told(model, ",".join(recipes), capability, "--gemms")
     return gemms
-
-
-def _told(model: str, recipe: str, capability: str, *options: str) -> Any:
-    """The output of `python -m bench.gpu_code`.
-
-    Raises:
-        UserError: the command failed.
-    """
-    command = [sys.executable, "-W", "ignore", "-m", "bench.gpu_code", model, recipe, capability]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise UserError(f"{model} in {recipe} on {capability}: {(errors or ['?'])[-1]}")
-    return json.loads(done.stdout)
 
 
 def ideal_bytes(model: str, recipe: str, capability: str) -> int:
@@ -235,6 +222,8 @@ def grown(committed: Report, fresh: Report) -> list[str]:
 
 
 def table(data: Report) -> str:
+    if data["scenario"] == executed.SCENARIO:
+        return executed.table(data)
     text = (__doc__ or "").partition("\n\n")[2].strip()
     header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
     header += [
@@ -272,6 +261,8 @@ def table(data: Report) -> str:
 
 
 def figure(data: Report) -> Figure:
+    if data["scenario"] == executed.SCENARIO:
+        return executed.figure(data)
     rows = [row for row in data["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
     rows = rows or data["results"]
     drawn = Figure(figsize=(7, 0.6 + 0.5 * len(rows)), layout="constrained")

@@ -167,18 +167,18 @@ def _without_meta(graph: fx.Graph) -> None:
 
 
 @torch.library.custom_op("pretended::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Empty tensors for the output and a float32 log-sum-exp per query, in FlashAttention's
-    layout."""
+    layout. Attention is causal without a mask; a mask is added to the scores."""
     return _by_token(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-_attention.register_fake(lambda q, k, v: _attention._init_fn(q, k, v))
+_attention.register_fake(lambda *tensors: _attention._init_fn(*tensors))
 
 
 @torch.library.custom_op("pretended::attention_backward", mutates_args=())
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _by_token(q), _by_token(k), _by_token(v)
 
@@ -193,11 +193,13 @@ def _by_token(like: Tensor) -> Tensor:
 
 
 _attention.register_autograd(
-    lambda ctx, dy, _: _attention_backward(dy, *ctx.saved_tensors),
+    lambda ctx, dy, _: (*_attention_backward(dy, *ctx.saved_tensors), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
 )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    y: Tensor = _attention(q, k, v)[0]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    y: Tensor = _attention(q, k, v, attn_mask)[0]
     return y

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench import runner
 from bench.gpu_code import gpu_code
+from bench.gpu_code.process import told
 from bench.runner import RESULTS
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
@@ -147,7 +148,7 @@ def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own
 def test_the_host_is_timed_in_what_launches_all_kernels_of_a_step():
     """One cast of all weights; a graph that takes scales and a graph that updates the history; the
     guard's two; and the launches of inductor's code and our operators in a block."""
-    rows = gpu_code._told("gpt2-124m", "delayed", "9.0", "--host")
+    rows = told("gpt2-124m", "delayed", "9.0", "--host")
     launches = {row["part"]: row["launches"] for row in rows}
     backward = launches.pop("backward")
     kernels = kernels_of("gpt2-124m", "delayed", "9.0")
