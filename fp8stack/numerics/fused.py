@@ -286,7 +286,8 @@ def _results(rule: RoundingRule, rows: int, columns: int, bf16: bool) -> Results
 
 
 def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
-    results = _results(_RULES[number], *x.shape, bf16=options[-1])
+    rows, columns = x.shape
+    results = _results(_RULES[number], rows, columns, options[-1])
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
 
