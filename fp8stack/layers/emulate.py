@@ -311,7 +311,8 @@ class EmulateBackend(Backend):
         if packs:
             return rows, quantizers.pack(x, rows)
         if quantizers.reuses_row_copy:
-            values, factor = _with_row_scales(rows)[:2]
+            by_row = rows.factor is not None and rows.factor.ndim
+            values, factor = (_with_row_scales(rows) if by_row else rows)[:2]
             return rows, Emulated(values, factor, quantizers.columns)
         return rows, copies[1]
 
@@ -351,10 +352,8 @@ class EmulateBackend(Backend):
         out_bf16 = out_dtype == a.values.dtype == b.values.dtype == torch.bfloat16 and not by_row
         bias = None if bias is None else bias.float()
         matrices = a.values, b.values, turn, scales, None if by_row else bias, in_bf16, out_bf16
-        if out is not None:
-            y = _gemm(*matrices, out)
-        else:
-            y = _cpu_gemm(*matrices) if needs_operator(a.values) else _gemm(*matrices)
+        is_observed = out is None and needs_operator(a.values)
+        y = _cpu_gemm(*matrices) if is_observed else _gemm(*matrices, out)
         if by_row:
-            y = _scaled(y, [], rows, columns, bias, in_place=out is not None)
+            y = _scaled(y, [], rows, columns, bias, in_place=not is_observed)
         return y.to(out_dtype)

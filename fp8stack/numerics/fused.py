@@ -39,9 +39,9 @@ Bits = tuple[Tensor | None, int, int, int]
 _ALONE = 1 << 15
 # Elements of a tile, which a thread takes at a time.
 _TILE = 1 << 13
-# The most elements of a tile whose blocks span several rows, and the least number of tiles. Whole
-# rows are faster, since memory is then read in order, but every thread needs tiles.
-_TALL_TILE, _SHARES = 1 << 18, 16
+# The most elements of a tile whose blocks span several rows, and the least number of tiles of a
+# thread. Whole rows are faster, since memory is then read in order, but every thread needs tiles.
+_TALL_TILE, _SHARES = 1 << 18, 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 Results = list[tuple[tuple[int, ...], torch.dtype]]
@@ -160,14 +160,14 @@ def _run(kernel: Any, work: CastWork, threads: int) -> None:
         team(kernel.address, ctypes.addressof(work), threads, 0)
 
 
-def _tile(rule: RoundingRule, rows: int, columns: int) -> tuple[int, int]:
+def _tile(rule: RoundingRule, rows: int, columns: int, threads: int) -> tuple[int, int]:
     """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
     mixed: int = rule.quantizer.hadamard or 1
     tall = max([mixed if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
     wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
     most = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        shared = rows * columns // _SHARES if tall > 1 else 0
+        shared = rows * columns // (_SHARES * threads) if tall > 1 else 0
         elements = max(_TILE, min(_TALL_TILE, shared))
         across = -(-columns // (max(1, elements // tall // wide) * wide))
         most = -(-columns // across // wide) * wide  # equal widths
@@ -176,7 +176,13 @@ def _tile(rule: RoundingRule, rows: int, columns: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    number: int, rows: int, columns: int, dtype: torch.dtype, has_scale: bool, bf16: bool
+    number: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    has_scale: bool,
+    bf16: bool,
+    threads: int,
 ) -> tuple[CastWork, bool, Results]:
     """The work of a cast without its addresses, whether it needs an amax first, and its results."""
     rule = _RULES[number]
@@ -191,7 +197,7 @@ def _plan(
     work.rows, work.columns = rule.shape(rows, columns)
     work.height, work.width = rule.blocks[0]
     work.other_height, work.other_width = rule.blocks[-1]
-    work.tile_rows, work.tile_columns = _tile(rule, work.rows, work.columns)
+    work.tile_rows, work.tile_columns = _tile(rule, work.rows, work.columns, threads)
     work.hadamard, work.dim = quantizer.hadamard, rule.dim
     work.minus = MINUS.get(quantizer.hadamard, 0)
     kind = quantizer.scale_rounding if scale == "e8m0" else "e4m3" if scale == "e4m3" else "float32"
@@ -231,7 +237,8 @@ def round(
     They are written to `into`, if it is given: contiguous, of the right shapes and dtypes."""
     rule = _RULES[number]
     source = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
-    planned, finds, new = _plan(number, *source.shape, x.dtype, scale is not None, bf16)
+    threads = torch.get_num_threads() if source.numel() > _ALONE else 1
+    planned, finds, new = _plan(number, *source.shape, x.dtype, scale is not None, bf16, threads)
     kernels = (_KERNELS or _loaded())[0]
     work = type(planned).from_buffer_copy(planned)
     results = []
@@ -253,7 +260,6 @@ def round(
     if recorded is not None:
         work.recorded = recorded.data_ptr()
         work.counts = 0 if counts is None else counts.data_ptr()
-    threads = torch.get_num_threads() if source.numel() > _ALONE else 1
     if finds:
         if (0, 1) in rule.blocks:
             columns_amax = torch.zeros(work.columns, dtype=torch.int32)
@@ -280,7 +286,8 @@ def _results(rule: RoundingRule, rows: int, columns: int, bf16: bool) -> Results
 
 
 def _fake(x: Tensor, number: int, *options: Any) -> list[Tensor]:
-    results = _results(_RULES[number], *x.shape, bf16=options[-1])
+    rows, columns = x.shape
+    results = _results(_RULES[number], rows, columns, options[-1])
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
 
