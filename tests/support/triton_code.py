@@ -56,7 +56,8 @@ def interpreted(*functions: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _WORK, *functions],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        # One thread: a fork after OpenMP started threads would wait for them for ever.
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
