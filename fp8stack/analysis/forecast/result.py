@@ -183,7 +183,11 @@ def _extra(expected: Expected) -> str:
     if extra is None:
         return ""
     low, mean, high = (
-        "10 times" if value >= MOST_EXTRA else f"{value:.2g} %" if value < 10 else f"{value:.0f} %"
+        "over 900 %"
+        if value >= MOST_EXTRA
+        else f"{value:.2g} %"
+        if value < 10
+        else f"{value:.0f} %"
         for value in (extra.low, extra.mean, extra.high)
     )
     return f"{mean} ({low} to {high})"
