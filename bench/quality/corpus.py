@@ -1,5 +1,5 @@
-"""The text of the study's larger models: source of Linux from Debian's package linux-source-6.1,
-as bytes.
+"""Linux's source as bytes, from Debian's package linux-source-6.1, which the study's larger models
+train on.
 
 Models of 3 and 10 million parameters need more text than Python's standard library has. The
 package's version and hash are kept beside the tokens, so that anyone can build the corpus again.

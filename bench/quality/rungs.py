@@ -1,17 +1,16 @@
-"""The section of `python -m bench study` about its larger models: measured gaps beside those that
-the law of `fp8stack forecast` predicted before they were trained."""
+"""Table of the study's larger models: measured gaps beside the gaps that the law of `fp8stack
+forecast` predicted before the models were trained."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.quality.study_tables import AA, BASELINE, SCRATCH, pairs_of
+from bench.quality.study_tables import SCRATCH, pairs_of
 from fp8stack.analysis.compare.intervals import mean_interval
 
 PREDICTIONS = Path(__file__).parents[1] / "results" / "cpu" / "ladder_predictions.json"
@@ -35,7 +34,7 @@ def predictions(path: Path = PREDICTIONS) -> dict[Place, tuple[float, float]]:
 
 
 def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[str]:
-    """A table of the cells that have a prediction, and of the spread of float32 pairs."""
+    """A table of the cells that have a prediction."""
     gaps: dict[Place, list[float]] = defaultdict(list)
     for design in sorted({design for *_, design in predicted}):
         for row, base in pairs_of(rows, design):
@@ -46,7 +45,6 @@ def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[
         size, ratio, recipe, design = place
         words = [f"{size}, {ratio} tokens", recipe, design, f"{low:.2f} to {high:.2f}"]
         lines.append(words + judged(gaps[place], low, high))
-    sizes = {size for size, *_ in predicted}
     header = ["model", "recipe", "design", "predicted, %", "measured, %", "pairs", "verdict"]
     return [
         "## Larger models",
@@ -54,7 +52,6 @@ def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[
         f"{_INTRODUCTION} {len(rows)} runs are done.",
         "",
         report.markdown(header, lines),
-        *_spread(rows, sizes),
     ]
 
 
@@ -65,8 +62,8 @@ _INTRODUCTION = (
 
 
 def judged(gaps: Sequence[float], low: float, high: float) -> list[str]:
-    """The measured gap in percent, the number of pairs, and whether the gap is as predicted: its
-    interval and the predicted one overlap. One that is wider than the predicted cannot tell."""
+    """The measured gap in percent, the number of pairs, and whether the gap is as predicted: the
+    measured and the predicted interval overlap. A measured one that is wider cannot tell."""
     if not gaps:
         return ["", "0", "not trained yet"]
     gap = mean_interval(gaps)
@@ -79,22 +76,3 @@ def judged(gaps: Sequence[float], low: float, high: float) -> list[str]:
     else:
         verdict = "missed"
     return [measured, str(len(gaps)), verdict]
-
-
-def _spread(rows: Rows, sizes: Collection[str]) -> list[str]:
-    """A sentence about the float32 pairs of these sizes, which differ in rounding alone."""
-    losses: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row["size"] in sizes and row["recipe"] == BASELINE and row["val_loss"] is not None:
-            key = row["size"], row["ratio"], row["cpu"], row["seed"]
-            losses[key][row["design"]] = row["val_loss"]
-    gaps: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for (size, ratio, *_), by_design in losses.items():
-        if by_design.keys() >= {AA, "plain"}:
-            gaps[size, ratio].append(100 * (by_design[AA] / by_design["plain"] - 1))
-    return [
-        f"{size}, {ratio} tokens: the gaps of {len(pair_gaps)} pairs in fp32 that differ in "
-        f"rounding have a standard deviation of {statistics.stdev(pair_gaps):.3f} %.\n"
-        for (size, ratio), pair_gaps in gaps.items()
-        if len(pair_gaps) > 1
-    ]

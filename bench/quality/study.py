@@ -178,7 +178,7 @@ class Job:
             "telemetry_every": 0 if self.recipe == BASELINE else math.ceil(steps / 4),
         }
         if self.is_quantized and _shape(self.size).width >= WIDE:
-            # As the baseline; on CPUs with bf16 instructions, wide models would compute in bf16.
+            # The baseline's: on CPUs with bf16 instructions, wide models would compute in bf16.
             run_keys["recipe_overrides"] = {"compute_dtype": "fp32"}
         if self.size == TINY:
             run_keys["eval_windows"] = 16
@@ -315,7 +315,8 @@ def _write(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Write the tables, and return the page."""
     larger = [row for row in rows if row["size"] in RUNGS]
     small = [row for row in rows if row["size"] not in RUNGS]
-    return study_tables.write(small, folder, rungs.section(larger, rungs.predictions()))
+    section = rungs.section(larger, rungs.predictions())
+    return study_tables.write(small, folder, [*study_tables.rounding(rows), *section])
 
 
 def left_of(jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:

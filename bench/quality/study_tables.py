@@ -200,7 +200,6 @@ def page(
             "",
             table(_errors),
             *_designs(rows),
-            *_rounding(rows),
             *section,
             "![Gaps, gaps beside operand errors, and multipliers](study.png)",
             "",
@@ -255,7 +254,7 @@ def _designs(rows: Rows) -> list[str]:
     ]
 
 
-def _rounding(rows: Rows) -> list[str]:
+def rounding(rows: Rows) -> list[str]:
     """A section about pairs of float32 runs that differ only in rounding."""
     losses: dict[tuple[str, int], dict[tuple[str, int], dict[str, float]]] = {}
     for row in rows:

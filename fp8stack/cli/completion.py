@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
+
+if TYPE_CHECKING:
+    from fp8stack.common.presets import Kind
 
 Complete = Callable[[str], list[str]]
 
@@ -35,10 +38,10 @@ def choices(key: str) -> Complete:
     return values(names)
 
 
-def _presets(kind: str) -> Iterable[str]:
+def _presets(kind: Kind) -> Iterable[str]:
     from fp8stack.common.presets import names
 
-    return names(kind)  # type: ignore[arg-type]
+    return names(kind)
 
 
 def _gpus() -> Iterable[str]:
@@ -54,7 +57,7 @@ def _capabilities() -> Iterable[str]:
 
 
 def _settings() -> Iterable[str]:
-    """The keys of a run, and those of its model and recipe, with the sign that follows them."""
+    """The keys of a run, of its model and of its recipe, each followed by an equals sign."""
     from fp8stack.model.config import GPTConfig
     from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Recipe
@@ -75,7 +78,6 @@ def _export_schemes() -> Iterable[str]:
     return get_args(SchemeName)
 
 
-MODELS = values(partial(_presets, "models"))
-RECIPES = values(partial(_presets, "recipes"))
+MODELS, RECIPES = values(partial(_presets, "models")), values(partial(_presets, "recipes"))
 GPUS, CAPABILITIES, SETTINGS = values(_gpus), values(_capabilities), values(_settings)
 EXPORT_FORMATS, EXPORT_SCHEMES = values(_export_formats), values(_export_schemes)

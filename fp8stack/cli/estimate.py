@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fp8stack.planning.estimate import Answer
     from fp8stack.planning.run_config import RunConfig
     from fp8stack.precision import Hardware
+    from fp8stack.precision.gpus import Gpu
 
 TOKENS = option("Also predict time, disk and loss of so many training tokens, such as 10B.")
 PRICE = option("With --tokens: dollars per hour of a GPU. Example: 2.5")
@@ -55,10 +56,9 @@ def estimate(
     hardware = machine_for(capability, te, parsed.device, gpu)
     if price is not None and (tokens is None or not 0 < price < 1e6):
         raise UserError(f"--price {price:g}: give dollars per GPU hour, and --tokens beside.")
+    work = None if tokens is None else _work(tokens, hardware)
     estimated = answer(parsed, hardware, ranks, memory)
-    predicted = None
-    if tokens is not None:
-        predicted = duration(parsed, hardware, estimated, ranks, tokens, price)
+    predicted = None if work is None else duration(parsed, estimated, ranks, *work, price)
     if json:
         more = {} if predicted is None else {"predicted": durations.as_json(predicted)}
         options.print_json(answers.as_json(estimated) | more)
@@ -68,32 +68,34 @@ def estimate(
         show("", *durations.sentences(predicted))
 
 
-def duration(
-    config: RunConfig,
-    hardware: Hardware,
-    estimated: Answer,
-    ranks: int,
-    tokens: str,
-    price: float | None,
-) -> Duration:
-    """The duration of a run of `tokens` training tokens on `ranks` GPUs like `hardware`, with the
-    loss to expect. Raises a UserError for a machine without a data sheet, and as
-    `predict_duration` does."""
-    from dataclasses import replace
-
-    from fp8stack.analysis.forecast.forecast import forecast_of_shape, parse_tokens
-    from fp8stack.analysis.forecast.law import fitted
-    from fp8stack.model.config import load_config
-    from fp8stack.planning.duration import predict_duration
-    from fp8stack.planning.run_config import for_ranks
+def _work(tokens: str, hardware: Hardware) -> tuple[Gpu, int]:
+    """The GPU to predict a run's time on, and the number of its training tokens. Raises a UserError
+    for no number, and for a machine without a data sheet."""
+    from fp8stack.analysis.forecast.forecast import parse_tokens
     from fp8stack.precision.gpus import find_gpu
-    from fp8stack.training.run_plans import context_of
 
     gpu, count = find_gpu(hardware.name), parse_tokens(tokens)
     if gpu is None:
         raise UserError(
             f"--tokens: time is predicted of known GPUs, not of {hardware}. Give --gpu."
         )
+    return gpu, count
+
+
+def duration(
+    config: RunConfig, estimated: Answer, ranks: int, gpu: Gpu, tokens: int, price: float | None
+) -> Duration:
+    """The duration of a run of `tokens` training tokens on `ranks` of these GPUs, with the loss to
+    expect. Raises a UserError as `predict_duration` does."""
+    from dataclasses import replace
+
+    from fp8stack.analysis.forecast.forecast import forecast_of_shape
+    from fp8stack.analysis.forecast.law import fitted
+    from fp8stack.model.config import load_config
+    from fp8stack.planning.duration import predict_duration
+    from fp8stack.planning.run_config import for_ranks
+    from fp8stack.training.run_plans import context_of
+
     model = load_config(config.model, config.model_overrides)
     steps = sum(phase.steps for phase in estimated.phases)
     phases = [(phase.plan, phase.steps / steps) for phase in estimated.phases]
@@ -104,10 +106,10 @@ def duration(
         phases,
         gpu,
         gpus=ranks,
-        tokens=count,
+        tokens=tokens,
         price=price,
     )
-    forecast = forecast_of_shape(config.model, model, {}, count, fitted())
+    forecast = forecast_of_shape(config.model, model, {}, tokens, fitted())
     return replace(predicted, loss=forecast.loss, loss_source=forecast.loss_source)
 
 

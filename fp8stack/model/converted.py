@@ -102,7 +102,7 @@ class PlanFollower:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        plan: Plan = model.fp8_plan  # type: ignore[assignment]
+        plan = plan_of(model)
         if plan.runs_fp8:
             require_no_transform()  # before the hooks of delayed scaling, which write to its state
         if not all(place.holds() for place in self._places):
@@ -112,7 +112,7 @@ class PlanFollower:
         """Update the plan to the current layers. Raises a UserError if FP8 layers of another
         package replaced them, and under `strict` if the hardware does not support a new size."""
         self._find(model)
-        plan: Plan = model.fp8_plan  # type: ignore[assignment]
+        plan = plan_of(model)
         layers: list[LayerPlan] = []
         messages: list[str] = []
         foreign: list[type] = []
@@ -181,7 +181,7 @@ class PlanFollower:
                 f"{len(idle)} converted layer(s) were not called in the first training pass: "
                 f"{names}. If the model reads their weights by itself, that is not in low precision"
             )
-            self._tell(model, model.fp8_plan, [message])  # type: ignore[arg-type]
+            self._tell(model, plan_of(model), [message])
 
     def _tell(self, model: nn.Module, plan: Plan, messages: list[str]) -> None:
         reasons = (*plan.reasons, *messages)

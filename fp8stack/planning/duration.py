@@ -74,10 +74,7 @@ def predict_duration(
     sequences = config.batch // (config.accumulate * gpus)
     seconds = 0.0  # of a step, on average
     for plan, share in phases:
-        emulated = plan.backend == "emulate" or any(
-            layer.fp8 and plan.backend_of(layer) == "emulate" for layer in plan.layers
-        )
-        if emulated:
+        if plan.emulated_layers:
             raise UserError(
                 f"--tokens: {plan.recipe.name} is emulated on {gpu.name}, whose time nobody "
                 "predicts. Give a recipe that runs natively there."

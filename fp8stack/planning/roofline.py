@@ -280,8 +280,7 @@ def predict_all(
     for name in ["bf16", *fp8]:
         recipe = load_recipe(name, {"head": True} if ceiling and name != "bf16" else {})
         plan = plan_for(config, recipe, hardware)
-        in_fp8 = [layer for layer in plan.layers if layer.fp8]
-        emulated = [la.sentence for la in in_fp8 if plan.backend_of(la) == "emulate"]
+        emulated = [layer.sentence for layer in plan.emulated_layers]
         native = plan.native and not emulated
         if plan.is_fp8 == (name != "bf16") and (native or name == "bf16"):
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))

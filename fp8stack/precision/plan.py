@@ -399,6 +399,11 @@ class Plan:
         """The backend that runs `layer`."""
         return layer.backend or self.backend
 
+    @property
+    def emulated_layers(self) -> list[LayerPlan]:
+        """The layers in FP8 whose GEMMs are emulated."""
+        return [la for la in self.layers if la.fp8 and self.backend_of(la) == "emulate"]
+
     def emulated_dtype(self, layer: LayerPlan) -> ComputeDtype:
         """The dtype of a quantized layer's operands in emulated GEMMs: the compute dtype if it
         represents their values exactly and, on a CPU, the GEMMs may round to it; else float32."""

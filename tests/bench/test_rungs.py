@@ -43,10 +43,8 @@ def test_a_cell_is_judged_by_the_prediction_made_before():
 def test_the_spread_is_of_pairs_in_fp32_that_differ_in_rounding():
     rows = [row("fp32", seed, 2.0, "plain", ratio=2) for seed in range(3)]
     rows += [row("fp32", seed, 2.0 + 0.02 * (seed - 1), AA, ratio=2) for seed in range(3)]
-    predicted = {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}
-    text = "\n".join(rungs.section(rows, predicted))
-    assert "3M, 2 tokens: the gaps of 3 pairs" in text
-    assert "standard deviation of 1.000 %" in text
+    text = "\n".join(study_tables.rounding(rows))
+    assert "| 3M, 2 tokens | 1.0000 | 1.0000 | 3 |" in text
 
 
 def test_every_cell_of_a_larger_model_was_predicted():

@@ -114,9 +114,9 @@ def test_pairs_that_differ_in_rounding_have_their_own_table():
     for seed, gap in enumerate((0.001, -0.001, 0.003)):
         for design, loss in (("plain", 2.0), (study_tables.AA, 2.0 * (1 + gap))):
             rows.append(row("fp32", seed, loss, design=design))
-    text = "\n".join(study_tables._rounding(rows))
+    text = "\n".join(study_tables.rounding(rows))
     assert "| 0.1M, 2 tokens | 0.2000 | 0.3000 | 3 |" in text
-    assert study_tables._rounding(rows[:1]) == []
+    assert study_tables.rounding(rows[:1]) == []
 
 
 def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content():
