@@ -145,8 +145,9 @@ def joint_error(figures: Sequence[Tensor], elements: Sequence[int]) -> Tensor:
     if not counted:
         return figures[0]
     stacked = torch.stack([of_matrix for of_matrix, _ in counted])
-    weights = stacked.new_tensor([count for _, count in counted])
-    weights = weights / weights.sum()
+    total = sum(elements)
+    # Filled on the device: copying a list of numbers there would wait for it.
+    weights = torch.stack([stacked.new_full((), count / total) for _, count in counted])
     joint = dict(zip(FIGURES, stacked.unbind(1), strict=True))
     for name, column in joint.items():
         if name in ("signal", "noise"):

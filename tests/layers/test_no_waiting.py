@@ -1,23 +1,20 @@
 """On a device other than a CPU, a pass asks the device for no number, and none is copied to it: the
-host runs ahead.
-
-Tensors on the meta device have no values, so `float(t)`, `bool(t)` and `t.item()` raise there, and
-the code takes the paths of a GPU. What a GPU's kernels do is in tests/gpu/test_gpu_sync.py.
+host runs ahead. What a GPU's kernels do is in tests/gpu/test_gpu_sync.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from fp8stack.layers import build_backend
 from fp8stack.layers.kernels.attention import document_blocks
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.planning.run_config import GuardConfig
 from fp8stack.precision import Hardware
+from fp8stack.training.guard.monitor import Monitor
+from tests.support.host_copies import watch_copies
 
 # Sizes that every FP8 GEMM takes.
 CONFIG = GPTConfig(vocabulary=256, context=128, layers=1, width=128, heads=2)
@@ -34,37 +31,7 @@ ARMS += [
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls, in backward passes too, that put numbers of the host into a tensor of the
-    device."""
-    calls: list[str] = []
-
-    def watch(owner: Any, name: str, from_host: bool) -> None:
-        real = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = real(*args, **kwargs)
-            devices = [argument.device.type for argument in args if isinstance(argument, Tensor)]
-            copied = "cpu" in devices or (from_host and not devices[1:])
-            if result.device.type == "meta" and copied:
-                calls.append(name)
-            return result
-
-        monkeypatch.setattr(owner, name, watched)
-
-    watch(Tensor, "new_tensor", True)
-    watch(torch, "tensor", True)
-    for name in ("to", "cuda", "copy_"):
-        watch(Tensor, name, False)
-    real = torch.as_tensor
-
-    def as_tensor(data: Any, **kwargs: Any) -> Tensor:
-        result = real(data, **kwargs)
-        if result.device.type == "meta" and getattr(data, "device", None) != result.device:
-            calls.append("as_tensor")
-        return result
-
-    monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    return calls
+    return watch_copies(monkeypatch)
 
 
 def test_what_would_wait_is_seen(copies: list[str]) -> None:
@@ -76,6 +43,12 @@ def test_what_would_wait_is_seen(copies: list[str]) -> None:
     on_device.copy_(torch.ones(()))
     torch.as_tensor(on_device.to(torch.bfloat16) * 3.0)
     assert copies == ["new_tensor", "tensor", "as_tensor", "to", "copy_"]
+    copies.clear()
+    row = torch.ones(4, device="meta")
+    row[1:3], row[2], row[row > 0] = 0.0, 0.0, 0.0
+    assert copies == []
+    row[[0, 2]] = row[torch.tensor([0, 2])]
+    assert copies == ["__getitem__", "__setitem__"]
     with pytest.raises(RuntimeError, match="meta"):
         on_device.item()
 
@@ -93,6 +66,25 @@ def test_a_pass_waits_for_nothing(
         copies.clear()
         model(tokens, tokens, tokens).backward()
         optimizer.step()
+    assert copies == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "bf16"])
+def test_a_step_that_the_guard_judges_waits_for_nothing(recipe: str, copies: list[str]) -> None:
+    model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, B200))).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend = model.backend
+    monitor = Monitor(optimizer, GuardConfig(), backend.delayed, 2, draws=backend.draws)
+    tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
+    for step in range(1, 3):
+        copies.clear()
+        monitor.begin()
+        for _ in range(2):
+            loss = model(tokens, tokens, tokens)
+            loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        monitor.judge(step, loss.detach(), norm)
+        optimizer.zero_grad()
     assert copies == []
 
 

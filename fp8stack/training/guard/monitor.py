@@ -154,6 +154,7 @@ class Monitor:
     def begin(self, records_amaxes: bool = True) -> None:
         """Take a snapshot of the FP8 state before a step, after repairing it if the step records
         amaxes."""
+        self._draws.move(self.device)  # layers move their counters in the first pass only
         counters = self._counters()
         self._drawn = torch.stack(counters) if counters else None
         self._recording = self.amaxes if records_amaxes else None

@@ -63,7 +63,12 @@ def look(model: nn.Module) -> Flow | None:
     sums = torch.stack([*squares, zeros.double()], dim=1)
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         dist.all_reduce(sums)
-    rows = [sums[places].sum(dim=0) for places in parameter_indices.values()]
+    # Not `sums[places]`: a list of places would be copied to the device, which waits for it.
+    rows_of = sums.unbind()
+    rows = [
+        torch.stack([rows_of[at] for at in places]).sum(dim=0)
+        for places in parameter_indices.values()
+    ]
     elements = [
         sum(parameters[at].numel() for at in places) for places in parameter_indices.values()
     ]

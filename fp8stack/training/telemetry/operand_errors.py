@@ -257,7 +257,7 @@ class Telemetry:
             for path, operand, quantizer, name in slots:
                 amax, scale = delayed.history.recorded(name), delayed.scale(name)
                 recorded = {"amax": amax, "largest": amax * scale}
-                unknown = amax.new_tensor(math.nan)
+                unknown = torch.full_like(amax, math.nan)
                 figures = torch.stack([recorded.get(figure, unknown) for figure in FIGURES])
                 labels = (path, operand, self.plan.recipe.name, False, quantizer.format, False)
                 noted.append(_Measured(*labels, _with_scale(figures.double(), scale)))

@@ -12,6 +12,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from fp8stack.common.errors import NumericFailure
+from fp8stack.layers.operands import Draws
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
@@ -78,6 +79,17 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_count(loss, norm,
     assert bad.causes == (Cause.GRADIENT if math.isfinite(loss) else Cause.LOSS)
     watched.step(4, 1.0, 1.0)
     assert same(watched.state(), before) != enabled  # nobody is there to act: nothing moves on
+
+
+def test_the_first_step_restores_counters_on_the_device_although_no_layer_moved_them_before():
+    draws = Draws()
+    draws.layer("a"), draws.layer("b")
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    monitor = Monitor(torch.optim.SGD([parameter]), GuardConfig(), draws=draws)
+    monitor.begin()
+    draws.move(parameter.device)  # as the model does before its first pass
+    monitor.judge(1, torch.zeros((), device="meta"), torch.zeros((), device="meta"))
+    assert {layer.counter.device.type for layer in draws.layers.values()} == {"meta"}
 
 
 def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_good_one():

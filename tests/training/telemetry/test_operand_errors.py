@@ -31,6 +31,7 @@ from tests.support.backend_models import normal
 from tests.support.cases import case
 from tests.support.expert_loops import WIDTH, Model, experts_of
 from tests.support.grouped_models import Grouped, passed
+from tests.support.host_copies import watch_copies
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")
@@ -500,3 +501,24 @@ def test_the_benchmark_measures_a_tiny_model() -> None:
         assert row["share"] == pytest.approx((row["ratio"] - 1) / 50, abs=1e-5)
     assert "tiny, delayed" in benchmark.table(data)
     assert benchmark.figure(data).axes
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "block", "mxfp8"])
+def test_a_sample_on_a_device_copies_nothing_to_it_and_reads_nothing_before_its_end(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = watch_copies(monkeypatch)
+    config = GPTConfig(vocabulary=64, context=32, layers=1, width=128, heads=2)
+    b200 = Hardware("cuda", (10, 0), cuda_version=(13, 0))
+    plan = plan_for(config, recipe, b200, "auto" if recipe == "bf16" else "torch")
+    model = GPT(config, build_backend(plan)).to("meta")
+    telemetry = Telemetry(plan, 1, ["current", "nvfp4", "fp16"])
+    tokens = torch.zeros(2, 32, dtype=torch.int64, device="meta")
+    for _ in range(2):  # tables and buffers are made in the first
+        copies.clear()
+        with telemetry.sampling(model):
+            model(tokens, tokens).backward()
+        telemetry.gradients(model)
+    assert copies == []
+    with pytest.raises(RuntimeError, match="meta"):
+        telemetry.finish(1)
