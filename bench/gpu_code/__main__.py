@@ -1,7 +1,7 @@
-"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores | --host | --gemms | --execute
-FIELDS]`: print, as JSON, the plan and the kernels of a model on a pretended GPU, the host's time in
-a step, the scaled GEMMs in each of several recipes, `A,B`, or the comparison of a step of a `Case`
-with these fields."""
+"""`python -m bench.gpu_code MODEL RECIPE CAPABILITY [--no-stores] [--whole | --host | --gemms |
+--execute FIELDS]`: print, as JSON, the plan and the kernels of a model on a pretended GPU, compiled
+block by block or whole, the host's time in a step, the scaled GEMMs in each of several recipes,
+`A,B`, or the comparison of a step of a `Case` with these fields."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def main() -> None:
     for name in ("model", "recipe", "capability"):
         parser.add_argument(name)
     parser.add_argument("--no-stores", action="store_true", help="leave the PTX out")
+    parser.add_argument("--whole", action="store_true", help="compile the model as one graph")
     parser.add_argument("--host", action="store_true", help="the host's time instead")
     parser.add_argument("--gemms", action="store_true", help="the scaled GEMMs of each recipe")
     parser.add_argument("--execute", metavar="FIELDS", help="run a `Case`, given as JSON")
@@ -47,7 +48,8 @@ def main() -> None:
         print(json.dumps({recipe: [asdict(gemm) for gemm in gemms[recipe]] for recipe in gemms}))
         return
     plan = plan_of(*target)
-    kernels = kernels_of(arguments.model, plan, stores=not arguments.no_stores)
+    stores = not arguments.no_stores
+    kernels = kernels_of(arguments.model, plan, stores=stores, whole=arguments.whole)
     print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(record) for record in kernels]}))
 
 

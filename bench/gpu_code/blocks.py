@@ -1,4 +1,5 @@
-"""A model's blocks, compiled for a pretended GPU: the kernels, and the bytes that they move.
+"""A model's blocks, or a whole model, compiled for a pretended GPU: the kernels, and the bytes that
+they move.
 
 Import this module after `pretend`: inductor looks for the GPU when it is imported.
 """
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu_code import TOKENS
 from bench.gpu_code.gemms import ScaledGemm, scaled_gemms
 from bench.gpu_code.pretend import CUDA
-from fp8stack.layers import build_backend
+from fp8stack.layers import build_backend, compiler
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import weight_casts as many_weights
 from fp8stack.layers.kernels.variants import KernelVariant
@@ -51,8 +52,8 @@ class Kernel:
     """One launch.
 
     Attributes:
-        part: "block" or "loss", which are compiled, or "weights", which runs once before the first
-            pass of a step, eager or compiled.
+        part: "block" or "loss", or the whole "model", which are compiled, or "weights", which runs
+            once before the first pass of a step, eager or compiled.
         backward: whether the kernel belongs to the backward pass.
         kind: "generated" by inductor; "ours", an operator of fp8stack; a GEMM; attention; or
             another operator of torch.
@@ -88,7 +89,7 @@ class Program:
     inputs: list[Any]
 
 
-def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
+def kernels_of(model: str, plan: Plan, *, stores: bool = True, whole: bool = False) -> list[Kernel]:
     """The kernels of one block and of the loss, forward and backward, in a training pass of 8,192
     tokens, and the kernels that run before the first pass of a step.
 
@@ -96,12 +97,13 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         model: the name of a preset.
         plan: a plan for the layers of the model.
         stores: whether to determine `Kernel.store`, which doubles the time.
+        whole: whether to compile the model, with two blocks, as one graph instead.
 
     Raises:
         RefusedGemmError: torch's meta function refuses a scaled GEMM of the code.
     """
-    config = load_config(model, {"layers": 1})
-    kernels, programs = compile_for_gpu(config, plan, TOKENS, stores=stores)
+    config = load_config(model, {"layers": 1 + whole})
+    kernels, programs = compile_for_gpu(config, plan, TOKENS, stores=stores, whole=whole)
     scaled_gemms(programs)
     return kernels
 
@@ -118,7 +120,7 @@ def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
 
 
 def compile_for_gpu(
-    config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False
+    config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False, whole: bool = False
 ) -> tuple[list[Kernel], list[Program]]:
     """The kernels, see `kernels_of`, and the programs of the parts, in the order in which they
     ran."""
@@ -158,6 +160,10 @@ def compile_for_gpu(
         rotation = None
         if config.positions != "learned":
             rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))
+        if whole:
+            current_part = "model"
+            compiler.compiled(gpt, "inductor")(targets, targets).backward()
+            return launched, programs
         gpt.compile_blocks()
         for _ in range(2):  # the first allocates the casts
             launched.clear()

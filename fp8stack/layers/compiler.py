@@ -141,8 +141,7 @@ def fuse_norms_with_their_own_gradients() -> None:
     from torch._inductor import scheduler as inductor
     from torch._inductor.choices import InductorChoices
 
-    mixed: Any = getattr(inductor, "MixOrderReduction", None)  # torch 2.10 may lack it
-    if mixed is None:
+    if not hasattr(inductor, "MixOrderReduction"):  # torch 2.10 may lack it
         return
     plain: Any = InductorChoices.can_fuse_horizontal
 
@@ -155,13 +154,36 @@ def fuse_norms_with_their_own_gradients() -> None:
                 and start < step.min_order < end
                 for step in scheduler.nodes
             )
-            if apart and not any(map(mixed.is_contiguous_node, pair)):
+            if apart and not any(map(reads_rows, pair)):
                 return False
         fuses: bool = plain(scheduler, node, second, shared)
         return fuses
 
     choices: Any = InductorChoices
     choices.can_fuse_horizontal = staticmethod(can_fuse)
+
+
+def reads_rows(node: Any) -> bool:
+    """Whether the last loop of a reduction, a node of inductor's scheduler, reads memory element by
+    element: it reduces rows and not columns.
+
+    `MixOrderReduction.is_contiguous_node` (torch 2.13) computes this too, but raises an IndexError
+    if a scalar, which has no loop, is fused with the reduction, and an AssertionError for kernels
+    that inductor does not generate. Both are left out here.
+    """
+    from torch._inductor.loop_body import MemoryUsageType
+    from torch._inductor.virtualized import V
+
+    read = {dependency.name for dependency in node.read_writes.reads}
+    for member in node.get_nodes():
+        body = getattr(member, "_body", None)
+        loops = [] if body is None else list(body.var_ranges)
+        for entry in body.memory_usage[MemoryUsageType.LOAD] if loops else ():
+            index = body.indexing_exprs[entry.index_name]
+            *_, stride = V.graph.sizevars.stride_vars(index, loops, loops)
+            if entry.buffer_name in read and stride not in (0, 1):
+                return False
+    return True
 
 
 def allow_many_compilations() -> None:

@@ -68,6 +68,16 @@ def test_no_figure_is_larger_than_the_committed_one(case, recipe):
     assert held(model, recipe, capability) == []
 
 
+@pytest.mark.slow
+def test_a_whole_model_in_delayed_scaling_compiles_as_one_graph():
+    kernels = told("gpt-nano", "delayed", "9.0", "--no-stores", "--whole")["kernels"]
+    gemms = [k for k in kernels if k["kind"] == "GEMM" and "_scaled_mm" in k["name"]]
+    # Two blocks of four linears.
+    assert Counter(k["backward"] for k in gemms) == {False: 2 * 4, True: 2 * 2 * 4}
+    assert {k["part"] for k in kernels} == {"model"}
+    assert not any(k["waits"] for k in kernels)
+
+
 def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
     recipes = ["bf16", "block", "mxfp8", "mxfp4"]
     arguments = Namespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])

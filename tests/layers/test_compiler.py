@@ -7,19 +7,24 @@ import math
 import re
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.loop_body import MemoryUsageType
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 from torch.torch_version import TorchVersion
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, compiler, fp8_state
-from fp8stack.layers.compiler import is_compiled, require_compilable
+from fp8stack.layers.compiler import is_compiled, reads_rows, require_compilable
 from fp8stack.layers.torch import TorchBackend
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
@@ -517,3 +522,37 @@ def test_code_rounds_as_eager_code_does_but_where_torch_could_not_compile_it(
     monkeypatch.setattr(torch, "compile", lambda function, **options: options["options"])
     compile_options: Any = compiler.compiled(abs, "inductor")
     assert compile_options["emulate_precision_casts"] is rounds
+
+
+def reduction(*members: Any) -> Any:
+    """A node of inductor's scheduler that reads the buffer "x", of nodes with these loop bodies."""
+    nodes = [SimpleNamespace(_body=body) for body in members]
+    reads = [SimpleNamespace(name="x")]
+    return SimpleNamespace(
+        read_writes=SimpleNamespace(reads=reads),
+        get_nodes=lambda: [*nodes, SimpleNamespace()],  # a kernel of a library has no loops
+    )
+
+
+def loops(index: sympy.Expr, *symbols: sympy.Symbol, buffer: str = "x") -> Any:
+    """A loop body that reads a buffer at `index`."""
+    load = SimpleNamespace(buffer_name=buffer, index_name="index0")
+    return SimpleNamespace(
+        var_ranges=dict.fromkeys(symbols, 64),
+        memory_usage={MemoryUsageType.LOAD: [load]},
+        indexing_exprs={"index0": index},
+    )
+
+
+def test_which_reductions_read_rows_is_found_for_nodes_without_loops_too() -> None:
+    row, column = sympy.symbols("row column", integer=True, nonnegative=True)
+    scalar = loops(sympy.Integer(0))
+    along_rows, along_columns = loops(64 * row + column, row, column), loops(64 * row, column, row)
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):  # type: ignore[arg-type]
+        assert reads_rows(reduction(along_rows))
+        assert reads_rows(reduction(scalar, along_rows))
+        assert reads_rows(reduction(loops(row, row, column)))  # the same number for a whole row
+        assert not reads_rows(reduction(along_columns))
+        assert not reads_rows(reduction(scalar, along_rows, along_columns))
+        inside = loops(64 * row, column, row, buffer="computed by the node itself")
+        assert reads_rows(reduction(inside, along_rows))
