@@ -15,6 +15,7 @@ from bench.peers import autocast, shape_of
 from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.analysis.benchmark.step_timing import StepWork, training_step
 from fp8stack.analysis.conform import te_casts as te_raw
+from fp8stack.layers.cudnn import load_cudnn
 
 
 def layer_options(shape: Shape, number: int) -> dict[str, Any]:
@@ -73,5 +74,6 @@ class TEGPT(PlainGPT):
 
 def step(work: StepWork, scaling: str | None) -> Callable[[], None]:
     """A training step of the TEGPT, in bf16 or in an FP8 recipe of TE."""
+    load_cudnn()
     model = TEGPT(shape_of(work.config, 64), scaling)
     return training_step(autocast(model, "cuda"), optimizer_for(model), work.batches_of("cuda"))

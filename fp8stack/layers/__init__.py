@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fp8stack.common.errors import UserError, described
 from fp8stack.layers.backend import Backend, fp8_state, load_fp8_state
+from fp8stack.layers.cudnn import load_cudnn
 from fp8stack.layers.emulate import EmulateBackend
 from fp8stack.layers.grouped_emulation import GroupedEmulation
 from fp8stack.layers.operands import Draws
@@ -44,6 +45,7 @@ def build_backend(plan: Plan, *, save_fp8: bool = False, draws: Draws | None = N
 
 def _build(plan: Plan, save_fp8: bool, draws: Draws | None) -> Backend:
     if plan.backend == "te":
+        load_cudnn()
         # Imported only if needed: Transformer Engine is optional, and slow to import.
         from fp8stack.layers.te import TEBackend
 

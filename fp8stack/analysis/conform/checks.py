@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8stack.analysis.conform import te_casts as te
 from fp8stack.layers import Backend, build_backend
+from fp8stack.layers.cudnn import load_cudnn
 from fp8stack.numerics.error import sqnr_db
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 
@@ -58,6 +59,7 @@ class Context:
         """Skip the check unless TE works here and has a GEMM for this scaling."""
         if not self.hardware.has_te:
             raise Skipped(self.hardware.te_problem or "Transformer Engine is not installed")
+        load_cudnn()
         if reason := te.serves(scaling):
             raise Skipped(reason)
 
