@@ -55,9 +55,7 @@ def conform(
     file = suite.file_for(out)
     context = Context(probe(device), quick, seed=seed)
     with Screen(stderr=True).status("checking") as status:
-        report = suite.run(context, only, lambda name: status.update(Text(name)))
-    if file is not None:
-        suite.write(report, file)
+        report = suite.run(context, only, lambda name: status.update(Text(name)), file)
     if json:
         options.print_json(report)
     else:

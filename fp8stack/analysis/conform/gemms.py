@@ -3,7 +3,7 @@
 The reference multiplies the operands of `oracles.quantize` in float64, so the remaining error is
 rounding. A float32 sum of K products, in any order, is off by at most K 2^-24 of the sum
 of their magnitudes, and the output is rounded once more, with a bias twice. Tensor cores add FP8
-products with fewer bits: see `_ACCUMULATION`.
+products with fewer bits: see `accumulation`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.analysis.conform import oracles
+from fp8stack.analysis.conform.accumulation import EXACT_SUM, accumulation_error
 from fp8stack.analysis.conform.check_inputs import QUANTIZED_RECIPES
 from fp8stack.analysis.conform.checks import (
     Check,
@@ -38,11 +39,8 @@ from fp8stack.precision import Recipe, load_recipe
 RECIPES = ("delayed", *QUANTIZED_RECIPES)
 QUANTIZED_DB = 15.0  # for operands quantized after a norm; a wrong scale gives less than 10 dB
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# The error of Hopper's FP8 tensor cores, which keep 13 bits behind the point, per 32 products, as a
-# share of the sum of magnitudes. With slow accumulation four steps are added up in float32.
-# Published, not measured: no GPU has run this.
-_ACCUMULATION = 2.0**-13
-_STEP, _PROMOTED = 32, 4
+# With slow accumulation, the sum of so many steps of 32 products is added up in float32.
+_PROMOTED = 4
 
 
 class Shape(NamedTuple):
@@ -128,7 +126,8 @@ def _formats(format: FormatName) -> tuple[FormatName, FormatName]:
 
 def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> Facts:
     """Check products of positive operands with long sums, in which accumulation errors cannot
-    cancel, scaled as in a recipe's weight gradient or forward pass: see `LONG`."""
+    cancel, scaled as in a recipe's weight gradient or forward pass: see `LONG`. With fast
+    accumulation their bound is wide, so sums that lose nothing are checked as well."""
     plan_of(load_recipe(recipe.split()[0]), context, "torch")
     K, size = (1024 if context.quick else 8192), 128
     generator = np.random.default_rng(context.seed)
@@ -157,25 +156,51 @@ def long_rows(context: Context, recipe: str, format: FormatName, fast: bool) -> 
     dtype = torch.float32 if LONG[recipe][0] is ScaleLayout.PER_TENSOR else torch.bfloat16
     product = scaled_gemm(operands[0], operands[1], dtype, fast_accumulation=fast)
     value = exact[0] @ exact[1].t()
-    return within({"y": product}, {"y": (value, _bound(context, value, value, K, dtype, fast))})
+    bound = _bound(context, value, value, K, dtype)
+    # The upper scale of NVFP4 is no power of two.
+    powers = LONG[recipe][0] is not ScaleLayout.NV
+    bound = bound + _core_error(context, exact[0], exact[1], fast, powers)
+    results, expected = {"y": product}, {"y": (value, bound)}
+    if fast:
+        results["exact"], sums = _exact_sums(context, format, K, size)
+        expected["exact"] = sums, torch.zeros_like(sums)
+    return within(results, expected)
+
+
+def _exact_sums(context: Context, format: FormatName, K: int, size: int) -> tuple[Tensor, Tensor]:
+    """The product with fast accumulation of matrices of zeros and ones, whose sums are small enough
+    to lose nothing, and the same product in float64: [size, size]."""
+    generator = np.random.default_rng(context.seed + 1)
+    operands, values = [], []
+    for name in _formats(format):
+        ones = generator.random((size, K)) < 0.5
+        codes = np.searchsorted(oracles.grid(name), ones * 1.0).astype(np.uint8)
+        values.append(torch.from_numpy(oracles.decode(codes, name)).double())
+        data = torch.from_numpy(codes).view(FORMATS[name].dtype or torch.uint8).to(context.device)
+        operands.append(Scaled(data, torch.ones((), device=context.device), ScaleLayout.PER_TENSOR))
+    sums = values[0] @ values[1].t()
+    assert float(sums.max()) < 2 * EXACT_SUM
+    return scaled_gemm(*operands, torch.float32, fast_accumulation=True), sums
 
 
 def _bound(
-    context: Context,
-    value: Tensor,
-    magnitudes: Tensor,
-    reduced: int,
-    dtype: torch.dtype,
-    fast: bool,
-    fp8_cores: bool = True,
+    context: Context, value: Tensor, magnitudes: Tensor, reduced: int, dtype: torch.dtype
 ) -> Tensor:
-    """The error bound of a result `value`, whose products' magnitudes sum up to `magnitudes`."""
+    """The error bound of a result `value`, whose products' magnitudes sum up to `magnitudes`, that
+    was summed in float32."""
     share = (reduced + 8) * 2.0**-24
     if context.device == "cuda":
         share *= 4  # tensor cores may truncate
-        if fp8_cores:
-            share += _ACCUMULATION * (reduced / _STEP if fast else _PROMOTED)
     return share * magnitudes + ROUNDOFF[dtype] * 1.01 * value.abs()
+
+
+def _core_error(context: Context, a: Tensor, b: Tensor, fast: bool, powers: bool = False) -> Tensor:
+    """The error that tensor cores add in `a @ b.t()`, see `accumulation_error`; 0 on a CPU. Scales
+    are `powers` of two."""
+    if context.device == "cpu":
+        return a.new_zeros(())
+    a, b = a.to(context.device), b.to(context.device)
+    return accumulation_error(a, b, None if fast else _PROMOTED, exact=powers).cpu()
 
 
 # One linear
@@ -284,16 +309,16 @@ def _expected(
             value, magnitudes = value + bias, magnitudes + bias.abs()
         # TE's and torch's linears round dw to bfloat16, also if it is float32.
         dtype = results[name].dtype if backend in ("emulate", "torch") else torch.bfloat16
-        bound = _bound(
-            context, value, magnitudes, reduced, dtype, name == "y", backend in ("te", "torch")
-        )
+        bound = _bound(context, value, magnitudes, reduced, dtype)
+        if backend in ("te", "torch"):
+            bound = bound + _core_error(context, a, b.t(), fast=name == "y")
         if name == "y" and shape.bias:  # the product may be rounded before the bias is added
             bound = bound + ROUNDOFF[dtype] * (value.abs() + bias.abs())
         bounded[name] = value, bound
     if shape.bias:
         rows = tensors["grad_output"].double()
         value, magnitudes = rows.sum(0), rows.abs().sum(0)
-        bound = _bound(context, value, magnitudes, shape.rows, dtype, False, False)
+        bound = _bound(context, value, magnitudes, shape.rows, dtype)
         bounded["db"] = value, bound
     return bounded
 

@@ -55,34 +55,47 @@ def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]
     return chosen
 
 
-def run(context: Context, only: str | None = None, tell: Callable[[str], object] = len) -> Facts:
+def run(
+    context: Context,
+    only: str | None = None,
+    tell: Callable[[str], object] = len,
+    file: Path | None = None,
+) -> Facts:
     """Run the checks.
 
     Args:
         context: where and how to run.
         only: see `checks`.
         tell: called with the name of each check before it runs.
+        file: the file for the report, written after each check, so that a run that is cut off
+            leaves what it has found.
 
     Returns:
-        The report as JSON data: `machine`, `quick`, `seed`, `rows`, `counts` by verdict, and
-            `holds`, whether none failed. A row has `group`, `check`, `verdict`, `seconds`, `why` if
-            it did not pass, and the check's facts.
+        The report as JSON data: `machine`, `quick`, `seed`, `checks`, their number, `rows`,
+            `counts` by verdict, and `holds`, whether all ran and none failed. A row has `group`,
+            `check`, `verdict`, `seconds`, `why` if it did not pass, and the check's facts.
+
+    Raises:
+        StorageError: the file cannot be written.
     """
-    rows = []
-    for group, check in checks(context, only):
+    chosen, rows = checks(context, only), []
+    about = {"machine": facts(context), "quick": context.quick, "seed": context.seed}
+    for group, check in chosen:
         tell(f"{group}: {check}")
         result = run_check(check)
         verdict = "skipped" if "skipped" in result else "FAIL" if broken(result) else "pass"
         rows.append({"group": group, "verdict": verdict, "why": brief(result), **result})
-    counts = Counter(row["verdict"] for row in rows)
-    return {
-        "machine": facts(context),
-        "quick": context.quick,
-        "seed": context.seed,
-        "counts": {verdict: counts[verdict] for verdict in VERDICTS},
-        "holds": not counts["FAIL"],
-        "rows": rows,
-    }
+        counts = Counter(row["verdict"] for row in rows)
+        report = about | {
+            "checks": len(chosen),
+            "counts": {verdict: counts[verdict] for verdict in VERDICTS},
+            "holds": not counts["FAIL"] and len(rows) == len(chosen),
+            "rows": rows,
+        }
+        if file is not None:
+            content = json.dumps(report, indent=1, allow_nan=False) + "\n"
+            write_atomically(file, content.encode())
+    return report
 
 
 def facts(context: Context) -> dict[str, Any]:
@@ -107,11 +120,6 @@ def file_for(out: str | None) -> Path | None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--out {quoted(out)} is not a file in an existing folder. Give another.")
     return path
-
-
-def write(report: Facts, path: Path) -> None:
-    """The report as a JSON file. Raises a StorageError if it cannot be written."""
-    write_atomically(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
 
 
 def as_text(report: Facts) -> list[str]:

@@ -40,6 +40,23 @@ def test_its_json_has_a_row_for_each_check_on_the_terminal_and_in_a_file(command
     assert {"machine", "torch", "fp8stack", "threads"} <= report["machine"].keys()
 
 
+def test_a_run_that_is_cut_off_leaves_the_rows_of_the_checks_that_it_finished(
+    tmp_path, monkeypatch
+):
+    def cut_off():
+        raise KeyboardInterrupt
+
+    good = {"holds": True, "differing": 0, "checked": 2}
+    named = [Check("good", lambda: good), Check("long", cut_off), Check("late", lambda: good)]
+    monkeypatch.setitem(suite.GROUPS, "layouts", lambda context: iter(named))
+    with pytest.raises(KeyboardInterrupt):
+        suite.run(Context(probe("cpu")), "layouts", file=tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["check"] for row in report["rows"]] == ["good"]
+    assert report["counts"] == {"pass": 1, "FAIL": 0, "skipped": 0}
+    assert (report["checks"], report["holds"]) == (3, False)
+
+
 def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monkeypatch):
     row = {"holds": False, "differing": 1, "checked": 2, "first": ["x[0]: 1, not 2"]}
     monkeypatch.setitem(suite.GROUPS, "layouts", lambda context: iter([Check("odd", lambda: row)]))
