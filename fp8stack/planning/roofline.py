@@ -45,7 +45,8 @@ class KernelWork:
     def seconds(self, rates: Rates) -> float:
         """Its operations or its bytes, whichever takes longer."""
         rate: float = getattr(rates, self.rate)
-        return max(self.flops / rate, self.moved / rates.memory)
+        bandwidth = rates.casts if self.category == "casts" else rates.memory
+        return max(self.flops / rate, self.moved / bandwidth)
 
 
 _Kernel = tuple[int, int]
@@ -338,12 +339,13 @@ def as_lines(roofline: Roofline) -> list[str]:
     """The predictions as lines of Markdown, with their assumptions."""
     gpu, first = roofline.gpu, roofline.predictions[0].precision
     bound = ", an upper bound: the head in FP8, casts that take no time" if roofline.ceiling else ""
+    sources = "; rates ".join(filter(None, (gpu.source, achievable(gpu).source)))
     tokens = f"{roofline.batch} x {roofline.context} tokens per step"
     heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", f"vs {first}"]
     heads += ["measured ms", f"measured vs {first}"] if roofline.measured_ms else []
     lines = [
         f"Predicted, not measured: {roofline.model} on one {gpu.name}, {tokens}{bound}",
-        f"Assumed of the peak ({gpu.source}): {', '.join(_assumed(gpu, first))}",
+        f"Assumed of the peak ({sources}): {', '.join(_assumed(gpu, first))}",
         "",
         *markdown(heads, (_cells(row, roofline) for row in roofline.predictions)),
     ]
@@ -368,6 +370,7 @@ def _assumed(gpu: Gpu, half: str) -> list[str]:
         *(f"{name} GEMMs {_share(rate, peak)}" for name, rate, peak in low if peak),
         attention,
         f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s",
+        *([f"casts {rates.casts / 1e12:.2f} TB/s"] if rates.casts != rates.memory else []),
     ]
 
 

@@ -18,7 +18,7 @@ from fp8stack.precision.native_gemms import (
     plain_in_words,
     too_many_groups,
 )
-from fp8stack.precision.profit import Shape, doubt
+from fp8stack.precision.profit import Shape, doubt, host_doubt
 from fp8stack.precision.recipe import BlockIndex, ComputeDtype, Recipe, plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
@@ -123,6 +123,7 @@ class Plan:
         slow_scaled_mm: whether float32 GEMMs replace torch's scaled ones that are slow on this CPU,
             see `Hardware.slow_scaled_mm`.
         layers: the decisions for linear layers, see `for_layers`.
+        doubt: why FP8 may not pay in the model.
         work_outside_linears: multiplications per token with weights outside linears, such as
             experts in one tensor.
         counted: "GEMM FLOPs" if experts are weighted by the tokens that they receive; "GEMM
@@ -144,6 +145,7 @@ class Plan:
     plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
     slow_scaled_mm: bool = False
     layers: tuple[LayerPlan, ...] = field(default=())
+    doubt: str = ""
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
 
@@ -237,8 +239,10 @@ class Plan:
             grouped: the number of groups of each grouped linear, whose shape is one group's; they
                 run in backends that have GEMMs for them, else they are emulated.
             tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-                the layers that native FP8 probably does not speed up on this GPU; if "auto" chose
-                the recipe, these layers are not in FP8. Requires the GPU's data sheet in `GPUS`.
+                the layers that native FP8 probably does not speed up on this GPU, or the model, if
+                the host would launch torch's FP8 layers more slowly than the GPU computes; if
+                "auto" chose the recipe, these layers are not in FP8. Requires the GPU's data sheet
+                in `GPUS`.
             compute_dtype: the compute dtype of an emulated recipe, if it was decided before and
                 the recipe does not set it.
 
@@ -292,8 +296,11 @@ class Plan:
                     plain_gemms=plain,
                 )
             )
-        plan = replace(self, layers=tuple(layers))
-        if self.asked == "auto" and self.is_fp8 and layers and not plan.runs_fp8:
+        plan = replace(self, layers=tuple(layers), doubt="")
+        if tokens is not None:
+            plan = replace(plan, doubt=plan._host_doubt(tokens))
+        serves = plan.runs_fp8 and not plan.doubt
+        if self.asked == "auto" and self.is_fp8 and layers and not serves:
             return plan._without_fp8(left_out or {}).for_layers(
                 shapes, heads, left_out, otherwise, routers=routers, grouped=grouped
             )
@@ -349,10 +356,15 @@ class Plan:
         return backend, reason, tuple(plain)
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
-        """The plan that "auto" gives if no layer can run in FP8."""
+        """The plan that "auto" gives if no layer can run in FP8, or if FP8 does not pay in the
+        model."""
         dtype = self.compute_dtype
         reason = f"auto stands for {self.recipe.name} here, and no layer would run in it: {dtype}"
-        layers = (replace(la, precision=dtype) for la in self.layers if la.name not in left_out)
+        layers = [replace(la, precision=dtype) for la in self.layers if la.name not in left_out]
+        if self.doubt:
+            name = self.recipe.name
+            reason = f"auto is {dtype} and not {name}, which does not pay for {self.doubt}"
+            layers = []
         return replace(
             self,
             recipe=plain(dtype, self.recipe),
@@ -360,6 +372,7 @@ class Plan:
             native=True,
             reasons=(*self.reasons, reason, *_grouped(layers)),
             layers=(),
+            doubt="",
         )
 
     def unserved(
@@ -395,6 +408,14 @@ class Plan:
         gemms = len(quantizers.gemms) - len(plain)
         return doubt(shape, quantizers, find_gpu(self.gpu), gemms)
 
+    def _host_doubt(self, tokens: int) -> str:
+        """The reason that the host probably delays passes of so many tokens, or "". It counts the
+        layers that torch multiplies in FP8 on a GPU."""
+        by_torch = [la for la in self.layers if la.fp8 and self.backend_of(la) == "torch"]
+        work = tokens * sum(layer.work for layer in self.layers)
+        gpu = find_gpu(self.gpu) if self.device == "cuda" else None
+        return host_doubt(work, len(self.layers), len(by_torch), gpu)
+
     def backend_of(self, layer: LayerPlan) -> BackendName:
         """The backend that runs `layer`."""
         return layer.backend or self.backend
@@ -414,10 +435,10 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on the layers that run in FP8 although it may not be faster, and on emulated layers
-        of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block are
-        listed once."""
-        notes = []
+        """Notes on models and layers that run in FP8 although it may not be faster, and on emulated
+        layers of sizes that a GPU's FP8 GEMMs do not take; layers that differ only in their block
+        are listed once."""
+        notes = [f"FP8 may not pay for {self.doubt}"] if self.doubt else []
         if kinds := _doubts(self.layers):
             count = sum(bool(layer.doubt) for layer in self.layers)
             notes.append(f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}")

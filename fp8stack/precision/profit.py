@@ -1,11 +1,10 @@
-"""Estimates of whether FP8 pays in a layer, from the rates in a GPU's data sheet.
-
-They are not checked by measurements. Pure; no torch here.
+"""Estimates of whether FP8 pays, in a layer and in a model, from rates measured on an H100 and from
+other GPUs' data sheets. Pure; no torch here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8stack.common.formats import Operand, Quantizer, Quantizers
 from fp8stack.precision.gpus import Gpu
@@ -16,35 +15,53 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Assumed rates of a GPU: operations per second in GEMMs and in attention, bytes per second."""
+    """Assumed rates of a GPU: operations per second in GEMMs and in attention, bytes per second of
+    casts and of other kernels; `source` says where they are from, "" for estimates."""
 
     half: float
     fp8: float
     fp4: float
     attention: float
     fp8_attention: float
+    casts: float
     memory: float
+    source: str = ""
+
+
+MEASURED = "measured on one H100, 2026-11-26; the raw output was not kept"
+"""The source of the figures of bench/results/h100/README.md."""
 
 
 def achievable(gpu: Gpu) -> Rates:
     """The rates that `gpu` is assumed to reach.
 
-    Each is the fraction of the peak rate that we estimate for an H200: GEMMs at 700 (bf16) and 1300
-    TFLOP/s (FP8), attention at 400 TFLOP/s, memory at 4.1 TB/s. FP4 GEMMs take FP8's fraction, and
-    FP8 attention the fraction of bf16 attention. A GPU without FP8 or FP4 units runs these GEMMs at
-    the rate of the next wider format.
+    Those of an H100 SXM are measured, except attention: copies at 2.60 TB/s, GEMMs in bf16 at 748
+    TFLOP/s, in FP8 at 1255 with fast accumulation, as in y, and at 1202 without, as in dx and dw,
+    and casts with the transposed copy and the amax at 1.14 TB/s.
+
+    Every other rate is the fraction of the peak rate that we estimate for an H200: GEMMs at 700
+    (bf16) and 1300 TFLOP/s (FP8), attention at 400 TFLOP/s, memory, casts too, at 4.1 TB/s. FP4
+    GEMMs take FP8's fraction, and FP8 attention the fraction of bf16 attention. A GPU without FP8
+    or FP4 units runs these GEMMs at the rate of the next wider format.
     """
     half = gpu.half_tflops * 1e12 * (700 / 989)
     attention = 1e12 * (400 / 989)
     fp8 = gpu.fp8_tflops * 1e12 * (1300 / 1979) if gpu.fp8_tflops else half
-    return Rates(
+    memory = gpu.memory_tb_per_s * 1e12 * (4.1 / 4.8)
+    rates = Rates(
         half=half,
         fp8=fp8,
         fp4=gpu.fp4_tflops * 1e12 * (1300 / 1979) if gpu.fp4_tflops else fp8,
         attention=gpu.half_tflops * attention,
         fp8_attention=(gpu.fp8_tflops or gpu.half_tflops) * attention,
-        memory=gpu.memory_tb_per_s * 1e12 * (4.1 / 4.8),
+        casts=memory,
+        memory=memory,
     )
+    if gpu.name != "H100":
+        return rates
+    fp8 = 3e12 / (1 / 1255 + 2 / 1202)
+    measured = {"half": 748e12, "fp8": fp8, "fp4": fp8, "casts": 1.14e12, "memory": 2.60e12}
+    return replace(rates, **measured, source=f"{MEASURED}; attention is estimated")
 
 
 def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
@@ -75,13 +92,13 @@ def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3) -> float:
     """The K N / (K + N) above which so many FP8 GEMMs of a linear save more time than the casts of
     x and dy take.
 
-    Each saves 2 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes. NVFP4 uses
-    the FP4 rate.
+    Each saves 2 M K N (1 / bf16 rate - 1 / FP8 rate); the casts move c M (K + N) bytes at their own
+    rate. NVFP4 uses the FP4 rate.
     """
     rates = achievable(gpu)
     saved = 2 * gemms * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
     moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
-    return moved / rates.memory / saved
+    return moved / rates.casts / saved
 
 
 def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None, gemms: int = 3) -> str:
@@ -98,3 +115,38 @@ def doubt(shape: Shape, quantizers: Quantizers, gpu: Gpu | None, gemms: int = 3)
     if (work := rows * inputs * outputs) < least:
         return f"{gemm} on {gpu.name}: M K N = {work:.2g}, below {least:.2g}"
     return ""
+
+
+HOST_BLOCK_S = 5.2e-3
+"""Seconds in which the host launches the forward and backward pass of a compiled block in delayed
+scaling, by torch: measured on the machine of one H100, 2026-11-26; the raw output was not kept.
+Assumed of other recipes and machines."""
+HOST_LINEAR_S = HOST_BLOCK_S / 4
+"""The share of each linear, as a block has four of them: its launches, casts and GEMMs."""
+
+
+def host_doubt(work: float, linears: int, fp8_linears: int, gpu: Gpu | None) -> str:
+    """The reason that FP8 by compiled torch does not seem to pay in a model on `gpu`; "" if it may,
+    or the GPU's rates are not known.
+
+    The host launches kernels while the GPU runs earlier ones, so that a pass takes the longer of
+    their two times. FP8 saves time on the GPU; a pass becomes faster only if the host takes less
+    time to launch it than the GPU takes in bf16. Of the GPU's time, GEMMs are counted.
+
+    Args:
+        work: multiplications of a micro-batch in each of the three GEMMs of all linears.
+        linears: the number of linears.
+        fp8_linears: the number of those that torch multiplies in FP8.
+        gpu: the GPU.
+    """
+    if gpu is None or not fp8_linears:
+        return ""
+    host_s = fp8_linears * HOST_LINEAR_S
+    gpu_s = 3 * 2 * work / achievable(gpu).half
+    if host_s <= gpu_s:
+        return ""
+    return (
+        f"this micro-batch on {gpu.name}: the host takes about {1000 * host_s:.0f} ms to launch "
+        f"{fp8_linears} FP8 linears, and the GPU {1000 * gpu_s:.0f} ms for the GEMMs of all "
+        f"{linears} in bf16"
+    )

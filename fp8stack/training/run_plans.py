@@ -186,7 +186,7 @@ def _runs_alike(first: Plan, second: Plan) -> bool:
     def without_words(plan: Plan) -> Plan:
         recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
         layers = tuple(replace(layer, precision="", reason="", doubt="") for layer in plan.layers)
-        plan = replace(plan, asked="", reasons=(), native=True)
+        plan = replace(plan, asked="", reasons=(), native=True, doubt="")
         return replace(plan, recipe=recipe, layers=layers)
 
     return without_words(first) == without_words(second)

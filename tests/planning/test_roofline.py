@@ -29,12 +29,12 @@ from tests.support.cases import case
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
 BYTES = Rates(
-    half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=1.0
+    half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, casts=1.0, memory=1.0
 )  # seconds are bytes
 FLOPS = Rates(
-    half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, memory=INF
+    half=1.0, fp8=1.0, fp4=1.0, attention=1.0, fp8_attention=1.0, casts=INF, memory=INF
 )  # seconds are operations
-FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, fp8_attention=INF, memory=INF)
+FREE = dataclasses.replace(BYTES, casts=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_forward_high")
 ROWWISE = ("rowwise", "rowwise_wgrad_hp")
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
@@ -85,7 +85,9 @@ def test_gemms_and_attention_do_the_operations_that_the_configuration_needs(mode
 
 
 def test_work_takes_as_long_as_its_operations_or_its_bytes():
-    rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, memory=1e3)
+    rates = Rates(
+        half=1e6, fp8=2e6, fp4=3e6, attention=4e6, fp8_attention=8e6, casts=5e2, memory=1e3
+    )
     assert KernelWork(category="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(
         8192 / 1e6
     )
@@ -337,7 +339,9 @@ def test_an_operator_that_needs_a_reduction_of_the_tensor_is_another_kernel():
 
 @pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "current", "block", "nvfp4"))
 def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
-    rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, fp8_attention=INF, memory=INF)
+    rates = Rates(
+        half=7e14, fp8=13e14, fp4=26e14, attention=INF, fp8_attention=INF, casts=INF, memory=INF
+    )
     plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)
     assert plain.step_ms / fp8.step_ms == pytest.approx((26 if recipe == "nvfp4" else 13) / 7)
 
@@ -368,7 +372,8 @@ def test_attention_in_fp8_has_the_rate_of_fp8():
 def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_nothing(recipe):
     rates = achievable(H200)
     before = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
-    slower = dataclasses.replace(rates, memory=rates.memory / 2)
+    assert rates.casts == rates.memory
+    slower = dataclasses.replace(rates, casts=rates.casts / 2, memory=rates.memory / 2)
     after = at(slower, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
     for category in ("casts", "norms, elementwise", "optimizer"):
         assert after[category] == pytest.approx(2 * before[category])
@@ -402,6 +407,30 @@ def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
     assert a100.fp8 == a100.half
     b200 = achievable(gpu_named("B200"))
     assert (b200.fp4, rates.fp4) == (2 * b200.fp8, rates.fp8)
+    pcie = achievable(gpu_named("H100 PCIe"))
+    assert (pcie.half / 756, pcie.source) == (pytest.approx(rates.half / 989), rates.source)
+
+
+def test_the_rates_of_an_h100_are_measured_but_attention():
+    h100 = achievable(gpu_named("H100"))
+    assert (h100.half, h100.casts, h100.memory) == (748e12, 1.14e12, 2.60e12)
+    y, dx, dw = 1 / 1255e12, 1 / 1202e12, 1 / 1202e12  # seconds of an operation in FP8
+    assert 3 / h100.fp8 == pytest.approx(y + dx + dw)
+    assert h100.attention == achievable(H200).attention
+    page = Path(__file__).parents[2].joinpath("bench/results/h100/README.md").read_text()
+    assert "easured on one H100, 2026-11-26; the raw output was not kept" in page
+    assert h100.source.startswith("measured on one H100, 2026-11-26; the raw output was not kept")
+    for figure in ("2.60 TB/s", "748", "1,255", "1,202", "1.14 TB/s", "5.2 ms"):
+        assert figure in page
+
+
+def test_casts_are_as_slow_as_their_own_rate():
+    rates = achievable(gpu_named("H100"))
+    slow = at(rates, "gpt2-1.5b", "delayed", batch=4, context=1024).parts_ms
+    even = dataclasses.replace(rates, casts=rates.memory)
+    fast = at(even, "gpt2-1.5b", "delayed", batch=4, context=1024).parts_ms
+    assert slow["casts"] == pytest.approx(fast["casts"] * 2.60 / 1.14)
+    assert slow | {"casts": 0} == fast | {"casts": 0}
 
 
 # GPUs
