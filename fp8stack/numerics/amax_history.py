@@ -304,7 +304,7 @@ class _Rules(NamedTuple):
 
     @staticmethod
     def of(quantizers: Sequence[Quantizer], history: Tensor) -> _Rules:
-        targets = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+        targets = [q.element.max * 2.0**-q.margin for q in quantizers]
         recent = [q.amax_algorithm == "most_recent" for q in quantizers]
         rows = [len(history) - q.history_length for q in quantizers]
         place = history.device

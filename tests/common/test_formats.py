@@ -11,7 +11,8 @@ import pytest
 import torch
 from gfloat import formats as gfloats
 
-from fp8stack.common.formats import FormatName, Quantizers, fp8_format
+from fp8stack.common.formats import FormatName, fp8_format
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.numerics import FORMATS, Quantizer
 from tests.support.oracles import BITS, MAX, ML_DTYPES, decoded
 

@@ -28,7 +28,8 @@ from fp8stack.analysis.conform.checks import (
     plan_of,
 )
 from fp8stack.analysis.conform.scale_layouts import STORED
-from fp8stack.common.formats import FORMATS, OPERANDS, FormatName, Operand, Quantizer, Quantizers
+from fp8stack.common.formats import FORMATS, FormatName, Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.model.config import GPTConfig
