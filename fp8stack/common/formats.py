@@ -16,7 +16,6 @@ from fp8stack.common.errors import quoted
 if TYPE_CHECKING:
     import torch
 
-Fp8Name = Literal["e4m3", "e5m2"]
 FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
 """Formats that hardware and checkpoints have for operands; see `ELEMENT_FORMATS` for others."""
 ScaleRounding = Literal["rceil", "floor", "even"]
