@@ -488,7 +488,7 @@ OF_RECIPE: dict[str, tuple[str, Put]] = {
         after(
             cast, "encode",
             lambda codes, scaled, target, bits=None: torch.where(
-                scaled.abs() > target.max, codes | 0xF, codes
+                scaled.abs() > target.max, codes + 1, codes
             ),
         ),
     ),
@@ -510,9 +510,9 @@ OF_RECIPE: dict[str, tuple[str, Put]] = {
             ),
         ),
     ),
-    "random rounding has eight bits, and goes up too often": (
+    "random rounding has four bits, and goes up too often": (
         "rounding: *mean",
-        after(RandomBits, "bits", lambda bits, *arguments: bits >> 24 << 24),
+        after(RandomBits, "bits", lambda bits, *arguments: bits >> 28 << 28),
     ),
     "the margin of one's own format is ignored": (
         "histories: e3m4*",

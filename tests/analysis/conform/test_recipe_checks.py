@@ -57,8 +57,8 @@ def test_every_quantizer_of_a_recipe_is_checked_and_nothing_else(context: Contex
         "e5m1, block [1, 64], scale power_of_two, stochastic, ",
         "e2m1, block [1, 32], scale e8m0, scale_rounding rceil, nearest, ",
     }
-    ways = ("bytes, eager", "values, by torch's operators")
-    ways += ("values, by numba in 1 thread", "values, by numba in 3 threads")
+    ways = ["bytes, eager", "values, by torch's operators"]
+    ways += ["values, by numba in 1 thread", "values, by numba in 3 threads"]
     expected = {("quantizers", kind + way) for kind in kinds for way in ways}
     assert {row for row in rows if row[0] == "quantizers"} == expected
     random = "e5m1, block [1, 64], scale power_of_two, stochastic, "
