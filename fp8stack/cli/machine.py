@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli import options
+from fp8stack.cli import completion, options
 from fp8stack.cli.options import option
 from fp8stack.common.terminal import show
 
+RECIPE = option(
+    "Check the quantizers and GEMMs of this recipe or TOML file. [everything]",
+    autocompletion=completion.RECIPES,
+)
 ONLY = option("Checks to run: part of a name such as 'gemms: ', or a pattern with * and ?.")
 OUT = option("File to write the report to, as JSON.")
 QUICK = option("Short form: smaller inputs, nothing compiled; under 20 seconds.", "--quick")
@@ -35,6 +39,7 @@ def doctor(
 
 def conform(
     device: Annotated[str, options.DEVICE] = "auto",
+    recipe: Annotated[str | None, RECIPE] = None,
     quick: Annotated[bool, QUICK] = False,
     only: Annotated[str | None, ONLY] = None,
     seed: Annotated[int, option("Seed of the random inputs. [0]", min=0, max=2**31)] = 0,
@@ -53,7 +58,8 @@ def conform(
     from fp8stack.precision import probe
 
     file = suite.file_for(out)
-    context = Context(probe(device), quick, seed=seed)
+    chosen = None if recipe is None else suite.recipe_to_check(recipe)
+    context = Context(probe(device), quick, seed=seed, recipe=chosen)
     with Screen(stderr=True).status("checking") as status:
         report = suite.run(context, only, lambda name: status.update(Text(name)), file)
     if json:

@@ -1,22 +1,23 @@
 """Number formats and quantizers as data. No tensor here; torch only to name its types.
 
 Sources: IEEE 754 (fp32, fp16), "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and
-E5M2, and the OCP Microscaling specification 1.0 for E8M0, E2M1, E2M3 and E3M2.
+E5M2, and the OCP Microscaling specification 1.0 for E8M0, E2M1, E2M3 and E3M2. For formats of one's
+own, see `ELEMENT_FORMATS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
+
+from fp8stack.common.errors import quoted
 
 if TYPE_CHECKING:
     import torch
 
-Fp8Name = Literal["e4m3", "e5m2"]
 FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
-"""Formats that an operand can be quantized to."""
+"""Formats that hardware and checkpoints have for operands; see `ELEMENT_FORMATS` for others."""
 ScaleRounding = Literal["rceil", "floor", "even"]
 """Rules that round a block's scale to a power of two: see `numerics.scales.e8m0_code`."""
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -33,7 +34,8 @@ class Format:
     of one value each (tf32 is stored in float32, FP4 and FP6 as codes in bytes).
 
     `max` is the largest finite value, `min_normal` the smallest positive normal one,
-    `min_subnormal` the smallest positive one, None where there are no subnormals.
+    `min_subnormal` the smallest positive one, which is `min_normal` without mantissa bits; None for
+    E8M0.
     """
 
     name: str
@@ -74,6 +76,16 @@ class Format:
     def bias(self) -> int:
         """The exponent's bias."""
         return (1 << self.exponent_bits - 1) - 1
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether hardware or checkpoints have it, unlike a format of one's own."""
+        return self.name in FORMATS
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code is a NaN."""
+        return self.specials != "finite"
 
     @property
     def has_inf(self) -> bool:
@@ -136,15 +148,45 @@ def fp8_format(name: str) -> Format:
     return FORMATS[name]
 
 
+def _element_format(exponent_bits: int, mantissa_bits: int) -> Format:
+    name = f"e{exponent_bits}m{mantissa_bits}"
+    specials: Literal["ieee", "fn", "finite"] = "finite"
+    if exponent_bits + mantissa_bits == 7:
+        specials = "ieee" if exponent_bits > 1 and mantissa_bits else "fn"
+    return Format(name, exponent_bits, mantissa_bits, specials, None, "none")
+
+
+ELEMENT_FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (_element_format(x, y) for x in range(1, 8) for y in range(8 - x))
+} | {name: FORMATS[name] for name in get_args(FormatName)}
+"""Every format `eXmY` that an operand can be quantized to: a sign, X exponent bits and Y mantissa
+bits, of 8 bits at most.
+
+Beside the shipped ones, formats below 8 bits have finite values alone, as OCP's FP6 and FP4. Those
+of 8 bits are IEEE-like, as E5M2 and ml_dtypes' float8_e3m4: the topmost exponent holds infinities
+and NaNs. Where that would leave no normal value (e1m6) or no NaN (e7m0), all ones are the only NaN,
+as in E4M3 and E8M0."""
+
+
 def quantized_format(name: str) -> Format:
     """The format called `name`, one that operands are quantized to.
 
     Raises:
         ValueError: any other name.
     """
-    if name not in get_args(FormatName):
-        raise ValueError(f"No format '{name}'. Known: {', '.join(get_args(FormatName))}.")
-    return FORMATS[name]
+    if name not in ELEMENT_FORMATS:
+        known = ", ".join(get_args(FormatName))
+        raise ValueError(
+            f"No format '{quoted(name)}'. Known: {known}, and eXmY with X >= 1 exponent bits and "
+            "Y mantissa bits, X + Y <= 7, such as e3m4"
+        )
+    return ELEMENT_FORMATS[name]
+
+
+def named_format(name: str) -> Format | None:
+    """The format of an operand or of `FORMATS` that is called `name`; None if there is none."""
+    return FORMATS.get(name) or ELEMENT_FORMATS.get(name)
 
 
 BlockSize = Literal["tensor", "row"] | tuple[int, int]
@@ -156,7 +198,8 @@ class Quantizer:
     """The rules by which one operand of a GEMM is quantized.
 
     Attributes:
-        format: the elements' format: e4m3, e5m2 (FP8), e2m3, e3m2 (FP6), e2m1 (FP4).
+        format: the elements' format: e4m3, e5m2 (FP8), e2m3, e3m2 (FP6), e2m1 (FP4), or one's own,
+            see `ELEMENT_FORMATS`.
         block: the elements that share a scale: "tensor" all, "row" a row along the GEMM's
         reduction, (1, n) n in a row along the reduction, (n, n) a square.
         scale: float32, float32 rounded down to a power_of_two, e8m0 (OCP Microscaling), or e4m3 of
@@ -176,7 +219,7 @@ class Quantizer:
         ValueError: an unknown value, or fields that do not go together.
     """
 
-    format: FormatName = "e4m3"
+    format: str = "e4m3"
     block: BlockSize = "tensor"
     scale: ScaleFormat = "float32"
     scale_rounding: ScaleRounding = "rceil"
@@ -189,7 +232,7 @@ class Quantizer:
     hadamard: Literal[0, 16, 32] = 0
 
     def __post_init__(self) -> None:
-        quantized_format(self.format)
+        element = quantized_format(self.format)
         if isinstance(self.block, list):  # as messages and files write it
             object.__setattr__(self, "block", tuple(self.block))
         if isinstance(self.block, str):
@@ -206,8 +249,10 @@ class Quantizer:
         if self.scale in ("e8m0", "e4m3") and isinstance(self.block, str):
             raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
         if self.scale == "e4m3" and self.format != "e2m1":
-            raise ValueError("scale = 'e4m3' is for format = 'e2m1' alone")
-        if FORMATS[self.format].bits < 8 and isinstance(self.block, str):
+            raise ValueError("scale = 'e4m3' is for format = 'e2m1' alone (NVFP4)")
+        # Without scales of blocks, a GEMM adds up the products of the elements themselves.
+        overflows = element.max**2 * _MOST_TERMS > FORMATS["fp32"].max
+        if (element.bits < 8 or overflows) and isinstance(self.block, str):
             raise ValueError(f"format = '{self.format}' needs a block such as [1, 32]")
         if self.delayed and (self.block != "tensor" or self.scale != "float32" or self.hadamard):
             raise ValueError(
@@ -219,6 +264,11 @@ class Quantizer:
             raise ValueError("margin is a whole number from -64 to 64")
         if not 0 <= self.eps < math.inf:
             raise ValueError("eps is a number from 0")
+
+    @property
+    def element(self) -> Format:
+        """The elements' format."""
+        return ELEMENT_FORMATS[self.format]
 
     @property
     def delayed(self) -> bool:
@@ -242,8 +292,8 @@ class Quantizer:
 
     @property
     def element_bits(self) -> int:
-        """The bits that an element takes in memory: FP6 has a byte to itself."""
-        return 4 if self.format == "e2m1" else 8
+        """The bits that an element takes in memory: two codes of at most 4 bits share a byte."""
+        return 4 if self.element.bits <= 4 else 8
 
     @property
     def scale_bytes(self) -> int:
@@ -252,15 +302,31 @@ class Quantizer:
 
     @property
     def exact_in_bf16(self) -> bool:
-        """Whether what a GEMM multiplies has at most 8 significant bits: the elements, times the
-        scale of their block where there are blocks."""
-        return self.blocks is None or self.scale != "float32"
+        """Whether bfloat16 represents what a GEMM multiplies: the elements, times the scale of
+        their block where there are blocks."""
+        return self._bf16_represents(scaled=self.blocks is not None)
 
     @property
     def exact_across_in_bf16(self) -> bool:
         """`exact_in_bf16`, for a GEMM that takes what fprop had and reduces over its rows: there
         values carry the scales of rows as well."""
-        return self.per_tensor or self.scale != "float32"
+        return self._bf16_represents(scaled=not self.per_tensor)
+
+    def _bf16_represents(self, *, scaled: bool) -> bool:
+        """Whether bfloat16 has the range and the significant bits of the elements, `scaled` or not.
+        A product has at most the bits of both factors."""
+        bf16, element = FORMATS["bf16"], self.element
+        bits = element.mantissa_bits + 1 + (_SCALE_BITS[self.scale] if scaled else 0)
+        has_range = bf16.min_normal <= (element.min_subnormal or 0) and element.max <= bf16.max
+        return has_range and bits <= bf16.mantissa_bits + 1
+
+    def __str__(self) -> str:
+        block = self.block if isinstance(self.block, str) else list(self.block)
+        words = [self.format, f"block {block}", f"scale {self.scale}"]
+        words += [f"from {self.history_length} amaxes"] * self.delayed
+        words += [f"scale_rounding {self.scale_rounding}"] * (self.scale == "e8m0")
+        words += [f"hadamard {self.hadamard}"] * bool(self.hadamard)
+        return ", ".join([*words, self.rounding])
 
     @property
     def turns(self) -> bool:
@@ -268,6 +334,11 @@ class Quantizer:
         square = self.per_tensor or (self.blocks is not None and self.blocks[0] > 1)
         return square and not self.hadamard and not self.stochastic
 
+
+_SCALE_BITS = {"float32": 24, "power_of_two": 0, "e8m0": 0, "e4m3": 4}
+"""The significant bits that a scale adds to those of an element."""
+_MOST_TERMS = 2**20
+"""The most products that a GEMM is expected to add up."""
 
 # The values of the fields that have one of a few values.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -280,159 +351,3 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))
-
-Operand = Literal["input", "weight", "grad_output"]
-OPERANDS: tuple[Operand, ...] = get_args(Operand)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantizers:
-    """The quantizers of a linear's three GEMMs: y = x w^T (fprop), dx = dy w (dgrad), dw = dy^T x
-    (wgrad).
-
-    `input` and `weight` quantize the operands of fprop, `grad_output` the gradient in dgrad.
-    `input_wgrad`, `weight_dgrad` and `grad_output_wgrad` quantize the second copy of an operand,
-    for the GEMM that reduces over its rows. None leaves an operand in the compute dtype; "forward"
-    takes the values that fprop had.
-
-    Raises:
-        ValueError: two operands of a GEMM with different Hadamard transforms, or "forward" for
-            values that were transformed.
-    """
-
-    input: Quantizer | None = None
-    weight: Quantizer | None = None
-    grad_output: Quantizer | None = None
-    input_wgrad: Quantizer | Literal["forward"] | None = None
-    weight_dgrad: Quantizer | Literal["forward"] | None = None
-    grad_output_wgrad: Quantizer | None = None
-
-    def __post_init__(self) -> None:
-        for gemm, (first, second) in self.gemms.items():
-            transforms = [q.hadamard if isinstance(q, Quantizer) else 0 for q in (first, second)]
-            if transforms[0] != transforms[1]:
-                raise ValueError(
-                    f"{gemm}: hadamard = {transforms[0]} and {transforms[1]}, which would not "
-                    "cancel. Give both operands the same"
-                )
-        for name in OPERANDS:
-            along = self.along(name)
-            if self.across(name) == "forward" and along is not None and along.hadamard:
-                raise ValueError(
-                    f"{name}: hadamard = {along.hadamard} mixes the forward values that its "
-                    "backward GEMM is to take. Use hadamard = 0 or backward = 'high_precision'"
-                )
-
-    def along(self, operand: Operand) -> Quantizer | None:
-        """The quantizer of the copy whose columns its GEMM reduces over: fprop's, and dgrad's
-        grad_output."""
-        quantizer: Quantizer | None = getattr(self, operand)
-        return quantizer
-
-    def across(self, operand: Operand) -> Quantizer | Literal["forward"] | None:
-        """The quantizer of the copy whose rows its GEMM reduces over: wgrad's, and dgrad's
-        weight."""
-        quantizer: Quantizer | Literal["forward"] | None = getattr(self, _ACROSS[operand])
-        return quantizer
-
-    @property
-    def gemms(self) -> dict[str, tuple[Quantizer | None, Quantizer | Literal["forward"] | None]]:
-        """The quantizers of both operands of each GEMM: `fprop`, `dgrad`, `wgrad`."""
-        return {
-            gemm: (getattr(self, first), getattr(self, second))
-            for gemm, (first, second) in _FIELDS.items()
-        }
-
-    def values(self, gemm: str) -> tuple[Quantizer | None, Quantizer | None]:
-        """The quantizers that give the values of a GEMM's operands: fprop's for "forward"."""
-        first, second = self.gemms[gemm]
-        if second == "forward":
-            second = self.weight if gemm == "dgrad" else self.input
-        return first, second
-
-    def only(self, gemms: Collection[str]) -> Quantizers:
-        """The quantizers of the operands of some GEMMs, and those whose forward values they take;
-        the operands of the other GEMMs have none."""
-        fields = {name: getattr(self, name) for gemm in gemms for name in _FIELDS[gemm]}
-        for operand, across in _ACROSS.items():
-            if fields.get(across) == "forward":
-                fields[operand] = getattr(self, operand)
-        return Quantizers(**fields)
-
-    @property
-    def each(self) -> dict[str, Quantizer]:
-        """All quantizers by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
-        quantizers: dict[str, Quantizer] = {}
-        for operand in OPERANDS:
-            along, across = self.along(operand), self.across(operand)
-            if along is not None:
-                quantizers[operand] = along
-            if isinstance(across, Quantizer):
-                quantizers[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
-        return quantizers
-
-    @property
-    def casts(self) -> dict[str, Quantizer]:
-        """The quantizers that need a cast: if both copies of an operand are quantized alike, one
-        cast serves both."""
-        by_place = self.each
-        return {
-            place: quantizer
-            for place, quantizer in by_place.items()
-            if "." not in place or quantizer != by_place.get(place.partition(".")[0])
-        }
-
-    def turned(self, operand: Operand) -> bool:
-        """Whether the second copy of an operand holds the first one's values, transposed."""
-        along, across = self.along(operand), self.across(operand)
-        return across == "forward" or (along == across and (along is None or along.turns))
-
-    @property
-    def bits(self) -> int:
-        """The fewest bits of an element in any operand."""
-        return min(FORMATS[q.format].bits for q in self.each.values())
-
-    @property
-    def delayed(self) -> bool:
-        """Whether any scale comes from earlier passes."""
-        return any(q.delayed for q in self.each.values())
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether any operand is rounded at random."""
-        return any(q.stochastic for q in self.each.values())
-
-    @property
-    def exact_in_bf16(self) -> bool:
-        """Whether all values that the GEMMs multiply have at most 8 significant bits."""
-        again = [self.along(name) for name in OPERANDS if self.across(name) == "forward"]
-        exact = all(q.exact_in_bf16 for q in self.each.values())
-        return exact and all(q is None or q.exact_across_in_bf16 for q in again)
-
-    @property
-    def by_bf16_gemms(self) -> bool:
-        """Whether GEMMs of bfloat16 operands to bfloat16 outputs, with at most a scale for all of
-        the output, give the products of the quantized operands, rounded once."""
-        return self.exact_in_bf16 and all(q.block != "row" for q in self.each.values())
-
-    def bf16_holds(self, gemm: str) -> bool:
-        """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
-        most 8 significant bits."""
-        first, second = self.gemms[gemm]
-        if second == "forward":
-            again = self.weight if gemm == "dgrad" else self.input
-            second = again if again is not None and again.exact_across_in_bf16 else None
-        return all(q is not None and q.exact_in_bf16 for q in (first, second))
-
-
-_FIELDS = {
-    "fprop": ("input", "weight"),
-    "dgrad": ("grad_output", "weight_dgrad"),
-    "wgrad": ("grad_output_wgrad", "input_wgrad"),
-}
-"""The fields of `Quantizers` for the first and the second operand of each GEMM."""
-_ACROSS: dict[str, str] = {
-    "input": "input_wgrad",
-    "weight": "weight_dgrad",
-    "grad_output": "grad_output_wgrad",
-}

@@ -26,7 +26,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.kernels.replay import Replayed
 from fp8stack.layers.passes import Pass, Passes
 from fp8stack.layers.shared_amaxes import (

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.kernels.matmul_precision import exact_matmul
 from fp8stack.layers.linear import Call, QuantizedLinear, Size
@@ -204,7 +205,7 @@ class EmulatedOperand(OperandQuantizers):
         self.packs = save_fp8 and name != "grad_output"
         self.bytes_of_rows: torch.dtype | None = None
         if isinstance(across, Quantizer) and across == along and across.per_tensor:
-            self.bytes_of_rows = FORMATS[across.format].dtype if across.turns else None
+            self.bytes_of_rows = across.element.dtype if across.turns else None
         separate = self.slot_across is not None and self.slot_across is not self.slot
         self.always_records = separate and name != "grad_output" and not self.packs
         in_bf16 = along is not None and along.exact_in_bf16

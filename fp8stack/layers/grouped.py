@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Operand
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels.grouped_gemm import grouped_gemm, sum_groups
 from fp8stack.layers.linear import (

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.emulate import EmulateBackend, Emulated, EmulatedOperand, Form, in_bf16
@@ -125,7 +126,7 @@ def _fp8_of(quantizer: object) -> torch.dtype | None:
     """`GroupedForm.fp8` of a copy."""
     if not isinstance(quantizer, Quantizer) or quantizer.blocks is not None:
         return None
-    return FORMATS[quantizer.format].dtype
+    return quantizer.element.dtype
 
 
 def _of_groups(rule: Rounding | None) -> GroupRounding | None:

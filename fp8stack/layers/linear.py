@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Operand
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.fsdp import FullWeight
 from fp8stack.layers.operands import LayerOperands

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack import numerics
-from fp8stack.common.formats import Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.fsdp import FullWeight
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.kernels.activations import ACTIVATIONS

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.delayed import Slots
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.numerics import RandomBits

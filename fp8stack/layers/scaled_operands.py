@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.emulate import EmulatedOperand
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.scaled_gemm import MULTIPLES, ScaleLayout
@@ -59,7 +60,7 @@ class ScaledOperand(OperandQuantizers):
         assert self.along is not None
         self.quantizer = self.along
         self.kind = _kind_of_scales(self.along)
-        self.target = FORMATS[self.along.format]
+        self.target = self.along.element
         self.cached: CachedWeight | None = None
         self.in_batched_cast = self.kind in (
             ScaleLayout.PER_TENSOR,

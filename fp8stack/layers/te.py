@@ -28,7 +28,7 @@ from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorId
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import FORMATS, Quantizers
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.layers.backend import Backend, Norm
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.grouped import GroupedSize
@@ -298,7 +298,7 @@ class TEBackend(Backend):
         self.group_multiple = {"mxfp8": 32, "nvfp4": 128}.get(str(kernel_of(quantizers)), 16)
         self.te_recipe = te_recipe(quantizers)
         self.input = quantizers.input  # all layers that TE runs have this quantizer
-        self.hides_nan = FORMATS[self.input.format].dtype is None
+        self.hides_nan = not self.input.element.has_nan
         # Keys are the path (where attention has slots), heads, groups and width.
         self._attention: dict[tuple[str, int, int, int], StatelessTEModule] = {}
         if plan.recipe.fp8_attention:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import OPERANDS, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
 from fp8stack.layers.emulate import EmulateBackend, Emulated, in_bf16

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import AmaxAlgorithm, Fp8Name, Quantizer, fp8_format
+from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.numerics.cast import FLT_MAX, record_amax
 
 
@@ -34,7 +34,7 @@ class AmaxHistory:
     slots recorded since the last update, are float32 [slots] and changed in place.
 
     Args:
-        slots: the format of each slot by name, "e4m3" or "e5m2", or its quantizer, whose length,
+        slots: the format of each slot by name, such as "e4m3", or its quantizer, whose length,
             margin and algorithm take precedence over the arguments below.
         length: the number of amaxes in the window.
         margin: headroom in bits: the amax is scaled to `fp8_max * 2^-margin`.
@@ -106,7 +106,7 @@ class AmaxHistory:
                     f"The amax history has a slot '{slot}' already. Give it another name."
                 )
             if isinstance(quantizer, str):
-                quantizer = replace(self._default, format=cast(Fp8Name, fp8_format(quantizer).name))
+                quantizer = replace(self._default, format=quantizer)
             if not quantizer.per_tensor:
                 raise ValueError(
                     f"Slot '{slot}': a history has no scale for block = {quantizer.block}"
@@ -304,7 +304,7 @@ class _Rules(NamedTuple):
 
     @staticmethod
     def of(quantizers: Sequence[Quantizer], history: Tensor) -> _Rules:
-        targets = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+        targets = [q.element.max * 2.0**-q.margin for q in quantizers]
         recent = [q.amax_algorithm == "most_recent" for q in quantizers]
         rows = [len(history) - q.history_length for q in quantizers]
         place = history.device

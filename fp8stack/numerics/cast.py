@@ -119,14 +119,14 @@ def _power_of_two(values: Tensor) -> Tensor:
 
 def encode(scaled: Tensor, target: Format, bits: Tensor | None = None) -> Tensor:
     """The codes of float32 values, saturated and rounded as `round_to_format` does: uint8. NaN is
-    0x7F in FP8, the largest value in other formats."""
+    0x7F in formats of 8 bits, the largest value in others."""
     size = round_to_format(scaled, target, bits).abs()
     mantissa = target.mantissa_bits
     normal = (size.view(torch.int32) >> (23 - mantissa)) - ((127 - target.bias) << mantissa)
     steps = size * (1.0 / float(target.min_subnormal or 1))  # exact
     codes = torch.where(size < target.min_normal, steps.to(torch.int32), normal)
     codes = codes + (scaled.signbit().to(torch.int32) << (target.bits - 1))
-    nan_code = _NAN_CODE if target.dtype is not None else target.max_code
+    nan_code = _NAN_CODE if target.has_nan else target.max_code
     return torch.where(scaled.isnan(), nan_code, codes).to(torch.uint8)
 
 
@@ -176,7 +176,7 @@ def tensor_scale(
 
     Args:
         amax: float32, any shape; one per tensor or one per block.
-        format: see `FormatName`.
+        format: see `ELEMENT_FORMATS`.
         margin: headroom in bits.
         power_of_two: round the scale down to a power of two.
         eps: the least amax.

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Quantizer
+from fp8stack.common.formats import Quantizer, named_format
 from fp8stack.numerics.blocks import block_amax, block_sizes, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
@@ -78,7 +78,7 @@ def quantization_error(
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
-    target = FORMATS[quantizer.format]
+    target = quantizer.element
     sizes = [1, 1] if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
     # A block of all rows spans several chunks.
     tall = sizes[0] >= len(x) > 1
@@ -187,7 +187,9 @@ def headroom_bits(largest: float, format: str) -> float | None:
     is clipped; None for zeros and values that are not finite."""
     if not 0 < largest < math.inf:
         return None
-    return math.log2(FORMATS[format].max) - math.log2(largest)
+    target = named_format(format)
+    assert target is not None
+    return math.log2(target.max) - math.log2(largest)
 
 
 def _figures(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8stack.common.formats import FORMATS
 from fp8stack.common.terminal import warn
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
@@ -187,7 +186,7 @@ def _plan(
     """The work of a cast without its addresses, whether it needs an amax first, and its results."""
     rule = _RULES[number]
     results, quantizer = _results(rule, rows, columns, bf16), rule.quantizer
-    target, scale = FORMATS[quantizer.format], quantizer.scale
+    target, scale = quantizer.element, quantizer.scale
     kernels = _loaded()[0]
     work: CastWork = kernels.CastWork()
     work.source_bf16, work.result_bf16 = dtype == torch.bfloat16, bf16

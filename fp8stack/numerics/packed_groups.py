@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.groups import drawn_from, multiple_of, rule_of, spans, split_groups
 from fp8stack.numerics.operators import operator_on_any_device
@@ -68,7 +68,7 @@ class GroupPacking:
 
 def _has_factor(quantizer: Quantizer) -> bool:
     """Whether `unpack` gives a factor."""
-    lacks_nan = FORMATS[quantizer.format].dtype is None
+    lacks_nan = not quantizer.element.has_nan
     return quantizer.blocks is None or quantizer.scale == "e4m3" or lacks_nan
 
 
@@ -100,7 +100,7 @@ def _memory(x: Tensor, groups: int, quantizer: Quantizer) -> list[Tensor]:
         data, scales = (groups * rows for rows in _rows_of(x.shape[1], quantizer))
     else:
         data, scales = _rows_of(x.shape[0], quantizer, groups)
-    element = FORMATS[quantizer.format].dtype or torch.uint8
+    element = quantizer.element.dtype or torch.uint8
     stored = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
     scale_dtype = stored.get(quantizer.scale, torch.float32)
     return [

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Quantizer
+from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_sizes,
@@ -35,9 +35,10 @@ class Quantized(NamedTuple):
     """A tensor in few bits.
 
     Attributes:
-        data: float8 of the shape of `x` for E4M3 and E5M2; for FP6 uint8, a code to a byte; for FP4
-            uint8, two codes to a byte along `dim`, the even element in the low half, an odd length
-            filled up with code 0. A code is sign, exponent and mantissa from its top bit down.
+        data: float8 of the shape of `x` for E4M3 and E5M2; for other formats of more than 4 bits
+            uint8, a code to a byte; for FP4 uint8, two codes to a byte along `dim`, the even
+            element in the low half, an odd length filled up with code 0. A code is sign, exponent
+            and mantissa from its top bit down.
         scales: what multiplies out: 0-dim float32 for block = "tensor", the shape of `x` with `dim`
             of size 1 for "row", otherwise the shape of `x` divided by the block, rounded up:
             float32, `float8_e8m0fnu`, or `float8_e4m3fn`, above which stands `amax / 2688`.
@@ -45,8 +46,8 @@ class Quantized(NamedTuple):
         quantizer: how it was made.
         dim: the dimension that its GEMM reduces over, from 0.
         shape: of `x`.
-        has_nan: bool, 0-dim: whether there was a NaN. FP4 and FP6 have no code for it and hold
-            their largest value there.
+        has_nan: bool, 0-dim: whether there was a NaN. Formats below 8 bits have no code for it and
+            hold their largest value there.
 
     With a Hadamard transform, the attributes describe the transformed tensor, whose `dim` is padded
     to a multiple of the transform's size, but for `shape`, the shape of `x` before.
@@ -124,7 +125,7 @@ def _bytes(
         stored = scales.stored.reshape(largest.shape[::2])
         if quantizer.scale == "e8m0":
             stored = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
-    target = FORMATS[quantizer.format]
+    target = quantizer.element
     if target.dtype is None:
         return encode(scaled, target, bits), stored, largest
     data = saturated(scaled, target) if bits is None else encode(scaled, target, bits)
@@ -176,7 +177,7 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
         values = values * _per_element(scales, quantized, values)
         if quantizer.scale == "e4m3":
             factor = quantized.amax * OUT_OF_TWO_LEVELS  # the upper of two levels
-    if FORMATS[quantizer.format].dtype is None:
+    if not quantizer.element.has_nan:
         factor_or_one = torch.ones_like(quantized.amax) if factor is None else factor
         factor = torch.where(quantized.has_nan, torch.nan, factor_or_one)
     return values, factor
@@ -186,10 +187,10 @@ def _elements(quantized: Quantized) -> Tensor:
     """The values of the codes in float32, without scales."""
     data, quantizer = quantized.data, quantized.quantizer
     dim, shape = quantized.dim, quantized.shape
-    target = FORMATS[quantizer.format]
+    target = quantizer.element
     if target.dtype is not None:
         return data.to(torch.float32)
-    if target.bits == 4:
+    if quantizer.element_bits == 4:
         padding = -shape[dim] % quantizer.hadamard if quantizer.hadamard else 0
         data = _unpacked(data, dim, shape[dim] + padding)
     table = [target.decode(code) for code in range(1 << target.bits)]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Format, Quantizer
+from fp8stack.common.formats import Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax, record_amax, round_to_format
@@ -114,7 +114,7 @@ class Rounding(RoundingRule):
         bits = None
         if quantizer.stochastic and generator is not None:
             bits, _ = split_into_blocks(generator.bits(*x.shape), sizes)
-        values = round_scaled(blocks, scales, FORMATS[quantizer.format], bits)
+        values = round_scaled(blocks, scales, quantizer.element, bits)
         return Rounded(restore(values), scales.factor)
 
     @cached_property

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from fp8stack.common.formats import OPERANDS, Quantizers
+from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import Slot

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal
 
-from fp8stack.common.formats import FormatName, Quantizer
+from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.steps import TracedStep
 from fp8stack.planning.trace import Trace, trace
@@ -103,7 +103,7 @@ class Cast:
     @property
     def to_fp8(self) -> bool:
         """Whether the target is FP8, FP6 or FP4."""
-        return self.target.split(" ")[0] in get_args(FormatName)
+        return self.target.split(" ")[0] in ELEMENT_FORMATS
 
 
 def stored_dtype(dtype: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from fp8stack.common.formats import FORMATS
+from fp8stack.common.formats import ELEMENT_FORMATS
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.common.tables import aligned
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.operations import (
@@ -93,12 +94,30 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
 
 
 def as_lines(table: PrecisionTable) -> list[str]:
-    """The lines below the operations: casts and notes."""
+    """The lines below the operations: casts, quantizers and notes."""
     lines = [_counts(table, "micro-batch")]
     if table.accumulate > 1 or any(cast.per == "step" for cast in table.casts):
         lines.append(_counts(table, "step"))
-    lines += _where(table.casts)
+    lines += [*_where(table.casts), *_quantizers(table.plan)]
     return lines + [f"note: {note}" for note in table.notes]
+
+
+def _quantizers(plan: Plan) -> list[str]:
+    """A line for each table of quantizers that layers have: their formats, blocks, scales and
+    rounding."""
+    precisions: dict[Quantizers, list[str]] = {}
+    for layer in plan.layers:
+        if layer.quantizers is not None:
+            precisions.setdefault(layer.quantizers, []).append(layer.precision)
+    lines = []
+    for quantizers, names in precisions.items():
+        places: dict[str, list[str]] = {}
+        for place, quantizer in quantizers.each.items():
+            if place in quantizers.casts:
+                places.setdefault(str(quantizer), []).append(place)
+        phrases = [f"{', '.join(of_rules)}: {rules}" for rules, of_rules in places.items()]
+        lines.append(f"quantizers of {', '.join(dict.fromkeys(names))}: {'; '.join(phrases)}")
+    return lines
 
 
 def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
@@ -110,7 +129,7 @@ def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
     if not to_fp8 and not between:
         return f"casts per {unit}: none"
     formats = {cast.target.split(" ")[0] for cast in table.casts if cast.to_fp8}
-    bits = sorted({FORMATS[name].bits for name in formats}) or [8]
+    bits = sorted({ELEMENT_FORMATS[name].bits for name in formats}) or [8]
     low = " and ".join(f"FP{width}" for width in bits)
     return f"casts per {unit}: {to_fp8} tensors to {low}, {between} between other dtypes"
 

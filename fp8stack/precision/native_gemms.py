@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fp8stack.common.formats import OPERANDS, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Quantizers
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.native_gemms import (
     feature_multiple,

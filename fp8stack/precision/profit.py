@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.precision.gpus import Gpu
 
 Shape = tuple[int, int, int]

@@ -13,24 +13,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import (
-    OPERANDS,
     AmaxAlgorithm,
-    FormatName,
     Quantizer,
-    Quantizers,
     ScaleFormat,
     ScaleRounding,
+    quantized_format,
 )
+from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPrecision = Literal["compute", "fp32", "mxfp8", "delayed", "current"]
 ResidualDtype = Literal["fp32", "bf16"]
+ElementFormat = Annotated[str, AfterValidator(lambda name: quantized_format(name).name)]
+"""The name of a format of `ELEMENT_FORMATS`."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _Fields(BaseModel):
 class QuantizerFields(_Fields):
     """The keys of a quantizer in a recipe's file."""
 
-    format: FormatName | None = None
+    format: ElementFormat | None = None
     block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
     scale: ScaleFormat | None = None
     amax: Literal["current", "delayed"] | None = None
@@ -340,8 +341,8 @@ class _Tables(_Fields):
     weight: _Weight | Literal["none"] | None = None
     grad_output: _GradOutput | Literal["none"] | None = None
     backward: Annotated[str, Field(min_length=1)] | None = None
-    forward_format: FormatName | None = None
-    backward_format: FormatName | None = None
+    forward_format: ElementFormat | None = None
+    backward_format: ElementFormat | None = None
     power_of_two: bool | None = None
 
 

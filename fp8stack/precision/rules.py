@@ -12,7 +12,8 @@ from typing import get_args
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UnservedAttention, UserError, described, unknown
-from fp8stack.common.formats import FORMATS, Quantizers
+from fp8stack.common.formats import FORMATS
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.native_gemms import (
@@ -34,6 +35,7 @@ from fp8stack.precision.torch_gemms import (
     slow_gemms,
     too_special,
     unable_in_all_gemms,
+    without_hardware,
 )
 
 # The order in which "auto" tries the backends for FP8. Nothing is measured yet; Transformer Engine
@@ -241,7 +243,7 @@ def _resolve_fp8(
     unable: dict[str, str] = {name: _unable(name, quantizers, hardware) for name in PREFERENCE}
     if capability is None:
         lacking = f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
-        problem = unable.get(backend, lacking)
+        problem = unable.get(backend, without_hardware(quantizers) or lacking)
         if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
             return planned("torch", reason, substitutes=False)
@@ -250,10 +252,13 @@ def _resolve_fp8(
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
-        # On these GPUs emulation is nearly as fast as bf16: worth it where nothing else is exact.
+        # On GPUs with bf16, emulation is nearly as fast as bf16: worth it where nothing else is
+        # exact. A format of one's own is for study: it is emulated on every GPU.
         special = capability >= (8, 9) and too_special(quantizers)
-        if special or (kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)):
-            return planned("emulate", f"{problem}: emulated by bf16 GEMMs on the exact operands")
+        other = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
+        if special or other or quantizers.own_formats:
+            dtype = _compute_dtypes(recipe, "emulate", hardware)[0]
+            return planned("emulate", f"{problem}: emulated by {dtype} GEMMs on the exact operands")
         return _without_fp8(requested, problem, hardware)
     chosen = next((name for name in able if name == backend), able[0])
     if backend not in ("auto", chosen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fp8stack.common.formats import Quantizers
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.hardware import Hardware, version_pair
 from fp8stack.precision.native_gemms import (
     BLACKWELL,
@@ -26,9 +26,10 @@ def plain_gemms(quantizers: Quantizers, hardware: Hardware) -> dict[str, str]:
     kernels = kernels_of(quantizers)
     for gemm in quantizers.gemms:
         special = too_special(quantizers.only([gemm]))
+        own = without_hardware(quantizers.only([gemm]))
         if None in quantizers.values(gemm):
             plain[gemm] = ""
-        elif problem := lacking_hardware(kernels[gemm], hardware) or special:
+        elif problem := own or lacking_hardware(kernels[gemm], hardware) or special:
             plain[gemm] = problem
         elif kernels[gemm] == "block" and BLACKWELL.have(hardware.capability):
             # Only TE can run it on 10.x: as MXFP8 with the block recipe's scales.
@@ -97,6 +98,12 @@ def too_special(quantizers: Quantizers) -> str:
         if all(q is not None and q.format == "e5m2" for q in quantizers.values(gemm)):
             return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
     return ""
+
+
+def without_hardware(quantizers: Quantizers) -> str:
+    """The reason that no hardware multiplies operands in formats of one's own; "" without one."""
+    own = quantizers.own_formats
+    return f"no hardware multiplies {' and '.join(own)}" if own else ""
 
 
 def kind_of(hardware: Hardware) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import gfloat
@@ -11,9 +12,10 @@ import pytest
 import torch
 from gfloat import formats as gfloats
 
-from fp8stack.common.formats import FormatName, Quantizers, fp8_format
+from fp8stack.common.formats import FormatName, fp8_format, named_format, quantized_format
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.numerics import FORMATS, Quantizer
-from tests.support.oracles import BITS, MAX, ML_DTYPES, decoded
+from tests.support.oracles import BITS, MAX, ML_DTYPES, OWN_FORMATS, decoded, values_by_definition
 
 GFLOAT = {
     "e4m3": gfloats.format_info_ocp_e4m3, "e5m2": gfloats.format_info_ocp_e5m2,
@@ -28,7 +30,9 @@ TORCH_DTYPES = {
 
 def assert_same_bits(name: str, codes: list[int] | range, expected: np.ndarray) -> None:
     """Check that the codes decode to the expected numbers, including the signs of zeros."""
-    decoded_values = np.array([FORMATS[name].decode(code) for code in codes])
+    format = named_format(name)
+    assert format is not None
+    decoded_values = np.array([format.decode(code) for code in codes])
     np.testing.assert_array_equal(decoded_values, expected)
     numbers = ~np.isnan(expected)
     np.testing.assert_array_equal(
@@ -50,6 +54,81 @@ def test_the_codes_of_every_format_of_an_operand_decode_as_the_references_do(nam
     gfloat_values = [gfloat.decode_float(info, code).fval for code in codes]
     assert_same_bits(name, codes, np.array(gfloat_values))
     assert (FORMATS[name].bits, FORMATS[name].max) == (BITS[name], MAX[name])
+
+
+@pytest.mark.parametrize("name", OWN_FORMATS)
+def test_the_codes_of_every_format_of_ones_own_are_those_of_its_definition(name):
+    format, values = quantized_format(name), values_by_definition(name)
+    assert (format.name, 2**format.bits) == (name, len(values))
+    half = len(values) // 2
+    for code, value in enumerate(values):
+        assert format.decode(code) == value or (math.isnan(format.decode(code)) and value != value)
+        assert np.signbit(format.decode(code)) == (code >= half) or math.isnan(value)
+    finite = [value for value in values[:half] if math.isfinite(value)]
+    assert finite == sorted(finite)
+    assert (format.max_code, format.max) == (len(finite) - 1, finite[-1])
+    assert (format.min_subnormal, format.has_inf) == (finite[1], math.inf in values)
+    assert format.has_nan == any(map(math.isnan, values)) == (format.bits == 8)
+    normal = values[2**format.mantissa_bits]
+    assert (format.min_normal, format.dtype, format.is_shipped) == (normal, None, False)
+    assert format.epsilon == 2.0**-format.mantissa_bits
+
+
+def test_e3m4_is_that_of_ml_dtypes_and_gfloat_reads_formats_below_8_bits_alike():
+    assert_same_bits("e3m4", range(256), decoded("e3m4"))
+    for name in ("e1m2", "e3m3", "e2m4", "e5m1"):
+        format = quantized_format(name)
+        info = gfloat.FormatInfo(
+            name=name, k=format.bits, precision=format.mantissa_bits + 1, bias=format.bias,
+            has_nz=True, domain=gfloat.Domain.Finite, num_high_nans=0, has_subnormals=True,
+            is_signed=True, is_twos_complement=False,
+        )  # fmt: skip
+        codes = range(2**format.bits)
+        assert_same_bits(name, codes, np.array([gfloat.decode_float(info, c).fval for c in codes]))
+
+
+def test_shipped_names_keep_their_meaning_and_no_other_name_is_a_format():
+    for name in get_args(FormatName):
+        assert quantized_format(name) is FORMATS[name]
+        assert FORMATS[name].is_shipped
+    assert (quantized_format("e4m3").max, quantized_format("e4m3").has_inf) == (448.0, False)
+    for name in ("e9m9", "e0m3", "e3m4x", "E3M4", "e3m5", "e8m0", "e03m4", "e3m", "m4", "bf16", ""):
+        with pytest.raises(ValueError, match=f"No format '{name}'. Known: e4m3, .* such as e3m4"):
+            Quantizer(format=name)
+
+
+def is_bf16(values: np.ndarray) -> bool:
+    """Whether bfloat16 represents float64 values exactly, by ml_dtypes."""
+    rounded = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    return bool((rounded == values).all())
+
+
+@pytest.mark.parametrize("name", [*get_args(FormatName), *OWN_FORMATS])
+def test_what_bfloat16_represents_follows_from_the_values_of_a_format(name):
+    """Times the scales of blocks: powers of two, E4M3's, and a float32 of 24 bits."""
+    finite = np.array([v for v in decoded(name).astype(np.float64) if math.isfinite(v)])
+    power = Quantizer(format=name, block=(1, 32), scale="e8m0")
+    assert power.exact_in_bf16
+    assert is_bf16(finite)
+    assert is_bf16(np.outer(finite, 2.0 ** np.arange(-20, 20)))
+    quotient = Quantizer(format=name, block=(1, 32))
+    assert not quotient.exact_in_bf16
+    assert not is_bf16(finite * float(np.float32(1 / 3)))
+    if name == "e2m1":
+        scales = decoded("e4m3").astype(np.float64)
+        assert Quantizer(format=name, block=(1, 16), scale="e4m3").exact_in_bf16
+        assert is_bf16(np.outer(finite, scales[~np.isnan(scales)]))
+
+
+@pytest.mark.parametrize("name", [*get_args(FormatName), *OWN_FORMATS])
+def test_one_scale_for_a_tensor_needs_8_bits_and_sums_within_float32(name):
+    fits = quantized_format(name).max ** 2 * 2**20 < FORMATS["fp32"].max
+    if quantized_format(name).bits == 8 and fits:
+        assert Quantizer(format=name, block="row").exact_in_bf16
+    else:
+        assert quantized_format(name).bits < 8 or name == "e7m0"
+        with pytest.raises(ValueError, match=f"format = '{name}' needs a block such as"):
+            Quantizer(format=name)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers import build_backend
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.precision.rules import shipped

@@ -8,7 +8,8 @@ import torch
 
 from fp8stack.analysis.conform.gemms import multiplied
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import OPERANDS, Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers import emulate, fp8_state, load_fp8_state
 from fp8stack.precision import load_recipe, resolve
 from tests.support.backend_models import B200, CPU, H100, LOW, linear

@@ -266,7 +266,7 @@ def test_bad_arguments_are_refused():
         AmaxHistory(length=0)
     with pytest.raises(UserError, match="No amax algorithm 'mean'"):
         AmaxHistory(algorithm="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
+    with pytest.raises(ValueError, match="No format 'e8m0'"):
         history.extend({"w": "e8m0"})
     with pytest.raises(UserError, match="a slot 'x' already"):
         history.extend({"x": "e4m3"})
@@ -284,7 +284,7 @@ def test_slots_of_which_one_is_refused_leave_the_history_as_it_was():
     """The slots before the refused one had names without columns."""
     history = AmaxHistory({"x": "e4m3"}, length=3)
     for wrong, message in (
-        ("e2m1", "No FP8 format 'e2m1'"),
+        ("e2m1", "format = 'e2m1' needs a block"),
         (Quantizer(block=(1, 32), scale="e8m0"), "Slot 'b': a history has no scale for block"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -198,6 +198,16 @@ def test_the_casts_of_alike_layers_are_one_line():
     ) in lines
 
 
+def test_the_quantizers_of_each_operand_are_shown_with_format_block_scale_and_rounding():
+    (line,) = (line for line in as_lines(table("nvfp4")) if line.startswith("quantizers of"))
+    assert line == (
+        "quantizers of nvfp4: input: e2m1, block [1, 16], scale e4m3, nearest; input.wgrad: e2m1, "
+        "block [1, 16], scale e4m3, hadamard 16, nearest; weight: e2m1, block [16, 16], scale "
+        "e4m3, nearest; grad_output: e2m1, block [1, 16], scale e4m3, stochastic; "
+        "grad_output.wgrad: e2m1, block [1, 16], scale e4m3, hadamard 16, stochastic"
+    )
+
+
 def test_the_casts_of_attention_are_shown_for_both_passes():
     lines = as_lines(table("delayed", assumed("10.0"), backend="te", attention="delayed"))
     (line,) = (line for line in lines if "attention: queries" in line)

@@ -1688,3 +1688,31 @@ def test_the_summary_says_once_that_groups_of_many_blocks_are_emulated() -> None
         f"  because 2 layers blocks.*.{name}: current, {DGRAD_TOO}" for name in ("up", "down")
     ]
     assert len(plan.reasons) == 4
+
+
+OWN = load_recipe("mxfp8", {"quantizer": {"format": "e3m4", "block": [1, 64]}})
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(None, "fp32"), ((7, 0), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16"), ((10, 0), "bf16")],
+)
+def test_a_format_of_ones_own_is_emulated_on_every_machine_with_the_reason(capability, dtype):
+    hardware = Hardware("cpu") if capability is None else Hardware("cuda", capability, has_te=True)
+    for backend in ("auto", "torch", "te"):
+        plan = resolve(OWN, hardware, backend)
+        assert (plan.backend, plan.compute_dtype) == ("emulate", dtype)
+        if (capability, backend) != (None, "te"):
+            assert plan.reasons[0].startswith("no hardware multiplies e3m4: emulated")
+    with pytest.raises(UserError, match=r"--strict: .*no hardware multiplies e3m4"):
+        resolve(OWN, hardware, strict=True)
+
+
+def test_beside_a_format_of_ones_own_the_other_gemms_run_natively():
+    recipe = load_recipe("current", {"grad_output": {"format": "e3m4"}})
+    plan = resolve(recipe, Hardware("cuda", (9, 0), torch_version="2.13.0"), "torch")
+    assert plan.backend == "torch"
+    ((_, plain),) = plan.plain_gemms
+    assert plain == (
+        ("dgrad", "no hardware multiplies e3m4"), ("wgrad", "no hardware multiplies e3m4"),
+    )  # fmt: skip

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import BlockIndex, Recipe, plain

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.analysis.conform.gemms import multiplied
-from fp8stack.common.formats import Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.precision import load_recipe
 
 

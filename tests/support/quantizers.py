@@ -35,6 +35,11 @@ PLAIN = {
     "mxfp6 e2m3 even": replace(MXFP8, format="e2m3", scale_rounding="even"),
     "mxfp6 e3m2": replace(MXFP8, format="e3m2"),
     "mxfp6 e3m2 floor": replace(MXFP8, format="e3m2", scale_rounding="floor"),
+    "own e3m4": Quantizer(format="e3m4", eps=0.25),
+    "own e3m4 1x64": Quantizer(format="e3m4", block=(1, 64), scale="power_of_two"),
+    "own e3m0 even": replace(MXFP8, format="e3m0", scale_rounding="even"),
+    "own e7m0": replace(MXFP8, format="e7m0"),
+    "own e2m4 32x32": Quantizer(format="e2m4", block=(32, 32)),
     "nvfp4": NVFP4,
     "nvfp4 16x16": replace(NVFP4, block=(16, 16)),
 }
@@ -52,6 +57,7 @@ STOCHASTIC = {
     if name
     in (
         *("tensor", "tensor e5m2", "row e5m2", "1x128", "mxfp8", "mxfp4", "mxfp6 e2m3", "nvfp4"),
+        *("own e3m4", "own e3m0 even", "own e7m0"),
         *("mxfp6 e3m2 floor", "nvfp4 16x16", "hadamard nvfp4", "hadamard mxfp4", "hadamard row"),
     )
 }

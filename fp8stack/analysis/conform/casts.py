@@ -92,7 +92,7 @@ def need_kernel(context: Context) -> None:
 
 def _weight_cast(context: Context, x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, ...]:
     need_kernel(context)
-    weights = KeptWeights([x], Quantizer(format=format))  # type: ignore[arg-type]
+    weights = KeptWeights([x], Quantizer(format=format))
     weights.cast(scale.view(1), largest := torch.zeros(1, device=x.device))
     along, across = weights.copies[0]
     return along.data, across.data, largest[0], along.inv_scale

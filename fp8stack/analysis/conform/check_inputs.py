@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import FORMATS, Quantizer
+from fp8stack.common.formats import FORMATS, Format, Quantizer
 
 FORMAT_NAMES = ("e4m3", "e5m2")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -127,6 +127,24 @@ def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-64, 64, (rows, columns), generator=generator)
     return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
+
+
+def codes_and_ties(target: Format, rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Every value of a format, the ties between two of them and the ties' neighbours in float32,
+    of both signs, times a power of two for each square of 16: float32. Each row and each column of
+    16 has the largest value, so that its scale is a power of two, and ties stay ties."""
+    values = torch.tensor([target.decode(code) for code in range(target.max_code + 1)])
+    ties = (values[:-1] + values[1:]) / 2
+    up, down = torch.full_like(ties, torch.inf), torch.zeros_like(ties)
+    kinds = torch.cat([values, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)])
+    generator = torch.Generator().manual_seed(seed)
+    x = kinds.repeat(-(-rows * columns // len(kinds)))[: rows * columns]
+    x = x[torch.randperm(len(x), generator=generator)].view(rows, columns)
+    x[::16], x[:, ::16] = target.max, target.max
+    x = x * (1 - 2 * torch.randint(0, 2, (rows, columns), generator=generator))
+    squares = torch.randint(-3, 4, (-(-rows // 16), -(-columns // 16)), generator=generator)
+    powers = 2.0 ** squares.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    return x * powers[:rows, :columns]
 
 
 def spiky_steps(

@@ -35,12 +35,14 @@ class Context:
         quick: the short form: smaller inputs, nothing compiled.
         compiler: torch.compile's backend in the checks that compile.
         seed: the seed of all random inputs.
+        recipe: check what this recipe uses, in place of everything.
     """
 
     hardware: Hardware
     quick: bool = False
     compiler: str = "inductor"
     seed: int = 0
+    recipe: Recipe | None = None
 
     @property
     def device(self) -> str:

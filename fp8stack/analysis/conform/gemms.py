@@ -29,7 +29,8 @@ from fp8stack.analysis.conform.checks import (
     plan_of,
 )
 from fp8stack.analysis.conform.scale_layouts import STORED
-from fp8stack.common.formats import FORMATS, OPERANDS, FormatName, Operand, Quantizer, Quantizers
+from fp8stack.common.formats import FORMATS, FormatName, Quantizer
+from fp8stack.common.quantizer_table import OPERANDS, Operand, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from fp8stack.model.config import GPTConfig
@@ -208,17 +209,18 @@ def _core_error(context: Context, a: Tensor, b: Tensor, fast: bool, powers: bool
 
 def linear(
     context: Context,
-    recipe: str,
+    recipe: str | Recipe,
     backend: str,
     shape: Shape,
     compiled: bool = False,
     **overrides: Any,
 ) -> Facts:
     """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16. `overrides`
-    change the recipe."""
-    chosen = load_recipe(recipe, overrides)
+    change the recipe, if it is given by name."""
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
         # TE does not show its random bits.
+        assert isinstance(recipe, str)
         chosen = load_recipe(recipe, overrides | {"rounding": "nearest"})
     plan = plan_of(chosen, context, backend)
     backend_of_layer = backend_for(plan, {"linear": shape[1:3]})
@@ -232,12 +234,13 @@ def linear(
     layer.to(context.device)
     x, dy = (tensors[name].to(context.device) for name in ("input", "grad_output"))
     called = context.compiled(layer) if compiled else layer
-    for _ in range(3 if chosen.delayed else 1):  # until the scales are found
-        draws = getattr(getattr(layer, "operands", None), "draws", None)
+    passes = 3 if chosen.delayed else 1  # until the scales are found
+    for _ in range(passes):
         results = one_pass(layer, called, x, {"y": dy})
+    draws = getattr(getattr(layer, "operands", None), "draws", None)
     for name in ("weight", "bias")[: 1 + shape.bias]:
         results[f"d{name[0]}"] = results.pop(f"d {name}")
-    expected = _expected(context, chosen, shape, tensors, draws, results, backend)
+    expected = _expected(context, chosen, shape, tensors, draws, passes - 1, results, backend)
     return within(results, expected)
 
 
@@ -288,12 +291,16 @@ def _expected(
     shape: Shape,
     tensors: dict[str, Tensor],
     draws: Any,
+    counter: int,
     results: dict[str, Tensor],
     backend: str,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """y, dx, dw and db in float64, each with its error bound."""
+    """y, dx, dw and db in float64, each with its error bound, of the pass `counter`."""
     x, w, dy = (
-        [_quantized(recipe, tensors[name], name, across, draws) for across in (False, True)]
+        [
+            _quantized(recipe, tensors[name], name, across, draws, counter)
+            for across in (False, True)
+        ]
         for name in OPERANDS
     )
     products = {
@@ -323,7 +330,9 @@ def _expected(
     return bounded
 
 
-def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: Any) -> Tensor:
+def _quantized(
+    recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: Any, counter: int
+) -> Tensor:
     """The values of an operand that a GEMM multiplies, in float64."""
     table = recipe.quantizers or Quantizers()
     chosen, dim = (table.across(name), 0) if across else (table.along(name), 1)
@@ -331,18 +340,30 @@ def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: An
         chosen, dim = table.along(name), 1
     if not isinstance(chosen, Quantizer):
         return x.double()
-    return multiplied(x, chosen, name, dim, draws)
+    scale = None
+    if chosen.delayed:
+        slot = oracles.DelayedSlot(chosen.format, 2, chosen.margin)
+        slot.record(float(oracles.amax(x.float().numpy()).max()))
+        slot.update()
+        scale = slot.scale
+    return multiplied(x, chosen, name, dim, draws, scale, counter)
 
 
 def multiplied(
-    x: Tensor, quantizer: Quantizer, name: Operand, dim: int, draws: Any, scale: float | None = None
+    x: Tensor,
+    quantizer: Quantizer,
+    name: Operand,
+    dim: int,
+    draws: Any,
+    scale: float | None = None,
+    counter: int = 0,
 ) -> Tensor:
     """The values of the operand `name` in a GEMM that reduces it over `dim`, in float64. `draws`
-    are the layer's, in its first pass; `scale` is delayed scaling's."""
+    are the layer's, in the pass `counter`; `scale` is delayed scaling's."""
     bits = None
     if quantizer.stochastic:
         drawn = draws.bits(name, dim == 0, len(x))
-        bits = partial(oracles.philox, drawn.seed, int(drawn.stream), 0)
+        bits = partial(oracles.philox, drawn.seed, int(drawn.stream), counter)
     values, largest = x.float().numpy(), torch.finfo(x.dtype).max
     quantized = oracles.quantize(values, quantizer, dim, overflow=largest, bits=bits, scale=scale)
     return torch.from_numpy(quantized.exact)  # Hadamard transforms of both operands cancel

@@ -6,7 +6,7 @@ cast. TE's own history follows from its modules, recipe and update, without our 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from fp8stack.analysis.conform.checks import (
     plan_of,
     same_bits,
 )
-from fp8stack.common.formats import AmaxAlgorithm
+from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.layers import Backend, fp8_state
 from fp8stack.numerics import AmaxHistory
 from fp8stack.precision import load_recipe
@@ -73,20 +73,40 @@ def _advance(history: AmaxHistory, recorded: Tensor) -> None:
 
 def updates(context: Context, compiled: bool) -> Facts:
     """Check windows and scales of four slots after each of 40 updates."""
-    advance, results = context.compiled(_advance) if compiled else _advance, {}
-    recorded = amaxes(context.seed)[: 40 * 4].view(40, 4)
-    names = {"a": "e4m3", "b": "e5m2", "c": "e4m3", "d": "e5m2"}
+    recorded, results = amaxes(context.seed)[: 40 * 4].view(40, 4), {}
+    formats = {"a": "e4m3", "b": "e5m2", "c": "e4m3", "d": "e5m2"}
     for length, margin, algorithm in ((8, 0, "max"), (3, 1, "most_recent"), (1, 0, "max")):
-        kind: Any = {"length": length, "margin": margin, "algorithm": algorithm}
-        history = AmaxHistory(names, **kind, device=context.device)
-        slots = {name: oracles.DelayedSlot(format, **kind) for name, format in names.items()}
-        for step, amax in enumerate(recorded):
-            advance(history, amax.to(context.device))
-            for slot, value in zip(slots.values(), amax.tolist(), strict=True):
-                slot.record(value)
-                slot.update()
-            results[f"{algorithm} of {length}, update {step}"] = _same(history.state_dict(), slots)
+        kind: Any = {"history_length": length, "margin": margin, "amax_algorithm": algorithm}
+        quantizers = {
+            name: Quantizer(format=format, amax="delayed", **kind)
+            for name, format in formats.items()
+        }
+        for step, facts in follow_updates(context, quantizers, recorded, compiled).items():
+            results[f"{algorithm} of {length}, {step}"] = facts
     return merged(results)
+
+
+def follow_updates(
+    context: Context,
+    quantizers: Mapping[str, Quantizer],
+    recorded: Tensor,
+    compiled: bool = False,
+) -> dict[str, Facts]:
+    """Compare the windows and scales of slots with these quantizers after each update, with the
+    amaxes of a row of `recorded`, float32 [updates, slots]."""
+    advance = context.compiled(_advance) if compiled else _advance
+    history, results = AmaxHistory(quantizers, device=context.device), {}
+    slots = {
+        name: oracles.DelayedSlot(q.format, q.history_length, q.margin, q.amax_algorithm)
+        for name, q in quantizers.items()
+    }
+    for step, amax in enumerate(recorded):
+        advance(history, amax.to(context.device))
+        for slot, value in zip(slots.values(), amax.tolist(), strict=True):
+            slot.record(value)
+            slot.update()
+        results[f"update {step}"] = _same(history.state_dict(), slots)
+    return results
 
 
 def _same(actual: State, slots: dict[str, oracles.DelayedSlot]) -> Facts:

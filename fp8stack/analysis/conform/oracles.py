@@ -26,14 +26,37 @@ _FORMATS = {
     "e2m3": (2, 3, 1, 7.5),
     "e3m2": (3, 2, 3, 28.0),
 }
-MAX = {name: largest for name, (_, _, _, largest) in _FORMATS.items()}
 _POWERS_OF_TWO = np.ldexp(1.0, np.arange(-127, 128))  # E8M0's values
+
+
+@lru_cache
+def layout(name: str) -> tuple[int, int, int, float]:
+    """The exponent bits, mantissa bits, bias and largest value of a format.
+
+    Below 8 bits, every code of a format of one's own, `eXmY`, is a finite value. With 8 bits the
+    codes of the topmost exponent are not, as in IEEE 754; with a single exponent bit or without
+    mantissa bits, only the code of all ones is not.
+    """
+    if name in _FORMATS:
+        return _FORMATS[name]
+    exponents, mantissa = map(int, name.removeprefix("e").split("m"))
+    bias, top, fraction = 2 ** (exponents - 1) - 1, 2**exponents - 1, 1 - 2.0**-mantissa
+    if exponents + mantissa == 7 and (exponents == 1 or mantissa == 0):
+        top, fraction = (top, fraction - 2.0**-mantissa) if mantissa else (top - 1, 0.0)
+    elif exponents + mantissa == 7:
+        top -= 1
+    return exponents, mantissa, bias, (1 + fraction) * 2.0 ** (top - bias)
+
+
+def largest_of(name: str) -> float:
+    """The largest value of a format."""
+    return layout(name)[3]
 
 
 @lru_cache
 def grid(name: str) -> Array:
     """The values of the codes 0, 1, 2, ... of a format, up to its largest: float64."""
-    exponents, mantissa, bias, largest = _FORMATS[name]
+    exponents, mantissa, bias, largest = layout(name)
     codes = np.arange(1 << (exponents + mantissa))
     exponent, fraction = codes >> mantissa, codes % (1 << mantissa) / (1 << mantissa)
     values = np.where(exponent > 0, 1 + fraction, 2 * fraction) * 2.0 ** (exponent - bias)
@@ -42,11 +65,12 @@ def grid(name: str) -> Array:
 
 
 def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
-    """The codes of float32 numbers, saturated: uint8. NaN becomes 0x7F in FP8, else the largest
-    value.
+    """The codes of float32 numbers, saturated: uint8. NaN becomes 0x7F in formats of 8 bits, else
+    the largest value.
 
-    Rounds to nearest, ties to the even code. With `bits`, rounds away from zero if they are below
-    the position between both neighbours times 2^32, rounded up.
+    Rounds to nearest, ties to the even code; without mantissa bits, ties of two powers of two to
+    the larger one, since the digit of both is 1 (IEEE 754-2019, 4.3.1). With `bits`, rounds away
+    from zero if they are below the position between both neighbours times 2^32, rounded up.
     """
     values = grid(name)
     size = np.minimum(np.abs(np.nan_to_num(scaled, nan=0.0, posinf=FLT_MAX)), values[-1])
@@ -55,11 +79,12 @@ def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
     above = np.minimum(below + 1, len(values) - 1)
     down, up = size - values[below], values[above] - size
     if bits is None:
-        farther = (up < down) | ((up == down) & (below % 2 == 1))
+        odd = below > 0 if layout(name)[1] == 0 else below % 2 == 1
+        farther = (up < down) | ((up == down) & odd)
     else:
         gap = np.where(above > below, values[above] - values[below], 1.0)
         farther = bits < np.ceil(down / gap * 2.0**32)
-    sign = 1 << sum(_FORMATS[name][:2])
+    sign = 1 << sum(layout(name)[:2])
     code = np.where(farther, above, below) + np.where(np.signbit(scaled), sign, 0)
     nan = 0x7F if sign == 0x80 else sign - 1
     return np.where(np.isnan(scaled), nan, code).astype(np.uint8)
@@ -67,7 +92,7 @@ def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
 
 def decode(codes: Array, name: str) -> Array:
     """The values of codes: float32; NaN for codes without a value."""
-    sign = 1 << sum(_FORMATS[name][:2])
+    sign = 1 << sum(layout(name)[:2])
     table = np.full(sign, np.nan)
     table[: len(grid(name))] = grid(name)
     values: Array = np.concatenate([table, -table]).astype(f32)[codes]
@@ -91,7 +116,7 @@ def scale_of(
     """`fp8_max / amax` in float32; 1 for an amax of 0, inf or NaN."""
     largest = np.where(largest < f32(eps), f32(eps), largest).astype(f32)
     with np.errstate(all="ignore"):
-        scale = f32(MAX[format]) / largest
+        scale = f32(largest_of(format)) / largest
     scale = np.where(np.isinf(scale), f32(overflow), scale)
     scale = np.where((largest > 0) & (largest < np.inf), scale, f32(1))
     if power_of_two:  # frexp's mantissa is in [0.5, 1)
@@ -101,7 +126,7 @@ def scale_of(
 
 def e8m0_code(largest: Array, name: str, rounding: str) -> Array:
     """The E8M0 code of a block's scale, by one of the three rules."""
-    _, mantissa, _, limit = _FORMATS[name]
+    _, mantissa, _, limit = layout(name)
     if rounding == "rceil":
         with np.errstate(all="ignore"):
             ratio = largest * f32(1 / limit)
@@ -266,7 +291,7 @@ class DelayedSlot:
     """One slot of delayed scaling as in Transformer Engine: a list of past amaxes."""
 
     def __init__(self, name: str, length: int, margin: int = 0, algorithm: str = "max") -> None:
-        self.target = f32(MAX[name] * 2.0**-margin)
+        self.target = f32(largest_of(name) * 2.0**-margin)
         self.window = [0.0] * length  # the first element is the amax being recorded
         self.algorithm = algorithm
         self.scale = 1.0

@@ -24,6 +24,7 @@ from fp8stack.analysis.conform.check_inputs import (
     NVFP4,
     QUANTIZED_RECIPES,
     SERVED_RECIPES,
+    codes_and_ties,
     extreme,
     matrix,
     ties,
@@ -40,7 +41,7 @@ from fp8stack.analysis.conform.checks import (
     same_values,
 )
 from fp8stack.analysis.conform.scale_layouts import tiles
-from fp8stack.common.formats import Quantizer
+from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
 from fp8stack.layers.kernels.fused_casts import Product, cast_blocks
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
@@ -59,14 +60,36 @@ MATRICES: list[Matrix] = [
 
 Copy = tuple[Tensor | None, ...]
 """Data and scales of one copy of a matrix, and of NVFP4 the upper scale; None is not compared."""
-Cast = Callable[[Tensor, Quantizer, RandomBits | None], Sequence[Copy]]
-"""A cast of a matrix, which gives the copies for GEMMs over the columns, and over the rows."""
+Cast = Callable[..., Sequence[Copy]]
+"""`cast(x, quantizer, bits)`, with the scale of delayed scaling as a fourth argument, which gives
+the copies of a matrix for GEMMs over the columns, and over the rows."""
 Layout = Callable[[oracles.QuantizedMatrix, Quantizer, int], Sequence[oracles.Array | Tensor]]
 """The parts of a copy as a cast lays them out, for a GEMM over dimension 1 or 0."""
 
 
 def quantizers(context: Context) -> Iterator[Check]:
     """Check the quantizers of every recipe in every implementation."""
+    for recipe in (*QUANTIZED_RECIPES, *SERVED_RECIPES):
+        yield from checks_of(context, recipe, recipe, quantizers_of(recipe), MATRICES)
+    for dtype in DTYPES:
+        for kind in ("ordinary", "special"):
+            for scaling in TE_QUANTIZERS:
+                if (scaling, kind) == ("nvfp4", "special"):
+                    continue  # it hides NaN, which ours report
+                run = partial(te_check, context, scaling, kind, dtype)
+                yield Check(f"{scaling} of {kind} {dtype}, by TE", run)
+
+
+def checks_of(
+    context: Context,
+    name: str,
+    kernel: str | None,
+    cases: Sequence[Quantizer],
+    matrices: Sequence[Matrix],
+    scale: float | None = None,
+) -> Iterator[Check]:
+    """Check quantizers in every implementation: those for any quantizer, and the fused kernels for
+    GEMMs of the kind `kernel`. `scale` is that of delayed scaling."""
     ways: dict[str, tuple[Cast, Layout, dict[str, Any]]] = {
         "bytes, eager": (as_bytes, stored_bytes, {}),
         "values, by torch's operators": (as_values, multiplied_values, {}),
@@ -78,29 +101,19 @@ def quantizers(context: Context) -> Iterator[Check]:
     if not context.quick:
         ways["bytes, compiled"] = as_bytes, stored_bytes, {"compiled": True}
         ways["values, compiled"] = as_values, multiplied_values, {"compiled": True}
-    for recipe in (*QUANTIZED_RECIPES, *SERVED_RECIPES):
-        cases = quantizers_of(recipe)
-        for way, (cast, layout, options) in ways.items():
-            yield Check(
-                f"{recipe}, {way}",
-                partial(quantizer_check, context, cases, cast, layout, **options),
-            )
-        if recipe in KERNEL_CASTS:
-            of_rows = [q for q in cases if recipe == "nvfp4" or not q.turns]
-            run = partial(quantizer_check, context, of_rows, KERNEL_CASTS[recipe], gemm_operand)
-            yield Check(f"{recipe}, both copies at once, by {kernel_of(context)}", run)
-        if recipe in WEIGHT_RECIPES:
-            of_weights = [q for q in cases if recipe != "block" or q.turns]
-            cast = partial(by_weight_kernel, context)
-            run = partial(quantizer_check, context, of_weights, cast, gemm_operand)
-            yield Check(f"{recipe}, by the kernel for many weights", run)
-    for dtype in DTYPES:
-        for kind in ("ordinary", "special"):
-            for scaling in TE_QUANTIZERS:
-                if (scaling, kind) == ("nvfp4", "special"):
-                    continue  # it hides NaN, which ours report
-                run = partial(te_check, context, scaling, kind, dtype)
-                yield Check(f"{scaling} of {kind} {dtype}, by TE", run)
+    for way, (cast, layout, options) in ways.items():
+        check = partial(quantizer_check, context, cases, cast, layout, matrices, scale, **options)
+        yield Check(f"{name}, {way}", check)
+    of_rows = [q for q in cases if kernel == "nvfp4" or not q.turns]
+    if kernel in KERNEL_CASTS and of_rows:
+        cast = KERNEL_CASTS[kernel]
+        check = partial(quantizer_check, context, of_rows, cast, gemm_operand, matrices)
+        yield Check(f"{name}, both copies at once, by {kernel_of(context)}", check)
+    of_weights = [q for q in cases if kernel != "block" or q.turns]
+    if kernel in WEIGHT_RECIPES and of_weights:
+        cast = partial(by_weight_kernel, context)
+        check = partial(quantizer_check, context, of_weights, cast, gemm_operand, matrices)
+        yield Check(f"{name}, by the kernel for many weights", check)
 
 
 def quantizers_of(recipe: str) -> list[Quantizer]:
@@ -122,6 +135,8 @@ def quantizer_check(
     cases: Sequence[Quantizer],
     cast: Cast,
     layout: Layout,
+    matrices: Sequence[Matrix],
+    scale: float | None = None,
     threads: int = 0,
     compiled: bool = False,
 ) -> Facts:
@@ -134,20 +149,22 @@ def quantizer_check(
         raise Skipped("torch compiles no float8_e8m0fnu for CPUs")
     bits = RandomBits(*DRAWN[:2], torch.tensor(DRAWN[2], device=context.device))
 
-    def cast_each(x: Tensor, bits: RandomBits) -> list[Sequence[Copy]]:
-        return [cast(x, q, bits if q.stochastic else None) for q in cases]
+    given = () if scale is None else (torch.tensor(scale, device=context.device),)
 
-    matrices = MATRICES[:3] if context.quick else MATRICES
+    def cast_each(x: Tensor, bits: RandomBits) -> list[Sequence[Copy]]:
+        return [cast(x, q, bits if q.stochastic else None, *given) for q in cases]
+
+    matrices = matrices[:3] if context.quick else matrices
     if compiled:
         cast_each = context.compiled(cast_each)
-        matrices = [MATRICES[powers_of_two]]  # each takes long to compile
+        matrices = [matrices[powers_of_two]]  # each takes long to compile
     results = {}
     for name in matrices:
         x = matrix_of(name, context.seed)
         with _in_threads(threads or torch.get_num_threads()):
             copies_of_each = cast_each(x.to(context.device), bits)
         for quantizer, copies in zip(cases, copies_of_each, strict=True):
-            expected = expected_of(name, context.seed, quantizer)
+            expected = expected_of(name, context.seed, quantizer, scale)
             facts = compare_copies(copies, expected, quantizer, layout)
             results[f"{rules(quantizer)} of {' '.join(name)}"] = facts
     return merged(results)
@@ -191,29 +208,39 @@ def matrix_of(name: Matrix, seed: int) -> Tensor:
     kind, dtype = name
     if kind == "extreme":
         return F.pad(extreme(seed), (0, 4, 0, 10))
+    if kind in ELEMENT_FORMATS:
+        return codes_and_ties(ELEMENT_FORMATS[kind], 144, 336, seed).to(DTYPES[dtype])
     x = ties(144, 336, seed) if kind == "ties" else with_specials(uneven(144, 336, seed))
     return x.to(DTYPES[dtype])
 
 
 @lru_cache(maxsize=256)
-def expected_of(name: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.QuantizedMatrix]:
+def expected_of(
+    name: Matrix, seed: int, quantizer: Quantizer, scale: float | None = None
+) -> list[oracles.QuantizedMatrix]:
     """The oracle's copies of a matrix, for GEMMs over the columns, and over the rows."""
-    return [quantized(matrix_of(name, seed), quantizer, dim) for dim in (1, 0)]
+    return [quantized(matrix_of(name, seed), quantizer, dim, scale) for dim in (1, 0)]
 
 
-def quantized(x: Tensor, quantizer: Quantizer, dim: int) -> oracles.QuantizedMatrix:
+def quantized(
+    x: Tensor, quantizer: Quantizer, dim: int, scale: float | None = None
+) -> oracles.QuantizedMatrix:
     """The oracle's copy of a matrix, with the random bits of `DRAWN`."""
     bits = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
     overflow = torch.finfo(x.dtype).max
-    return oracles.quantize(x.float().numpy(), quantizer, dim, overflow=overflow, bits=bits)
+    return oracles.quantize(
+        x.float().numpy(), quantizer, dim, overflow=overflow, bits=bits, scale=scale
+    )
 
 
 # Bytes
 
 
-def as_bytes(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[Copy]:
+def as_bytes(
+    x: Tensor, quantizer: Quantizer, bits: RandomBits | None, scale: Tensor | None = None
+) -> list[Copy]:
     """Codes and scales by `numerics.quantize`."""
-    copies = [numerics.quantize(x, quantizer, dim, bits) for dim in (1, 0)]
+    copies = [numerics.quantize(x, quantizer, dim, bits, scale=scale) for dim in (1, 0)]
     return [(q.data, q.scales.float() if quantizer.scale == "e4m3" else q.scales) for q in copies]
 
 
@@ -226,9 +253,9 @@ def stored_bytes(
 
 
 def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Array:
-    """FP4 codes two to a byte along `dim`, the even element in the low half; other codes as they
-    are."""
-    if quantizer.format != "e2m1":
+    """Codes of at most 4 bits two to a byte along `dim`, the even element in the low half; other
+    codes as they are."""
+    if sum(oracles.layout(quantizer.format)[:2]) > 3:
         return codes
     rows = np.moveaxis(codes, dim, -1)
     rows = np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)))
@@ -238,19 +265,23 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
 # Values
 
 
-def as_values(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[Copy]:
+def as_values(
+    x: Tensor, quantizer: Quantizer, bits: RandomBits | None, scale: Tensor | None = None
+) -> list[Copy]:
     """Values and factors by torch's operators."""
     return _with_factors(
-        [rounding(quantizer, [dim]).round(x, bits, fuse=False)[0] for dim in (1, 0)]
+        [rounding(quantizer, [dim]).round(x, bits, scale, fuse=False)[0] for dim in (1, 0)]
     )
 
 
-def in_one_sweep(x: Tensor, quantizer: Quantizer, bits: RandomBits | None) -> list[Copy]:
+def in_one_sweep(
+    x: Tensor, quantizer: Quantizer, bits: RandomBits | None, scale: Tensor | None = None
+) -> list[Copy]:
     """Values and factors by numba, of both copies at once where that is possible."""
     at_once = rounding_of_both(quantizer, quantizer)
     if at_once is not None:
         return _with_factors(at_once.round(x))
-    return _with_factors([rounding(quantizer, [dim]).round(x, bits)[0] for dim in (1, 0)])
+    return _with_factors([rounding(quantizer, [dim]).round(x, bits, scale)[0] for dim in (1, 0)])
 
 
 def _with_factors(copies: Sequence[Rounded]) -> list[Copy]:

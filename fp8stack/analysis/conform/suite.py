@@ -18,11 +18,18 @@ from fp8stack.analysis.conform.golden import golden
 from fp8stack.analysis.conform.grouped_linears import grouped_linears
 from fp8stack.analysis.conform.histories import histories
 from fp8stack.analysis.conform.quantizers import quantizers
+from fp8stack.analysis.conform.recipe_checks import (
+    gemms_of_recipe,
+    histories_of_recipe,
+    quantizers_of_recipe,
+    random_rounding,
+)
 from fp8stack.analysis.conform.scale_layouts import layouts
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import write_atomically
 from fp8stack.common.tables import aligned
 from fp8stack.numerics import fused
+from fp8stack.precision import Recipe, load_recipe
 
 GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "casts": casts,
@@ -35,6 +42,13 @@ GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "attention": attention,
     "golden": golden,
 }
+GROUPS_OF_RECIPE: dict[str, Callable[[Context], Iterator[Check]]] = {
+    "quantizers": quantizers_of_recipe,
+    "rounding": random_rounding,
+    "histories": histories_of_recipe,
+    "gemms": gemms_of_recipe,
+}
+"""The checks of what `Context.recipe` uses."""
 VERDICTS = ("pass", "FAIL", "skipped")
 
 
@@ -45,14 +59,26 @@ def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]
     Raises:
         UserError: no check matches.
     """
-    every = [(name, check) for name, group in GROUPS.items() for check in group(context)]
+    groups = GROUPS if context.recipe is None else GROUPS_OF_RECIPE
+    every = [(name, check) for name, group in groups.items() for check in group(context)]
     if only is None:
         return every
     pattern = only if any(char in only for char in "*?[") else f"*{only}*"
     chosen = [named for named in every if fnmatchcase(f"{named[0]}: {named[1]}", pattern)]
     if not chosen:
-        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(GROUPS)}.")
+        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(groups)}.")
     return chosen
+
+
+def recipe_to_check(name: str) -> Recipe:
+    """The recipe of a `--recipe`. Raises a UserError if it has no quantizers; see `load_recipe`."""
+    recipe = load_recipe(name)
+    if not recipe.tables:
+        raise UserError(
+            f"--recipe {quoted(name)} quantizes nothing that could be checked. Give a recipe with "
+            "quantizers, or none."
+        )
+    return recipe
 
 
 def run(
@@ -71,15 +97,21 @@ def run(
             leaves what it has found.
 
     Returns:
-        The report as JSON data: `machine`, `quick`, `seed`, `checks`, their number, `rows`,
-            `counts` by verdict, and `holds`, whether all ran and none failed. A row has `group`,
-            `check`, `verdict`, `seconds`, `why` if it did not pass, and the check's facts.
+        The report as JSON data: `machine`, the `recipe` if it was chosen, `quick`, `seed`,
+            `checks`, their number, `rows`, `counts` by verdict, and `holds`, whether all ran and
+            none failed. A row has `group`, `check`, `verdict`, `seconds`, `why` if it did not pass,
+            and the check's facts.
 
     Raises:
         StorageError: the file cannot be written.
     """
     chosen, rows = checks(context, only), []
-    about = {"machine": facts(context), "quick": context.quick, "seed": context.seed}
+    about = {
+        "machine": facts(context),
+        "recipe": None if context.recipe is None else context.recipe.name,
+        "quick": context.quick,
+        "seed": context.seed,
+    }
     for group, check in chosen:
         tell(f"{group}: {check}")
         result = run_check(check)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers import build_backend
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.observe import Place, all_linears, fp8_linears, observing

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fp8stack.analysis.forecast.law import Law
-from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware, Recipe, load_recipe
 
@@ -113,7 +114,7 @@ def bits_of(table: Quantizers | None) -> dict[str, float]:
     determines the rate of tensor cores. None is a linear that is not quantized."""
 
     def operand_bits(quantizer: Quantizer | None) -> float:
-        return PLAIN_BITS if quantizer is None else float(FORMATS[quantizer.format].bits)
+        return PLAIN_BITS if quantizer is None else float(quantizer.element.bits)
 
     gemms = Quantizers() if table is None else table
     return {gemm: max(map(operand_bits, gemms.values(gemm))) for gemm in gemms.gemms}

@@ -23,8 +23,8 @@ from fp8stack.analysis.forecast.sensitivity import Sensitivity
 from fp8stack.analysis.forecast.severity import PLAIN_BITS, bits_of
 from fp8stack.analysis.forecast.times import PLAIN, Pair, Times
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.formats import Quantizers
 from fp8stack.common.io import storage_errors, write_atomically
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.common.tables import aligned
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.planning.run_config import percent, toml_lines

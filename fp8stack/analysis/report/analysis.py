@@ -15,7 +15,7 @@ from fp8stack.analysis.report.gradient_faults import gradient_findings
 from fp8stack.analysis.report.outliers import Outlier, find_outliers, settled
 from fp8stack.analysis.report.read import Operand, RunRecord, of_linears, table
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import FORMATS
+from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
 from fp8stack.precision.recipe import recipe_from_json
 
@@ -195,7 +195,7 @@ def _low_sqnr(operands: Sequence[Operand], outliers: Sequence[Outlier]) -> Itera
     for operand in operands:
         sqnr = operand.figures["sqnr_db"]
         sqnr = sqnr[np.isfinite(sqnr)]
-        format = FORMATS.get(operand.format)
+        format = named_format(operand.format)
         least_db = LOWER_SQNR_DB if format and format.mantissa_bits < 2 else LOW_SQNR_DB
         if len(sqnr) and id(operand) not in reported_ids and float(np.median(sqnr)) < least_db:
             groups.setdefault(least_db, []).append((float(np.median(sqnr)), operand))

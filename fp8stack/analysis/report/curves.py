@@ -18,7 +18,7 @@ from fp8stack.analysis.report.drawing import (
     whole_steps,
 )
 from fp8stack.analysis.report.read import Operand, RunRecord, column, of_linears
-from fp8stack.common.formats import FORMATS
+from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
 from fp8stack.training.metrics.loss_plot import smoothed, view_range
 
@@ -173,7 +173,8 @@ def amaxes(analysis: Analysis, name: str) -> Picture | None:
 def _amax(axes: Any, operand: Operand) -> bool:
     """Draw the amaxes of `operand`. Returns whether the range of its scale is drawn as well."""
     amax, scale = operand.figures["amax"], operand.figures["scale"]
-    format_max = FORMATS[operand.format].max if operand.format in FORMATS else np.nan
+    format = named_format(operand.format)
+    format_max = np.nan if format is None else format.max
     with np.errstate(divide="ignore", invalid="ignore"):
         largest_held = np.where(scale > 0, format_max / scale, np.nan)
     positive_amax = np.where(amax > 0, amax, np.nan)

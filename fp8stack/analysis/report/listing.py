@@ -71,7 +71,7 @@ def _bits(recipe: Recipe) -> int:
     """The bits of the narrowest GEMM operand."""
     if recipe.quantizers is None:
         return FORMATS[str(recipe.compute_dtype)].bits
-    return min(FORMATS[quantizer.format].bits for quantizer in recipe.quantizers.each.values())
+    return min(quantizer.element.bits for quantizer in recipe.quantizers.each.values())
 
 
 def runs(folder: Path) -> list[Row]:

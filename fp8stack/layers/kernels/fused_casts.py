@@ -175,7 +175,7 @@ def _cast_op(
     product = _contiguous(name, x, dy)
     if _runs(product):
         outputs = _room(product, format, "given", across, record, sums)
-        quantizer = Quantizer(format=format)  # type: ignore[arg-type]
+        quantizer = Quantizer(format=format)
         _launch(product, quantizer, "given", scale=scale, **outputs)
         return tuple(outputs.values())  # type: ignore[return-value]
     values = product.values()
@@ -205,7 +205,7 @@ def _blocks_op(
     rules: Any = {"block": (1, BLOCK), "scale": kind, "eps": eps}
     if scales == "mx":
         rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
-    quantizer = Quantizer(format=format, **rules)  # type: ignore[arg-type]
+    quantizer = Quantizer(format=format, **rules)
     if _runs(product):
         outputs = _room(product, format, scales, across, False, sums)
         _launch(product, quantizer, scales, **outputs)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NoReturn
 
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.formats import BLOCKS, FORMATS, Quantizer
+from fp8stack.common.formats import BLOCKS, Quantizer
 from fp8stack.model.hf.input_schemes import inputs_of_fp8, inputs_of_group
 from fp8stack.precision.recipe import load_recipe
 
@@ -73,7 +73,7 @@ class StoredScheme:
     @property
     def is_packed(self) -> bool:
         """Whether several elements share bytes."""
-        return FORMATS[self.weight.format].bits < 8
+        return self.weight.element.bits < 8
 
     @property
     def data(self) -> str:
@@ -97,7 +97,7 @@ class StoredScheme:
         if quantizer.blocks is not None:
             rows, columns = quantizer.blocks
             shared = f"block of {rows} x {columns}" if rows > 1 else f"{columns} values"
-        bits = f"FP{FORMATS[quantizer.format].bits}"
+        bits = f"FP{quantizer.element.bits}"
         return f"{bits} with {_KINDS[quantizer.scale]} per {shared} ({self.layout})"
 
     @property
@@ -284,8 +284,8 @@ def _compressed(layout: object, weights: object, where: str) -> StoredScheme:
         else:
             of_strategy = f"{scheme} of {bits} bits with strategy = {strategy}"
             _refuse(where, of_strategy, "8 bits with tensor, channel or block are read")
-    elif (bits, weights.get("group_size")) != (FORMATS[quantizer.format].bits, quantizer.block[1]):
-        expected = f"{FORMATS[quantizer.format].bits} and {quantizer.block[1]}"
+    elif (bits, weights.get("group_size")) != (quantizer.element.bits, quantizer.block[1]):
+        expected = f"{quantizer.element.bits} and {quantizer.block[1]}"
         _refuse(where, scheme, f"num_bits and group_size must be {expected}")
     assert isinstance(layout, str)
     return StoredScheme(layout=layout, weight=quantizer)

@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.formats import FORMATS
 from fp8stack.model.hf.schemes import REMEDY, Schemes, StoredScheme
 from fp8stack.numerics import Quantized, dequantize
 
@@ -165,7 +164,7 @@ class DequantizedTensors(Mapping[str, Tensor]):
         scheme = self.schemes[module]
         quantizer, data = scheme.weight, f"{module}.{scheme.data}"
         shape = self._stored.shape(data)
-        dtype, bits = self._stored.dtype(data), FORMATS[quantizer.format].bits
+        dtype, bits = self._stored.dtype(data), quantizer.element.bits
         is_whole = len(shape) == 2 and shape[1] * 8 % bits == 0
         if not is_whole or dtype != ("U8" if scheme.is_packed else "F8_E4M3"):
             self._refuse(data, f"is {dtype} {list(shape)}, as {scheme}")

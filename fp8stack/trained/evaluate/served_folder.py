@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fp8stack.common import hub, presets
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.formats import Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.layers import build_backend, fp8_state, load_fp8_state
 from fp8stack.model import hf
 from fp8stack.model.config import GPTConfig, plan_for

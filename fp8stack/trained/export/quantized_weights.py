@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import FORMATS, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.model.hf import HfModule, layout_of, modules_of
 from fp8stack.model.hf.schemes import GROUPED, INVERSE, PACKED, PLAIN
 from fp8stack.model.hf.stored_tensors import pack_fp6
@@ -126,7 +127,7 @@ def quantized_files(
         groups.setdefault(scheme, []).extend(module.path for module in hf_modules[name])
     table["quantization_config"] = _config(groups, ignored)
     titles = dict.fromkeys(
-        f"FP{FORMATS[scheme.weight.format].bits} weights by {scheme.strategy}, "
+        f"FP{scheme.weight.element.bits} weights by {scheme.strategy}, "
         + ("plain" if scheme.inputs == "none" else scheme.inputs)
         + " activations"
         for scheme in groups
@@ -326,7 +327,7 @@ def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str,
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
-    bits = FORMATS[scheme.weight.format].bits
+    bits = scheme.weight.element.bits
     values = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
     if scheme.format == PLAIN:
         square = {"block_structure": [BLOCK, BLOCK]} if scheme.strategy == "block" else {}

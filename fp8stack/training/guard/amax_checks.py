@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.common.formats import fp8_format
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.numerics.amax_history import decisive_amax
 from fp8stack.planning.run_config import GuardConfig
@@ -93,7 +92,7 @@ class Amaxes:
         history, device = self.delayed.history, self.delayed.history.history.device
         if len(self._largest) != len(self.slots):
             quantizers = [self.delayed.quantizers[slot] for slot in self.slots]
-            largest = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+            largest = [q.element.max * 2.0**-q.margin for q in quantizers]
             self._largest = torch.tensor(largest, device=device)
             # A window of length 1 is empty between two passes.
             self._has_history = torch.tensor(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.formats import Operand, Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.observe import (

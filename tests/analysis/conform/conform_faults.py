@@ -470,3 +470,60 @@ OF_WEIGHTS: dict[str, tuple[str, Put]] = {
         other_rules(scale_rounding="floor"),
     ),
 }
+
+
+# Faults that checks of a recipe find, in formats of one's own: see `test_recipe_checks`.
+OF_RECIPE: dict[str, tuple[str, Put]] = {
+    "codes of one's own format are cut off, not rounded": (
+        "quantizers: e3m4*bytes*",
+        instead(
+            cast, "encode",
+            lambda exact, scaled, target, bits=None: exact(
+                scaled, target, torch.full(scaled.shape, 2**32 - 1) if bits is None else bits
+            ),
+        ),
+    ),
+    "the topmost exponent holds values": (
+        "quantizers: e3m4*bytes*",
+        after(
+            cast, "encode",
+            lambda codes, scaled, target, bits=None: torch.where(
+                scaled.abs() > target.max, codes + 1, codes
+            ),
+        ),
+    ),
+    "a format without subnormals": (
+        "quantizers: e3m4*operators",
+        after(
+            cast, "round_to_format",
+            lambda values, scaled, target, bits=None: torch.where(
+                values.abs() < target.min_normal, 0.0, values
+            ),
+        ),
+    ),
+    "draws are the same in every pass": (
+        "rounding: *draws",
+        instead(
+            RandomBits, "bits",
+            lambda exact, self, *shape: exact(
+                dataclasses.replace(self, counter=torch.tensor(0)), *shape
+            ),
+        ),
+    ),
+    "random rounding has four bits, and goes up too often": (
+        "rounding: *mean",
+        after(RandomBits, "bits", lambda bits, *arguments: bits >> 28 << 28),
+    ),
+    "the margin of one's own format is ignored": (
+        "histories: e3m4*",
+        instead(
+            amax_history._Rules, "of",
+            lambda exact, qs, history: exact(
+                [dataclasses.replace(q, margin=0) for q in qs], history
+            ),
+        ),
+    ),
+    "gradients of one's own format are zero": (
+        "gemms: own by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)
+    ),
+}  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.common.formats import Quantizer, Quantizers
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.kernels import replay
 from fp8stack.layers.kernels.replay import EAGER, Replayed

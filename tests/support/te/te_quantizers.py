@@ -83,7 +83,7 @@ class Float8BlockQuantizer(Quantizer):
     def __call__(self, x: Tensor) -> SimpleNamespace:
         square = self.arguments["block_scaling_dim"] == 2
         rules = Rules(
-            format=self.format,  # type: ignore[arg-type]
+            format=self.format,
             block=(128, 128) if square else (1, 128),
             scale="power_of_two" if self.arguments["force_pow_2_scales"] else "float32",
         )
@@ -103,7 +103,7 @@ class MXFP8Quantizer(Quantizer):
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         fields = {}
-        rules = Rules(format=self.format, block=(1, 32), scale="e8m0")  # type: ignore[arg-type]
+        rules = Rules(format=self.format, block=(1, 32), scale="e8m0")
         for name, dim, tile in (("rowwise", 1, (128, 4)), ("columnwise", 0, (4, 128))):
             data, codes = oracles.quantize(to_numpy(x), rules, dim)[:2]
             codes = codes.astype(np.uint8)

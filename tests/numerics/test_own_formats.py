@@ -1,0 +1,136 @@
+"""Elements of formats of one's own, `eXmY`: every value, tie and limit against exact fractions."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import replace
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8stack.analysis.conform.check_inputs import codes_and_ties, extreme
+from fp8stack.common.formats import quantized_format
+from fp8stack.numerics import AmaxHistory, Quantizer, dequantize, quantize, round_to
+from fp8stack.numerics.cast import encode, round_to_format
+from tests.support.casts import WAYS, cast_by
+from tests.support.oracles import OWN_FORMATS, every_value, values_by_definition
+from tests.support.quantizers import DRAWN
+
+
+def nearest_code(x: float, name: str) -> int:
+    """The code of the nearest value by exact fractions; ties to the even mantissa, or without
+    mantissa bits to the larger power of two. It saturates."""
+    values = values_by_definition(name)
+    half = len(values) // 2
+    finite = [Fraction(value) for value in values[:half] if math.isfinite(value)]
+    if math.isnan(x):
+        return 127 if half == 128 else half - 1
+    sign = half if math.copysign(1, x) < 0 else 0
+    if abs(x) >= finite[-1]:
+        return sign + len(finite) - 1
+    size = abs(Fraction(x))
+    below = bisect_right(finite, size) - 1
+    down, up = size - finite[below], finite[below + 1] - size
+    odd = below > 0 if name.endswith("m0") else below % 2 == 1
+    return sign + below + (up < down or (up == down and odd))
+
+
+def inputs(name: str) -> torch.Tensor:
+    """Every value and tie, their neighbours in float32, and what is beyond the format's range."""
+    target = quantized_format(name)
+    values = torch.tensor([target.decode(code) for code in range(target.max_code + 1)])
+    ties = (values[1:] + values[:-1]) / 2
+    largest, least = target.max, float(target.min_subnormal or 0)
+    limits = [largest * factor for factor in (1.01, 1.25, 1.5, 2.0, 1e6)]
+    limits += [least / 4, least * 0.75, 1e-45, 2.0**-126, math.inf, math.nan]
+    near = torch.cat([values, ties])
+    up = torch.nextafter(near, torch.full_like(near, math.inf))
+    x = torch.cat([near, up, torch.nextafter(near, -up), torch.tensor(limits)])
+    return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("name", OWN_FORMATS)
+def test_every_value_tie_and_limit_rounds_as_exact_fractions_do(name: str) -> None:
+    target, x = quantized_format(name), inputs(name)
+    codes = [nearest_code(number, name) for number in x.tolist()]
+    np.testing.assert_array_equal(encode(x, target).numpy(), codes)
+    values = np.array(values_by_definition(name), np.float32)[codes]
+    values[x.isnan().numpy()] = np.nan
+    np.testing.assert_array_equal(round_to_format(x, target).numpy(), values)
+
+
+@pytest.mark.parametrize("name", OWN_FORMATS)
+def test_random_rounding_goes_away_from_zero_by_the_exact_share_of_the_step(name: str) -> None:
+    target = quantized_format(name)
+    x = inputs(name)
+    x = x[(x.abs() <= target.max) & ((x == 0) | (x.abs() > 2.0**-140))]
+    finite = [Fraction(v) for v in values_by_definition(name)[: target.max_code + 1]]
+    below = [bisect_right(finite, abs(Fraction(number))) - 1 for number in x.tolist()]
+    thresholds, signs = [], x.signbit().numpy() * (1 << target.bits - 1)
+    for number, code in zip(x.tolist(), below, strict=True):
+        above = min(code + 1, target.max_code)
+        step = finite[above] - finite[code] or Fraction(1)
+        thresholds.append(math.ceil((abs(Fraction(number)) - finite[code]) / step * 2**32))
+    limits = torch.tensor(thresholds)
+    for bits, away in ((limits - 1, limits > 0), (limits, torch.zeros_like(limits))):
+        drawn = encode(x, target, bits.clamp(min=0)).numpy()
+        np.testing.assert_array_equal(drawn, np.array(below) + away.numpy() + signs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_of_every_format_multiply_the_values_of_their_bytes(way: str) -> None:
+    """On all paths: torch's operators, numba's kernels, and in tiles by several threads."""
+    for name in OWN_FORMATS:
+        x = torch.cat([codes_and_ties(quantized_format(name), 64, 96), extreme()[:, :96]])
+        nearest = Quantizer(format=name, block=(1, 32), scale="e8m0")
+        for quantizer in (nearest, replace(nearest, scale="power_of_two", rounding="stochastic")):
+            bits = DRAWN if quantizer.stochastic else None
+            for dim in (0, 1):
+                expected = dequantize(quantize(x, quantizer, dim, bits))
+                with cast_by(way):
+                    rounded = round_to(x, quantizer, dim, bits)
+                np.testing.assert_array_equal(rounded.values.numpy(), expected.numpy())
+
+
+def test_e3m4_casts_as_ml_dtypes_does_and_has_a_nan_in_its_bytes() -> None:
+    x = torch.cat([every_value(torch.bfloat16).float(), inputs("e3m4")])
+    codes = quantize(x, Quantizer(format="e3m4", amax="delayed"), scale=torch.tensor(1.0))
+    held = x.nan_to_num(0.0).clamp(-15.5, 15.5).numpy().astype(ml_dtypes.float8_e3m4)
+    np.testing.assert_array_equal(
+        codes.data.numpy(), np.where(x.isnan(), 0x7F, held.view(np.uint8))
+    )
+    assert codes.data.dtype == torch.uint8
+    np.testing.assert_array_equal(dequantize(codes).isnan(), x.isnan())
+
+
+def test_delayed_scaling_brings_an_amax_to_the_maximum_of_ones_own_format() -> None:
+    history = AmaxHistory({"x": "e3m4", "y": Quantizer(format="e2m5", amax="delayed", margin=1)})
+    for slot in ("x", "y"):
+        history.record(slot, torch.tensor(31.0))
+    history.update()
+    assert [history.scale(slot).item() for slot in ("x", "y")] == [0.5, np.float32(3.9375 / 2 / 31)]
+
+
+def test_a_nan_is_reported_where_a_format_has_no_code_for_it() -> None:
+    x = torch.tensor([[1.0, math.nan, math.inf, -math.inf] * 8])
+    quantizer = Quantizer(format="e3m3", block=(1, 32), scale="e8m0")
+    quantized = quantize(x, quantizer)
+    assert bool(quantized.has_nan)
+    largest = quantized_format("e3m3").max_code
+    assert quantized.data[0, 1:4].tolist() == [largest, largest, largest | 1 << 6]
+    assert round_to(x, quantizer, 1).values.isnan().tolist() == x.isnan().tolist()
+    with_nan = quantize(x, replace(quantizer, format="e3m4"))
+    assert (with_nan.data[0, 1].item(), bool(with_nan.has_nan)) == (0x7F, True)
+
+
+@pytest.mark.parametrize("name", ["e1m2", "e3m0", "e2m0", "e1m0"])
+def test_codes_of_at_most_4_bits_share_a_byte(name: str) -> None:
+    x = codes_and_ties(quantized_format(name), 16, 31)
+    quantizer = Quantizer(format=name, block=(1, 16), scale="e8m0")
+    quantized = quantize(x, quantizer)
+    assert (quantizer.element_bits, quantized.data.shape) == (4, (16, 16))
+    np.testing.assert_array_equal(dequantize(quantized), round_to(x, quantizer, 1).values)
