@@ -78,7 +78,7 @@ def measured(plan: Plan, config: GPTConfig, hardware: Hardware, compiler: str) -
 
 
 def problem_of(losses: list[float], eager: float) -> str:
-    """What is wrong with the losses of compiled steps, given the first one of eager code, or ""."""
+    """The problem with the losses of compiled steps, given the first loss of eager code, or ""."""
     if not all(map(math.isfinite, [*losses, eager])):
         return "a loss is not finite"
     if losses[-1] >= losses[0]:

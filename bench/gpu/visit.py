@@ -44,13 +44,13 @@ class Task:
     `{scratch}` for a temporary folder.
 
     Attributes:
-        part: the key in `PARTS`.
+        part_number: the key in `PARTS`.
         seconds: the time limit, after which the command is stopped.
         dry: additional words in a dry run, or, with `instead`, all of its words.
         alone: whether it measures time, so that nothing else may run meanwhile.
     """
 
-    part: int
+    part_number: int
     name: str
     words: str
     seconds: float
@@ -65,7 +65,9 @@ class Task:
 
     def log(self, out: Path) -> Path:
         """The file of its output."""
-        return out / "logs" / f"{self.part}-{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.txt"
+        return (
+            out / "logs" / f"{self.part_number}-{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.txt"
+        )
 
 
 def first_step(recipe: str) -> Task:
@@ -74,11 +76,11 @@ def first_step(recipe: str) -> Task:
     return Task(1, f"first step in {recipe}", words, 170, "--tiny")
 
 
-def tests(part: int, name: str, seconds: float) -> Task:
+def tests(part_number: int, name: str, seconds: float) -> Task:
     """The GPU tests of this name; a dry run only imports and collects them."""
     words = f"pytest -q -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
     dry = "-p tests.support.pretend_gpu --collect-only"
-    return Task(part, f"tests of {name}", words, seconds, dry)
+    return Task(part_number, f"tests of {name}", words, seconds, dry)
 
 
 def section(name: str, seconds: float, alone: bool = False) -> Task:
@@ -96,11 +98,11 @@ def section(name: str, seconds: float, alone: bool = False) -> Task:
     return Task(2, name, words, seconds, dry, instead, alone)
 
 
-def steps(part: int, model: str, recipes: str, seconds: float, more: str = "") -> Task:
+def steps(part_number: int, model: str, recipes: str, seconds: float, more: str = "") -> Task:
     """Training steps of a model, each recipe with its own row and profile."""
     name = f"steps of {model} in {recipes}{', head in FP8' if '--head' in more else ''}"
     words = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
-    return Task(part, name, words, seconds, "--tiny --rounds 6 --budget 2", alone=True)
+    return Task(part_number, name, words, seconds, "--tiny --rounds 6 --budget 2", alone=True)
 
 
 def training(key: str) -> Task:
@@ -174,7 +176,7 @@ class Running:
         return time.monotonic() - self._began
 
     def ended(self) -> str:
-        """How it ended, after stopping it if its time is up; "" if it goes on."""
+        """The ending of the task, which is stopped if its time is up; "" if it goes on."""
         code = self._process.poll()
         if code is None and self.seconds < self._limit:
             return ""
@@ -208,8 +210,8 @@ class Visit:
     def run(self, tasks: Sequence[Task]) -> bool:
         """Run the tasks that are not recorded yet. Returns whether all tasks are done."""
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        known = self.recorded()
-        remaining = [task for task in tasks if task.name not in known]
+        endings = self.recorded()
+        remaining = [task for task in tasks if task.name not in endings]
         if len(remaining) < len(tasks):
             print(f"{len(tasks) - len(remaining)} of {len(tasks)} tasks are recorded in {self.out}")
         before = signal.signal(signal.SIGTERM, self._stop)
@@ -221,28 +223,29 @@ class Visit:
             for running in self._running:
                 running.stop()
             signal.signal(signal.SIGTERM, before)
-        known = self.recorded()
-        left = [task.name for task in tasks if task.name not in known]
-        failed = [task.name for task in tasks if known.get(task.name, "done") != "done"]
-        if left:
-            print(f"The time is up; left out: {', '.join(left)}. The same command continues there.")
+        endings = self.recorded()
+        unfinished = [task.name for task in tasks if task.name not in endings]
+        failed = [task.name for task in tasks if endings.get(task.name, "done") != "done"]
+        if unfinished:
+            names = ", ".join(unfinished)
+            print(f"The time is up; left out: {names}. The same command continues there.")
         if failed:
             print(f"Failed: {', '.join(failed)}.")
-        return not left and not failed
+        return not unfinished and not failed
 
     def recorded(self) -> dict[str, str]:
-        """How the tasks ended that need not run again, by name: those that were done or failed by
-        themselves. A last line that was cut off does not count."""
+        """The endings of tasks that need not run again, by name: of those that were done, and those
+        that failed before their time was up. A last line that was cut off does not count."""
         path = self.out / RECORDS
-        known: dict[str, str] = {}
+        endings: dict[str, str] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
             if record["dry_run"] == self.dry and not record["ended"].startswith("stopped"):
-                known[record["task"]] = record["ended"]
-        return known
+                endings[record["task"]] = record["ended"]
+        return endings
 
     def _run_group(self, tasks: list[Task], scratch: Path, alone: bool) -> None:
         cores = os.cpu_count() or 1
@@ -269,7 +272,7 @@ class Visit:
         task, log = running.task, running.log
         record: dict[str, Any] = {
             "task": task.name,
-            "part": task.part,
+            "part": task.part_number,
             "ended": ended,
             "seconds": round(running.seconds, 1),
             "command": running.command[1:],
@@ -287,14 +290,14 @@ class Visit:
         raise SystemExit(128 + number)
 
 
-def run(part: int | None, out: Path, minutes: float | None, dry: bool) -> None:
+def run(part_number: int | None, out: Path, minutes: float | None, dry: bool) -> None:
     """Run a part, or all parts, in `minutes`, by default `MINUTES` for each part. Exits with code 1
     if a task failed or is left."""
-    tasks = [task for task in TASKS if part in (None, task.part)]
-    parts = sorted({task.part for task in tasks})
-    for number in parts:
+    tasks = [task for task in TASKS if part_number in (None, task.part_number)]
+    numbers = sorted({task.part_number for task in tasks})
+    for number in numbers:
         print(f"part {number}: {PARTS[number]}", flush=True)
-    seconds = 60 * (MINUTES * len(parts) if minutes is None else minutes)
+    seconds = 60 * (MINUTES * len(numbers) if minutes is None else minutes)
     good = Visit(out, seconds, dry).run(tasks)
     print(f"written: {out}")
     if not good:

@@ -1,4 +1,4 @@
-"""GPUs of AMD, Intel and Apple. None of them has run fp8stack: on AMD's and Intel's, bf16 and fp32
+"""GPUs of AMD, Intel and Apple. No such GPU has run fp8stack: on AMD's and Intel's, bf16 and fp32
 run by plain torch, and FP8 is emulated; Apple's cannot emulate it.
 """
 

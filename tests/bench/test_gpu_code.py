@@ -99,8 +99,8 @@ def test_an_experts_gemms_are_planned_as_those_of_a_group_of_rows():
     experts = [layer for layer in plan.layers if layer.groups]
     assert len(experts) == 16 * 2
     assert {layer.plain_gemms for layer in experts} == {("wgrad",)}
-    others = [layer for layer in plan.layers if layer.fp8 and not layer.groups]
-    assert {layer.plain_gemms for layer in others} == {()}
+    linears = [layer for layer in plan.layers if layer.fp8 and not layer.groups]
+    assert {layer.plain_gemms for layer in linears} == {()}
 
 
 @pytest.mark.slow

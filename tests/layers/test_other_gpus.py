@@ -150,8 +150,8 @@ def gpu(request, monkeypatch) -> tuple[str, Gpu]:
     module = Gpu()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     for name in ("cuda", "xpu"):
-        found = name == request.param
-        monkeypatch.setattr(getattr(torch, name), "is_available", lambda found=found: found)
+        is_here = name == request.param
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda is_here=is_here: is_here)
     return request.param, module
 
 

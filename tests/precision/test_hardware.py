@@ -296,9 +296,9 @@ def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(case, found_b
     assert machine.torch_version == "2.99.0+fake"
     if finds:
         assert (machine.device, machine.name, machine.memory_gib) == ("cuda", "a GPU", 80.0)
-        found = (machine.capability, machine.cuda_version, machine.other_gpu)
+        kind = (machine.capability, machine.cuda_version, machine.other_gpu)
         nvidia = ((9, 0), (12, 9), "")
-        assert found == ((None, None, "AMD gfx942") if case == "ROCm" else nvidia)
+        assert kind == ((None, None, "AMD gfx942") if case == "ROCm" else nvidia)
     else:
         assert (machine.device, machine.capability) == ("cpu", None)
 
@@ -460,10 +460,10 @@ def test_doctor_tells_how_each_recipe_runs_on_a_gpu_that_is_not_here(row, reques
         gpu = request.getfixturevalue("fake_gpu")
         gpu("a GPU", tuple(map(int, machine.split("."))), 80.0, "13.2", "2.20.2")
         monkeypatch.setattr(hardware, "_torch_build", lambda: NEWEST)
-    shown = doctor.as_json(probe())["recipes"]
+    recipes = doctor.as_json(probe())["recipes"]
     words = {}
     for name in SHOWN:
-        plan, is_emulated = shown[name], shown[name]["backend"] == "emulate"
+        plan, is_emulated = recipes[name], recipes[name]["backend"] == "emulate"
         words[name] = "em" if is_emulated else plan["backend"]
         if plan["backend"] == "reference":
             words[name] = plan["compute_dtype"]
