@@ -6,10 +6,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from bench import runner
-from fp8stack.common.errors import UserError
-from fp8stack.training.threads import adapting
+try:
+    from bench import runner
+    from fp8stack.common.errors import UserError
+    from fp8stack.training.threads import adapting
+except ModuleNotFoundError as error:
+    print(
+        f"python -m bench needs {error.name}. For all that is missing: python bench/gpu/wheels.py "
+        "missing.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
 
 
 def main() -> int:

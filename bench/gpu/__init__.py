@@ -1,1 +1,1 @@
-"""Checks and measurements that need a GPU, and the scripts for the first half hour on one."""
+"""Checks and measurements that need a GPU, and the script for the first visit to one."""

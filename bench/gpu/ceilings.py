@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,49 @@ from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
 from fp8stack.precision import probe
 
 Call = Callable[[], Any]
-# The name, the call, the amount that it moves or computes, and the unit of the rate.
-Measured = tuple[str, Call, float, str]
+# The name, the size, the call, the amount that it moves or computes, and the unit of the rate.
+Measured = tuple[str, tuple[int, ...], Call, float, str]
 LAUNCHES = 1000
+# Rows, in and out features: a square, and the MLPs of gpt2-1.5b and llama-8b.
+SHAPES = ((8192, 8192, 8192), (8192, 1600, 6400), (8192, 4096, 14336))
+TINY = ((64, 64, 64), (64, 32, 96))
 
 
-def measurements(device: str, size: int) -> Iterator[Measured]:
-    """Copies of `size`^2 bfloat16, products of matrices of `size` rows, casts, empty launches."""
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in "xw")
+def measurements(device: str, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Measured]:
+    """Copies and casts of inputs [rows, in] of the first shape, empty launches, and then the
+    matrix products of all shapes."""
+    rows, inputs, _ = shapes[0]
+    size = (rows, inputs)
+    x = matrix(*size, device)
     target = torch.empty_like(x)
-    flops = 2.0 * size**3
-    yield "copy, read and written", partial(target.copy_, x), 2 * 2 * x.numel() / 1e12, "TB/s"
-    yield "bf16 matrix product", partial(torch.mm, x, w.t()), flops / 1e12, "TFLOP/s"
+    moved = 2 * 2 * x.numel() / 1e12
+    yield "copy, read and written", size, partial(target.copy_, x), moved, "TB/s"
+    scale = torch.ones((), device=device)
+    moved = (2 + 1 + 1) * x.numel() / 1e12
+    yield "cast with transpose and amax", size, partial(cast_transpose, x, scale), moved, "TB/s"
+    number = torch.ones((), device=device)
+    yield "launches", (), partial(launch, number), LAUNCHES / 1e6, "million/s"
+    for rows, inputs, outputs in shapes:
+        yield from products(device, rows, inputs, outputs)
+
+
+def products(device: str, rows: int, inputs: int, outputs: int) -> Iterator[Measured]:
+    """Products of [rows, in] and [in, out] in bf16, and in FP8 with fast and slow accumulation."""
+    x, w = matrix(rows, inputs, device), matrix(outputs, inputs, device)
+    size, flops = (rows, inputs, outputs), 2.0 * rows * inputs * outputs
+    yield "bf16 matrix product", size, partial(torch.mm, x, w.t()), flops / 1e12, "TFLOP/s"
     for format in ("e4m3", "e5m2"):
         a, b = per_tensor(x, format), per_tensor(w, "e4m3")
         for fast in (True, False):
             name = f"{format} x e4m3 matrix product, {'fast' if fast else 'slow'} accumulation"
             gemm = partial(scaled_gemm, a, b, torch.bfloat16, fast_accumulation=fast)
-            yield name, gemm, flops / 1e12, "TFLOP/s"
-    scale = torch.ones((), device=device)
-    moved = (2 + 1 + 1) * x.numel() / 1e12
-    yield "cast with transpose and amax", partial(cast_transpose, x, scale), moved, "TB/s"
-    yield "launches", partial(launch, torch.ones((), device=device)), LAUNCHES / 1e6, "million/s"
+            yield name, size, gemm, flops / 1e12, "TFLOP/s"
+
+
+def matrix(rows: int, columns: int, device: str) -> Tensor:
+    """A matrix of normal bfloat16, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, columns, generator=generator).to(device, torch.bfloat16)
 
 
 def per_tensor(x: Tensor, format: str) -> Scaled:
@@ -67,10 +87,11 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="on a CPU too, to see that it runs")
     arguments = parser.parse_args()
     hardware = probe("cpu" if arguments.tiny else "cuda")
-    size, rounds = (64, 6) if arguments.tiny else (8192, 30)
+    shapes, rounds = (TINY, 6) if arguments.tiny else (SHAPES, 30)
     failed = False
-    for name, call, amount, unit in measurements(hardware.device, size):
-        row: dict[str, Any] = {"name": name, "size": size, "unit": unit}
+    for name, size, call, amount, unit in measurements(hardware.device, shapes):
+        words = " x ".join(map(str, size))
+        row: dict[str, Any] = {"name": name, "size": words, "unit": unit}
         try:
             timing = interleaved({name: call}, rounds=rounds, device=hardware.device)[name]
             row["rate"] = round(1000 * amount / timing.median_ms, 4)
@@ -79,7 +100,7 @@ def main() -> int:
             failed, row["failed"] = True, str(error).partition("\n")[0][:300]
         with arguments.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{name}: {row.get('failed') or str(row['rate']) + ' ' + unit}", flush=True)
+        print(f"{name} {words}: {row.get('failed') or str(row['rate']) + ' ' + unit}", flush=True)
     return int(failed)
 
 

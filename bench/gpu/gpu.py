@@ -82,9 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part",
         type=int,
         choices=list(visit.PARTS),
-        help="a part of the first half hour on a new GPU instead, see docs/new_gpu.md",
+        help="a part of the first visit to a new GPU instead, see docs/new_gpu.md",
     )
-    add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes; all if none")
+    add("--minutes", type=float, metavar="N", help="all parts, or --part, in so many minutes")
+    add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes")
 
 
 def _sections(text: str) -> list[str]:
@@ -100,8 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
     if on_gpu and not torch.cuda.is_available():
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
-    if arguments.part or arguments.dry_run:
-        visit.run(arguments.part, arguments.out, arguments.dry_run)
+    if arguments.part or arguments.minutes is not None or arguments.dry_run:
+        visit.run(arguments.part, arguments.out, arguments.minutes, arguments.dry_run)
         return
     start = time.monotonic()
     hardware = probe(arguments.device)

@@ -1,15 +1,16 @@
-"""The first half hour on a new GPU in five parts, each under nine minutes: `bench gpu --part 1`.
+"""The first visit to a new GPU: `bench gpu --minutes 9`, or `bench gpu --part 1`.
 
-Every task runs in a separate process with a time limit, and may fail or hang without affecting the
-others. The log of a part has the output of its tasks, and its JSON file how each task ended; both
-are on disk at any moment. A dry run does the same on a CPU with tiny sizes, and collects the tests
-for a pretended GPU.
+Each task is a command in a process of its own with a time limit; it may fail or hang without
+affecting the others. Tasks that measure time run alone, the others side by side. A task that has
+ended adds a line to `visit.jsonl`; the same command then continues after the tasks that are there.
+A dry run does the same on a CPU with tiny sizes, and collects the tests for a pretended GPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,53 +18,91 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-WHOLE = 530.0  # seconds for a part; a task may use the time that earlier tasks left
+MINUTES = 8.8  # of a part, by default: machines that are lent limit a command to ten
+LEAST_S = 15.0  # no task starts with less time left
 SHOWN = 15  # lines to print of a task that failed
-# Layers and losses are left out: they are too large for a CPU.
-FEW_CASES = "--device cpu --quick --cases 2 --sections casts,histories,golden"
+RECORDS = "visit.jsonl"
+PARTS = {
+    1: "the installation, a compiled step in each recipe, peak rates; tests of kernels and plans",
+    2: "casts, histories, layers and losses held to the CPU and to TE; TE's golden file",
+    3: "steps of GPT-2, bf16 and delayed",
+    4: "the shapes of an 8B model, the head in bf16 and in FP8",
+    5: "training, waiting and telemetry, deterministic and not",
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One command of a part. `words` follow `python -m`; `{out}` stands for the part's folder and
+    """A command. `words` follow `python -m`; `{out}` stands for the folder of the visit, and
     `{scratch}` for a temporary folder.
 
     Attributes:
+        part_number: the key in `PARTS`.
         seconds: the time limit, after which the command is stopped.
         dry: additional words in a dry run, or, with `instead`, all of its words.
+        alone: whether it measures time, so that nothing else may run meanwhile.
     """
 
+    part_number: int
     name: str
     words: str
     seconds: float
     dry: str = ""
     instead: bool = False
+    alone: bool = False
 
     def command(self, out: Path, scratch: Path, dry: bool) -> list[str]:
         text = self.dry if dry and self.instead else f"{self.words} {self.dry if dry else ''}"
         places = {"out": str(out), "scratch": str(scratch)}
         return [sys.executable, "-m", *(word.format(**places) for word in shlex.split(text))]
 
+    def log(self, out: Path) -> Path:
+        """The file of its output."""
+        return (
+            out / "logs" / f"{self.part_number}-{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.txt"
+        )
 
-def tests(names: str, seconds: float) -> Task:
-    """The GPU tests of these names; a dry run only imports and collects them."""
-    files = " ".join(f"tests/gpu/test_gpu_{name}.py" for name in names.split())
-    words = f"pytest -q -p no:cacheprovider {files}"
+
+def first_step(recipe: str) -> Task:
+    """Compiled training steps of a small model."""
+    words = f"bench.gpu.first_step --recipe {recipe} --out {{out}}/first-steps.jsonl"
+    return Task(1, f"first step in {recipe}", words, 170, "--tiny")
+
+
+def tests(part_number: int, name: str, seconds: float) -> Task:
+    """The GPU tests of this name; a dry run only imports and collects them."""
+    words = f"pytest -q -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
     dry = "-p tests.support.pretend_gpu --collect-only"
-    return Task(f"tests of {names}", words, seconds, dry)
+    return Task(part_number, f"tests of {name}", words, seconds, dry)
 
 
-def steps(model: str, recipes: str, seconds: float, more: str = "") -> Task:
+def section(name: str, seconds: float, alone: bool = False) -> Task:
+    """A section of `bench gpu`. A dry run has two cases of it, on the CPU; layers and losses, which
+    are too large for a CPU, are compared in `conform`'s short form, and in a run of two steps."""
+    words, dry = (
+        f"bench gpu --sections {name} --out {{out}}/{name}",
+        "--device cpu --quick --cases 2",
+    )
+    if name == "layers":
+        dry = "fp8stack conform --quick --device cpu --only 'gemms: ' --out {out}/layers.json"
+    elif name == "losses":
+        dry = f"fp8stack pretrain --recipe delayed --out {{scratch}}/losses {TINY_RUN}"
+    instead = name in ("layers", "losses")
+    return Task(2, name, words, seconds, dry, instead, alone)
+
+
+def steps(part_number: int, model: str, recipes: str, seconds: float, more: str = "") -> Task:
     """Training steps of a model, each recipe with its own row and profile."""
     name = f"steps of {model} in {recipes}{', head in FP8' if '--head' in more else ''}"
     words = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
-    return Task(name, words, seconds, "--tiny --rounds 6 --budget 2")
+    return Task(part_number, name, words, seconds, "--tiny --rounds 6 --budget 2", alone=True)
 
 
 def training(key: str) -> Task:
@@ -72,141 +111,194 @@ def training(key: str) -> Task:
         "fp8stack pretrain --model gpt-nano --recipe delayed --set model_overrides.context=320 "
         f"--set deterministic={key} --out {{scratch}}/{key}"
     )
-    tiny = (
-        "--steps 2 --batch 2 --context 32 --set model_overrides.layers=1 --set eval_windows=2 "
-        "--set sample_tokens=0 --set warmup_steps=1 --device cpu"
-    )
-    return Task(
-        f"a run with deterministic={key}",
-        f"{run} --context 320 --steps 300",
-        100,
-        f"{run} {tiny}",
-        True,
-    )
+    full = f"{run} --context 320 --steps 300"
+    return Task(5, f"a run with deterministic={key}", full, 100, f"{run} {TINY_RUN}", True)
 
 
-@dataclass(frozen=True)
-class Part:
-    description: str
-    tasks: Sequence[Task] = field(default_factory=tuple)
+TINY_RUN = (
+    "--steps 2 --batch 2 --context 32 --set model_overrides.layers=1 --set eval_windows=2 "
+    "--set sample_tokens=0 --set warmup_steps=1 --device cpu"
+)
+RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "rowwise", "nvfp4")
+# The most valuable first: what a visit that is cut off leaves out is at the end.
+TASKS = (
+    Task(1, "packages", "bench.gpu.wheels missing", 30),
+    Task(1, "doctor", "fp8stack doctor --json", 60),
+    *map(first_step, RECIPES),
+    Task(1, "ceilings", "bench.gpu.ceilings --out {out}/ceilings.jsonl", 90, "--tiny", alone=True),
+    steps(3, "gpt2-1.5b", "bf16,delayed", 240, "--profile"),
+    tests(1, "kernels", 300),
+    tests(1, "numbers", 300),
+    tests(1, "plan", 300),
+    section("casts", 150),
+    section("histories", 120),
+    section("golden", 90),
+    section("layers", 150),
+    steps(3, "gpt2-124m", "bf16,delayed,current,block", 200),
+    steps(4, "llama-8b-2-layers", "bf16,delayed,current", 200),
+    steps(4, "llama-8b-2-layers", "delayed,current", 150, "--head --profile"),
+    tests(5, "sync", 150),
+    tests(5, "telemetry", 150),
+    tests(5, "training", 400),
+    training("true"),
+    training("false"),
+    section("losses", 400, alone=True),
+)
 
 
-PARTS = {
-    1: Part(
-        "what this machine is, what it reaches, and whether kernels, numbers and plans are right",
-        (
-            Task("doctor", "fp8stack doctor --json", 60),
-            Task("ceilings", "bench.gpu.ceilings --out {out}/ceilings.jsonl", 90, "--tiny"),
-            tests("kernels numbers plan", 450),
-        ),
-    ),
-    2: Part(
-        "casts, histories, layers and losses held to the CPU and to TE; TE's golden file",
-        (Task("bench gpu", "bench gpu --out {out}", 520, FEW_CASES),),
-    ),
-    3: Part(
-        "steps of GPT-2, bf16 and delayed",
-        (
-            steps("gpt2-1.5b", "bf16,delayed", 300, "--profile"),
-            steps("gpt2-124m", "bf16,delayed,current,block", 300),
-        ),
-    ),
-    4: Part(
-        "the shapes of an 8B model, the head in bf16 and in FP8",
-        (
-            steps("llama-8b-2-layers", "bf16,delayed,current", 240),
-            steps("llama-8b-2-layers", "delayed,current", 160, "--head --profile"),
-        ),
-    ),
-    5: Part(
-        "training, waiting and telemetry, deterministic and not",
-        (tests("sync telemetry", 150), training("true"), training("false"), tests("training", 400)),
-    ),
-}
+class Running:
+    """A task in progress, from `start` to `ended`.
+
+    Args:
+        seconds: its time limit.
+        threads: the number of threads of its libraries; None for their own choice.
+    """
+
+    def __init__(
+        self, task: Task, command: list[str], log: Path, seconds: float, threads: int | None
+    ) -> None:
+        self.task, self.command, self.log = task, command, log
+        self._began, self._limit = time.monotonic(), seconds
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if threads is not None:
+            names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+            environment |= dict.fromkeys(names, str(threads))
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """The time since it started."""
+        return time.monotonic() - self._began
+
+    def ended(self) -> str:
+        """The ending of the task, which is stopped if its time is up; "" if it goes on."""
+        code = self._process.poll()
+        if code is None and self.seconds < self._limit:
+            return ""
+        if code is None:
+            self.stop()
+            return f"stopped after {self._limit:.0f} s"
+        return "done" if code == 0 else f"failed with exit code {code}"
+
+    def stop(self) -> None:
+        """End the process and those that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 class Visit:
-    def __init__(self, number: int, out: Path, dry: bool) -> None:
-        out = out.resolve()  # the tasks run in another folder
-        self.part, self.out, self.dry = PARTS[number], out, dry
-        self.log, self.summary = out / f"part-{number}.log", out / f"part-{number}.json"
-        self.report: dict[str, Any] = {
-            "part": number, "what": self.part.description, "dry_run": dry, "tasks": [],
-        }  # fmt: skip
-        self.child: subprocess.Popen[bytes] | None = None
+    """Runs tasks within a time limit, and records how each ended.
 
-    def run(self) -> bool:
-        end = time.monotonic() + WHOLE
-        out = self.out
-        out.mkdir(parents=True, exist_ok=True)
-        self.log.write_text("")
+    Args:
+        out: the folder of records, logs and results.
+        seconds: the time for all tasks together.
+        dry: whether to run on a CPU with tiny sizes.
+    """
+
+    def __init__(self, out: Path, seconds: float, dry: bool) -> None:
+        self.out = out.resolve()  # the tasks run in another folder
+        self.dry = dry
+        self._end = time.monotonic() + seconds
+        self._running: list[Running] = []
+
+    def run(self, tasks: Sequence[Task]) -> bool:
+        """Run the tasks that are not recorded yet. Returns whether all tasks are done."""
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        endings = self.recorded()
+        remaining = [task for task in tasks if task.name not in endings]
+        if len(remaining) < len(tasks):
+            print(f"{len(tasks) - len(remaining)} of {len(tasks)} tasks are recorded in {self.out}")
         before = signal.signal(signal.SIGTERM, self._stop)
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                for task in self.part.tasks:
-                    self._do(task, Path(scratch), end - time.monotonic())
+                for alone, group in groupby(remaining, key=lambda task: task.alone):
+                    self._run_group(list(group), Path(scratch), alone)
         finally:
+            for running in self._running:
+                running.stop()
             signal.signal(signal.SIGTERM, before)
-        return all(task["ended"] == "done" for task in self.report["tasks"])
+        endings = self.recorded()
+        unfinished = [task.name for task in tasks if task.name not in endings]
+        failed = [task.name for task in tasks if endings.get(task.name, "done") != "done"]
+        if unfinished:
+            names = ", ".join(unfinished)
+            print(f"The time is up; left out: {names}. The same command continues there.")
+        if failed:
+            print(f"Failed: {', '.join(failed)}.")
+        return not unfinished and not failed
 
-    def _do(self, task: Task, scratch: Path, remaining_s: float) -> None:
-        command = task.command(self.out, scratch, self.dry)
-        row = {"task": task.name, "command": command[1:], "ended": "under way", "seconds": 0.0}
-        self.report["tasks"].append(row)
-        self._write()
-        start = time.monotonic()
-        with self.log.open("ab") as log:
-            log.write(f"\n==== {task.name}: python {' '.join(command[1:])}\n".encode())
-            log.flush()
-            begin = log.tell()
-            row["ended"] = self._process(command, log, min(task.seconds, remaining_s))
-        row["seconds"] = round(time.monotonic() - start, 1)
-        self._write()
-        print(f"{task.name}: {row['ended']} after {row['seconds']} s", flush=True)
-        if row["ended"] != "done":
-            with self.log.open("rb") as log:
-                log.seek(begin)
-                lines = log.read().decode(errors="replace").splitlines()
+    def recorded(self) -> dict[str, str]:
+        """The endings of tasks that need not run again, by name: of those that were done, and those
+        that failed before their time was up. A last line that was cut off does not count."""
+        path = self.out / RECORDS
+        endings: dict[str, str] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["dry_run"] == self.dry and not record["ended"].startswith("stopped"):
+                endings[record["task"]] = record["ended"]
+        return endings
+
+    def _run_group(self, tasks: list[Task], scratch: Path, alone: bool) -> None:
+        cores = os.cpu_count() or 1
+        places = 1 if alone else max(1, min(len(tasks), cores // 2))
+        threads = None if places == 1 else max(1, cores // places)
+        while tasks or self._running:
+            while tasks and len(self._running) < places:
+                left_s = self._end - time.monotonic()
+                if left_s < LEAST_S:
+                    tasks.clear()
+                    break
+                task = tasks.pop(0)
+                command = task.command(self.out, scratch, self.dry)
+                limit_s = min(task.seconds, left_s)
+                print(f"{task.name}: started", flush=True)
+                self._running.append(Running(task, command, task.log(self.out), limit_s, threads))
+            for running in list(self._running):
+                if ended := running.ended():
+                    self._running.remove(running)
+                    self._record(running, ended)
+            time.sleep(0.05)
+
+    def _record(self, running: Running, ended: str) -> None:
+        task, log = running.task, running.log
+        record: dict[str, Any] = {
+            "task": task.name,
+            "part": task.part_number,
+            "ended": ended,
+            "seconds": round(running.seconds, 1),
+            "command": running.command[1:],
+            "log": log.name,
+            "dry_run": self.dry,
+        }
+        with (self.out / RECORDS).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{task.name}: {ended} after {running.seconds:.1f} s", flush=True)
+        if ended != "done":
+            lines = log.read_text(errors="replace").splitlines()
             print(*lines[-SHOWN:], sep="\n", flush=True)
 
-    def _process(self, command: list[str], log: Any, seconds: float) -> str:
-        if seconds <= 0:
-            return "left out: no time was left"
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self.child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = self.child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            return f"stopped after {seconds:.0f} s"
-        finally:
-            self.child = None
-        return "done" if code == 0 else f"failed with exit code {code}"
-
-    def _kill(self) -> None:
-        if self.child is not None:
-            os.killpg(self.child.pid, signal.SIGKILL)
-            self.child.wait()
-
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._kill()
         raise SystemExit(128 + number)
 
-    def _write(self) -> None:
-        self.summary.write_text(json.dumps(self.report, indent=2) + "\n")
 
-
-def run(number: int | None, out: Path, dry: bool) -> None:
-    """Run one part, or all parts for a dry run. Exits with code 1 if a task failed."""
-    chosen = [number] if number else list(PARTS)
-    good = True
-    for part_number in chosen:
-        print(f"part {part_number}: {PARTS[part_number].description}", flush=True)
-        good = Visit(part_number, out, dry).run() and good
+def run(part_number: int | None, out: Path, minutes: float | None, dry: bool) -> None:
+    """Run a part, or all parts, in `minutes`, by default `MINUTES` for each part. Exits with code 1
+    if a task failed or is left."""
+    tasks = [task for task in TASKS if part_number in (None, task.part_number)]
+    numbers = sorted({task.part_number for task in tasks})
+    for number in numbers:
+        print(f"part {number}: {PARTS[number]}", flush=True)
+    seconds = 60 * (MINUTES * len(numbers) if minutes is None else minutes)
+    good = Visit(out, seconds, dry).run(tasks)
     print(f"written: {out}")
     if not good:
         raise SystemExit(1)

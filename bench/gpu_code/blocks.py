@@ -36,9 +36,9 @@ from fp8stack.layers import build_backend, compiler
 from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import weight_casts as many_weights
 from fp8stack.layers.kernels.variants import KernelVariant
-from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Plan, load_recipe, resolve
+from fp8stack.precision import Plan, load_recipe
 from fp8stack.precision.hardware import machine_for
 
 Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
@@ -75,8 +75,8 @@ class Kernel:
 
 def plan_of(model: str, recipe: str, capability: str) -> Plan:
     """The plan of the model on such a GPU, without Transformer Engine."""
-    plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
-    return plan.for_layers(load_config(model).linear_shapes())
+    machine = machine_for(capability, te=False)
+    return plan_for(load_config(model), load_recipe(recipe), machine)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ from fp8stack.layers import torch as torch_backend
 from fp8stack.layers.kernels import fused_casts, replay, scaled_gemm
 from fp8stack.layers.kernels import variants as kernels
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.model.config import load_config
+from fp8stack.model.config import load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import GuardConfig
-from fp8stack.precision import load_recipe, resolve
+from fp8stack.precision import load_recipe
 from fp8stack.precision.hardware import machine_for
 from fp8stack.training.guard.monitor import Monitor
 
@@ -75,8 +75,7 @@ def host_times(model: str, recipe: str, capability: str, *, steps: int = 500) ->
         steps: the number of steps to time.
     """
     config = load_config(model, NARROW)
-    plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
-    plan = plan.for_layers(config.linear_shapes())
+    plan = plan_for(config, load_recipe(recipe), machine_for(capability, te=False))
     one_block = config.model_copy(update={"layers": 1})
     programs = [
         p for p in compile_for_gpu(one_block, plan, config.context)[1] if p.model_part == "block"

@@ -63,7 +63,9 @@ COMPILE = option("Use torch.compile. [on a GPU, except te]")
 PHASES = option(
     "By phase: conservative, default or aggressive.", autocompletion=completion.choices("phases")
 )
-DEVICE = option("Device: auto, cpu or cuda. [auto]", autocompletion=completion.choices("device"))
+DEVICE = option(
+    "Device: auto, cpu, cuda or xpu. [auto]", autocompletion=completion.choices("device")
+)
 THREADS = option("CPU threads for torch. [torch's choice]")
 THREADS_NOW = option("CPU threads for torch. [torch's choice]", callback=_compute_with)
 CONFIG = option("Run file (TOML); flags override it.")

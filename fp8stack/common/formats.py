@@ -136,7 +136,7 @@ FORMATS: dict[str, Format] = {
         Format("e2m1", 2, 1, "finite", None, "10.x, 12.x"),
         Format("e2m3", 2, 3, "finite", None, "10.x"),
         Format("e3m2", 3, 2, "finite", None, "10.x"),
-        Format("e8m0", 8, 0, "e8m0", "float8_e8m0fnu", "10.x", sign_bits=0),
+        Format("e8m0", 8, 0, "e8m0", "float8_e8m0fnu", "10.x, 12.x", sign_bits=0),
     )
 }
 

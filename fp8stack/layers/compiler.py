@@ -38,8 +38,8 @@ def is_compiled(
     requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
 ) -> tuple[bool, str]:
     """Whether to compile a model with this plan and this activation checkpointing for training, and
-    a note on that decision or "". By default (`requested` is None), it is compiled on a GPU if
-    possible.
+    a note on that decision or "". By default (`requested` is None), it is compiled on a GPU of
+    NVIDIA if possible.
 
     Raises:
         UserError: it was requested, and torch does not compile it for this GPU.
@@ -51,8 +51,11 @@ def is_compiled(
         no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
     if requested and no_bf16:
         raise _refusal(no_bf16, "choose residual = 'fp32'")
-    if requested is not None or hardware.device != "cuda":
+    if requested is not None or hardware.device == "cpu":
         return bool(requested), ""
+    if hardware.other_gpu:
+        untried = f"no compiled code of fp8stack has run on {hardware.other_gpu}"
+        return False, f"training is not compiled: {untried}; --compile turns it on"
     if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
@@ -89,13 +92,14 @@ def _refusal(reason: str, instead: str) -> UserError:
 
 
 def require_tools(device: str, feature: str, instead: str) -> None:
-    """Check that the tools that torch.compile needs for `device`, "cpu" or "cuda", are installed.
+    """Check that the tools that torch.compile needs for `device`, see `Hardware.device`, are
+    installed.
 
     Raises:
         UserError: a compiler or its headers are missing. The message names the `feature` that needs
             them and what to do `instead`.
     """
-    if device != "cuda":
+    if device == "cpu":
         # A private function, the only one that returns torch.compile's compiler (torch 2.13).
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -107,7 +111,7 @@ def require_tools(device: str, feature: str, instead: str) -> None:
                 f"environment's CXX, or {instead}."
             ) from error
     # Both build Python extensions.
-    if problem := find_compiler_problem() if device == "cuda" else missing_headers():
+    if problem := missing_headers() if device == "cpu" else find_compiler_problem():
         raise UserError(f"{feature}: {problem}, or {instead}.")
 
 

@@ -57,7 +57,7 @@ def plan(
 def probe_for(module: nn.Module) -> Hardware:
     """The machine that the model's parameters are on: a GPU, or else the CPU."""
     devices = {parameter.device.type for parameter in module.parameters()}
-    return probe("cuda" if "cuda" in devices else "cpu")
+    return probe(next((gpu for gpu in ("cuda", "xpu", "mps") if gpu in devices), "cpu"))
 
 
 def choose_layers(

@@ -81,7 +81,7 @@ class RunConfig(BaseModel):
     recipe: str = "auto"
     backend: Literal["auto", "te", "torch", "emulate", "reference"] = "auto"
     strict: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     data: str | None = None
     data_order: Literal["random", "epochs"] = "random"
     """Windows at random positions, or all windows once per epoch, in a new order each epoch."""

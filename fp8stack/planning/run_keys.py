@@ -33,7 +33,7 @@ class RunKeys(TypedDict, total=False):
     recipe: str | Path
     backend: Literal["auto", "te", "torch", "emulate", "reference"]
     strict: bool
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda", "xpu"]
     data: str | Path | None
     data_order: Literal["random", "epochs"]
     document_mask: bool

@@ -57,7 +57,9 @@ def show(hardware: Hardware, console: Console) -> None:
     software = [f"torch {hardware.torch_version}"]
     if hardware.cuda_version:
         software.append("CUDA {}.{}".format(*hardware.cuda_version))
-    unused = " (of no use on a CPU)" if hardware.te_version and hardware.capability is None else ""
+    unused = ""
+    if hardware.te_version and hardware.capability is None:
+        unused = f" (of no use on {hardware.other_gpu or 'a CPU'})"
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
     write(f"software: {', '.join(software)}")
     compiles = f"no torch.compile: {hardware.compiler_problem}" * bool(hardware.compiler_problem)

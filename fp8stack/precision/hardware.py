@@ -13,7 +13,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,6 +22,8 @@ from typing import Any
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.precision.gpus import gpu_named, gpu_of_capability
+from fp8stack.precision.other_gpus import APPLE_PROBLEM, OtherGpu, has_apple_gpu, other_gpu
+from fp8stack.precision.system_memory import system_memory_gib
 from fp8stack.precision.toolchain import find_triton_problem
 
 
@@ -30,11 +32,13 @@ class Hardware:
     """A machine as a plain value, so that a plan for any GPU can be made and tested on a CPU.
 
     Attributes:
-        device: "cpu" or "cuda".
-        capability: CUDA's compute capability; None on a CPU.
+        device: "cpu", "cuda" (AMD's GPUs as well), or "xpu" (Intel's).
+        capability: CUDA's compute capability; None without a GPU of NVIDIA.
         has_te: whether Transformer Engine can be used.
         cuda_version: the CUDA version that torch was built for.
         name: the name of the GPU or CPU.
+        other_gpu: the kind of a GPU that is not NVIDIA's, such as "AMD gfx942" or "Intel XPU"; ""
+            on other machines.
         cpu_bf16: whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or Arm's BF16
             instructions).
         slow_scaled_mm: whether the CPU's `torch._scaled_mm` is oneDNN's reference code for two
@@ -54,6 +58,7 @@ class Hardware:
     has_te: bool = False
     cuda_version: tuple[int, int] | None = None
     name: str = ""
+    other_gpu: str = ""
     cpu_bf16: bool = False
     slow_scaled_mm: bool = False
     memory_gib: float = 0.0
@@ -65,34 +70,53 @@ class Hardware:
     compiler_problem: str = ""
 
     def __post_init__(self) -> None:
-        if self.device == "cuda" and self.capability is None:
+        if self.device == "cuda" and self.capability is None and not self.other_gpu:
             raise ValueError("A CUDA device has a compute capability: Hardware('cuda', (9, 0)).")
+        if self.device == "xpu" and not self.other_gpu:
+            raise ValueError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")
 
     def __str__(self) -> str:
         if self.device == "cpu":
             bf16 = "with" if self.cpu_bf16 else "without"
             return f"{self.name or 'CPU'} ({bf16} bf16 instructions)"
-        assert self.capability is not None
+        if self.capability is None:
+            return f"{self.name or 'GPU'} ({self.other_gpu})"
         major, minor = self.capability
         return f"{self.name or 'CUDA GPU'} (compute capability {major}.{minor})"
 
 
 def probe(device: str = "auto") -> Hardware:
-    """Detect this machine: its first CUDA GPU if it has a usable one, else its CPU.
+    """Detect this machine: its first GPU if it has a usable one, else its CPU.
 
     Args:
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu", "cuda" (a GPU of NVIDIA or AMD) or "xpu" (of Intel).
 
     Raises:
-        UserError: an unknown device, or "cuda" where torch finds no usable GPU.
+        UserError: an unknown device, or a GPU where torch finds no usable one.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"No device '{quoted(str(device))}'. Known: auto, cpu, cuda.")
-    has_cuda = device != "cpu" and _has_cuda()
-    if device == "cuda" and not has_cuda:
-        raise UserError("No CUDA GPU is usable by this torch. Use --device cpu.")
-    if not has_cuda:
+    if device == "mps":
+        raise UserError(f"{APPLE_PROBLEM}. Use --device cpu.")
+    if device not in ("auto", "cpu", "cuda", "xpu"):
+        raise UserError(f"No device '{quoted(str(device))}'. Known: auto, cpu, cuda, xpu.")
+    if device == "cpu":
         return _probe_cpu()
+    if device != "xpu" and _has_cuda():
+        return _probe_nvidia(device)
+    gpu = other_gpu(device, _torch_build())
+    if gpu is not None and not gpu.problem:
+        return _with_other_gpu(gpu)
+    if device != "auto":
+        kind = "CUDA" if device == "cuda" else "Intel"
+        problem = gpu.problem if gpu else f"No {kind} GPU is usable by this torch"
+        raise UserError(f"{problem}. Use --device cpu.")
+    problem = gpu.problem if gpu else ""
+    if has_apple_gpu():
+        problem = APPLE_PROBLEM
+    return replace(_probe_cpu(), gpu_problem=problem)
+
+
+def _probe_nvidia(device: str) -> Hardware:
+    """`probe` where torch finds a GPU of NVIDIA."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -123,13 +147,26 @@ def probe(device: str = "auto") -> Hardware:
     )
 
 
+def _with_other_gpu(gpu: OtherGpu) -> Hardware:
+    """The machine of a GPU that is not NVIDIA's."""
+    return Hardware(
+        gpu.device,
+        name=gpu.name,
+        other_gpu=gpu.kind,
+        memory_gib=gpu.memory_gib,
+        torch_version=_torch_build()["__version__"],
+        te_version=_te_version(),
+        compiler_problem=find_compiler_problem(),
+    )
+
+
 def _probe_cpu() -> Hardware:
     return Hardware(
         "cpu",
         name=_cpuinfo().get("model name") or platform.processor() or platform.machine(),
         cpu_bf16=cpu_multiplies_bf16(),
         slow_scaled_mm=scaled_mm_is_slow(),
-        memory_gib=round(_system_memory_gib(), 1),
+        memory_gib=round(system_memory_gib(), 1),
         torch_version=_torch_build()["__version__"],
         te_version=_te_version(),
         numba_problem="" if find_spec("numba") else "numba is not installed: pip install numba",
@@ -242,9 +279,9 @@ def machine_for(
 
 
 def _has_cuda() -> bool:
-    """Whether torch can use a CUDA GPU."""
+    """Whether torch can use a GPU of NVIDIA."""
     build = _torch_build()
-    if build["hip"] is not None:  # ROCm calls itself cuda
+    if build["hip"] is not None:  # AMD's GPUs are called cuda too, see `other_gpu`
         return False
     if "torch" not in sys.modules and not (build["cuda"] and _has_driver()):
         return False  # the answer of torch.cuda.is_available(), without importing torch
@@ -254,7 +291,7 @@ def _has_cuda() -> bool:
 
 
 def _torch_build() -> dict[str, Any]:
-    """The variables of `torch.version`: `__version__`, and the `cuda` and `hip` of the build.
+    """The variables of `torch.version`: `__version__`, and `cuda`, `hip` and `xpu` of the build.
 
     They are read from its file, unless torch is imported already.
     """
@@ -394,74 +431,3 @@ def _cpu_flags() -> list[str]:
     """The flags of the first CPU in /proc/cpuinfo."""
     fields = _cpuinfo()
     return (fields.get("flags") or fields.get("features") or "").split()
-
-
-def _system_memory_gib() -> float:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    except (ValueError, OSError, AttributeError):
-        return 0.0
-
-
-def available_memory(device: str, root: Path = Path("/")) -> int | None:
-    """The bytes that this process can still allocate: on its GPU, or of the system's memory and
-    swap within the limits of its control groups. None where the system does not report them.
-
-    Args:
-        device: "cpu" or "cuda".
-        root: the folder that holds `proc` and `sys`.
-    """
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info()[0]
-    try:
-        text = (root / "proc/meminfo").read_text(encoding="utf-8")
-        sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines())}
-        available, swap = sizes["MemAvailable:"], sizes.get("SwapFree:", 0)
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    return min([available, *_available_in_groups(root)]) + swap
-
-
-def require_free(size: int, consumer: str) -> None:
-    """Require that the system has `size` bytes of memory available.
-
-    Raises:
-        UserError: it has less; the message names the `consumer` that needs them.
-    """
-    available = available_memory("cpu")
-    if available is not None and size > available:
-        raise UserError(
-            f"{consumer} needs {size / 2**30:,.1f} GiB of memory, and {available / 2**30:,.1f} GiB "
-            "are left. Use a machine with more."
-        )
-
-
-def _available_in_groups(root: Path) -> Iterator[int]:
-    """The bytes that each control group with a limit leaves this process; pages of files that the
-    kernel can drop do not count as used."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, files = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        limit, usage, dropped = files
-        inner = Path(name.lstrip("/"))
-        for group in (inner, *inner.parents):
-            folder = root / base / group
-            try:
-                most, used = (int((folder / file).read_text()) for file in (limit, usage))
-                stat = (folder / "memory.stat").read_text().split()
-            except (OSError, ValueError):  # no such group in a container, or no limit ("max")
-                continue
-            pages = dict(zip(stat[::2], stat[1::2], strict=False))
-            yield max(0, most - used + int(pages.get(dropped, 0)))

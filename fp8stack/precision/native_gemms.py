@@ -35,16 +35,20 @@ FROM_ADA, FROM_HOPPER = Gpus("8.9", (8, 9)), Gpus("9.0", (9, 0))
 BLACKWELL = Gpus("10.x", (10, 0), (10,))
 HOPPER_OR_BLACKWELL = Gpus("9.0 or 10.x", (9, 0), (9, 10))
 ALL_BLACKWELL = Gpus("10.x or 12.x", (10, 0), (10, 12))
+HOPPER_OR_ANY_BLACKWELL = Gpus("9.0, 10.x or 12.x", (9, 0), (9, 10, 12))
+RTX_BLACKWELL = Gpus("12.x", (12, 0), (12,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kind of GEMM on quantized operands. It needs one of `gpus` and a torch built for `cuda` or
-    later; in and out features must be divisible by `feature_multiple`."""
+    """A kind of GEMM on quantized operands. It needs one of `gpus`, a torch built for `cuda` or
+    later, and on 12.x at least the version `torch_on_12` of torch; in and out features must be
+    divisible by `feature_multiple`."""
 
     name: str
     gpus: Gpus
     cuda: tuple[int, int] | None = None
+    torch_on_12: tuple[int, int] | None = None
     feature_multiple: int = 16
 
 
@@ -53,9 +57,19 @@ KERNELS = {
     for kernel in (
         Kernel(name="delayed", gpus=FROM_ADA),
         Kernel(name="current", gpus=FROM_ADA),
-        Kernel(name="block", gpus=HOPPER_OR_BLACKWELL, cuda=(12, 9)),
-        Kernel(name="mxfp8", gpus=BLACKWELL, cuda=(12, 8), feature_multiple=32),
-        Kernel(name="rowwise", gpus=FROM_HOPPER),
+        Kernel(name="block", gpus=HOPPER_OR_ANY_BLACKWELL, cuda=(12, 9)),
+        # On 12.x, cuBLAS has MXFP8 for the layout of our operands alone, which torch 2.14 allows
+        # (pytorch pull request 198126).
+        Kernel(
+            name="mxfp8",
+            gpus=ALL_BLACKWELL,
+            cuda=(12, 8),
+            torch_on_12=(2, 14),
+            feature_multiple=32,
+        ),
+        # On 12.x, torch 2.10 fails with CUBLAS_STATUS_NOT_SUPPORTED (pytorch issue 192707); 2.15
+        # has CUTLASS's kernel there.
+        Kernel(name="rowwise", gpus=FROM_HOPPER, torch_on_12=(2, 15)),
         # torch itself checks only for 8.9 or later; cuBLAS has FP4 from CUDA 12.8 on.
         Kernel(name="nvfp4", gpus=ALL_BLACKWELL, cuda=(12, 8), feature_multiple=32),
     )

@@ -108,7 +108,7 @@ class Plan:
         recipe: the recipe that runs.
         backend: the backend that runs it.
         native: whether the hardware's tensor cores support the requested recipe and run it.
-        device: "cpu" or "cuda".
+        device: see `Hardware.device`.
         compute_dtype: the precision of everything that is not quantized.
         wide_dtype: the compute dtype, if most of the work is in wide layers, see `for_layers`; None
             if `compute_dtype` holds for all models.
@@ -122,6 +122,8 @@ class Plan:
             the reason, or "" if not both operands are quantized.
         slow_scaled_mm: whether float32 GEMMs replace torch's scaled ones that are slow on this CPU,
             see `Hardware.slow_scaled_mm`.
+        float32_gemms: whether emulated GEMMs take float32 operands: on a GPU, torch multiplies
+            bfloat16 matrices to float32 for certain on NVIDIA's alone.
         layers: the decisions for linear layers, see `for_layers`.
         doubt: why FP8 may not pay in the model.
         work_outside_linears: multiplications per token with weights outside linears, such as
@@ -144,6 +146,7 @@ class Plan:
     ungrouped: tuple[tuple[Quantizers, str], ...] = ()
     plain_gemms: tuple[tuple[Quantizers, tuple[tuple[str, str], ...]], ...] = ()
     slow_scaled_mm: bool = False
+    float32_gemms: bool = False
     layers: tuple[LayerPlan, ...] = field(default=())
     doubt: str = ""
     work_outside_linears: float = 0
@@ -431,7 +434,7 @@ class Plan:
         quantizers = layer.emulated
         on_cpu = self.device == "cpu"
         exact = quantizers.by_bf16_gemms if on_cpu else quantizers.exact_in_bf16
-        return self.compute_dtype if exact else "fp32"
+        return self.compute_dtype if exact and not self.float32_gemms else "fp32"
 
     @property
     def notes(self) -> list[str]:
@@ -475,9 +478,10 @@ class Plan:
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""
         bits = self.recipe.quantizers.bits if self.recipe.quantizers else 8
+        emulated = "fp32" if self.float32_gemms else self.compute_dtype
         method = {
             "reference": "plain torch",
-            "emulate": f"emulated by {self.compute_dtype} GEMMs on the exact operands",
+            "emulate": f"emulated by {emulated} GEMMs on the exact operands",
             "torch": f"FP{bits} GEMMs by torch's scaled_mm",
             "te": f"FP{bits} GEMMs by Transformer Engine",
         }[self.backend]

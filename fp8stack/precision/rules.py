@@ -17,12 +17,15 @@ from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.native_gemms import (
+    ALL_BLACKWELL,
     BLACKWELL,
     KERNELS,
+    RTX_BLACKWELL,
     kernel_of,
     lacking_grouped_gemm,
     te_has,
 )
+from fp8stack.precision.other_gpus import no_fp8_units
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 from fp8stack.precision.torch_gemms import (
@@ -88,10 +91,11 @@ def resolve(
         avoided = {name: reason for name, reason in (without or {}).items() if name != backend}
         plan, substitution = _resolve_fp8(requested, chosen, hardware, backend, avoided)
     if hardware.gpu_problem:
-        substitution = f"{hardware.gpu_problem}; until then the CPU runs"
+        substitution = f"{hardware.gpu_problem}; the CPU runs"
         notes = (substitution, *notes)
     if strict and substitution:
-        raise UserError(f"--strict: '{requested}' does not run as asked: {substitution}.")
+        way_out = " Use --device cpu to choose it." if hardware.gpu_problem else ""
+        raise UserError(f"--strict: '{requested}' does not run as asked: {substitution}.{way_out}")
     kind = FP8_ATTENTION.get(chosen.attention)
     if kind and not (plan.backend == "te" and kind.gpus.have(hardware.capability)):
         raise UnservedAttention(
@@ -102,7 +106,7 @@ def resolve(
         )
     # A substitute recipe keeps the requested attention and residual stream.
     final_recipe = plan.recipe.model_copy(update=chosen.beside_linears)
-    gpu = hardware.name if hardware.device == "cuda" else ""
+    gpu = "" if hardware.device == "cpu" else hardware.name
     return replace(plan, recipe=final_recipe, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
 
 
@@ -136,7 +140,7 @@ def auto_recipe(hardware: Hardware) -> str:
 def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
     """The fastest precision without FP8 that `hardware` supports and that trains well."""
     if hardware.capability is None:
-        return "bf16" if hardware.cpu_bf16 else "fp32"
+        return "bf16" if hardware.other_gpu or hardware.cpu_bf16 else "fp32"
     if hardware.capability >= (8, 0):
         return "bf16"
     return "fp16" if hardware.capability >= (7, 0) else "fp32"
@@ -155,6 +159,8 @@ def _resolve_plain(
     if capability is None:
         if dtype == "tf32":
             runs = "fp32"
+        elif hardware.other_gpu:
+            pass
         elif dtype == "bf16" and not hardware.cpu_bf16:
             notes.append("this CPU has no bf16 instructions: bf16 runs, slower than fp32")
         elif dtype == "fp16":
@@ -183,7 +189,7 @@ def _resolve_plain(
     return plan, next(iter(substitutions), "")
 
 
-_NEEDS = {"bf16": "compute capability 8.0", "tf32": "a GPU of compute capability 8.0"}
+_NEEDS = {"bf16": "compute capability 8.0", "tf32": "an NVIDIA GPU of compute capability 8.0"}
 
 
 def _resolve_fp8(
@@ -230,6 +236,7 @@ def _resolve_fp8(
             ungrouped=_ungrouped(recipe, backend, delegated, hardware),
             plain_gemms=_plain_by_table(recipe, backend, delegated, hardware),
             slow_scaled_mm=bool(replaced),
+            float32_gemms=bool(hardware.other_gpu),
         )
         return plan, (reason if substitutes else "") or refused
 
@@ -243,6 +250,10 @@ def _resolve_fp8(
     unable: dict[str, str] = {name: _unable(name, quantizers, hardware) for name in PREFERENCE}
     if capability is None:
         lacking = f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
+        if hardware.other_gpu:
+            bits, kind = quantizers.bits, hardware.other_gpu
+            this = no_fp8_units(kind) if bits == 8 else f"this is {kind}"
+            lacking = f"{recipe.name} needs an FP{bits} GPU of NVIDIA, {this}"
         problem = unable.get(backend, without_hardware(quantizers) or lacking)
         if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
@@ -287,11 +298,11 @@ def _compute_dtypes(
         runs: ComputeDtype = "fp32" if capability is None else "bf16"
         fixed = f"{backend} computes in {runs}, emulation in {requested} as well"
         return runs, None, fixed if requested not in (None, runs) else ""
-    if capability is None:
+    if capability is None and not hardware.other_gpu:
         assert recipe.quantizers is not None
         multiplies_bf16 = hardware.cpu_bf16 and recipe.quantizers.by_bf16_gemms
         return requested or "fp32", "bf16" if multiplies_bf16 and not requested else None, ""
-    if capability >= (8, 0):
+    if capability is None or capability >= (8, 0):
         return requested or "bf16", None, ""
     lacking = f"bf16 needs {_NEEDS['bf16']}, this is {kind_of(hardware)}: fp32"
     return "fp32", None, lacking if requested == "bf16" else ""
@@ -391,12 +402,15 @@ def _unable_by_te(quantizers: Quantizers, hardware: Hardware) -> str:
         # TE accepts 12.x too, where its stochastic casts gave gradients of 0 and its Hadamard
         # transforms fail (TransformerEngine issue 3062, pull request 3281).
         return "Transformer Engine's NVFP4 works on 10.x alone"
+    if kernel == "mxfp8" and RTX_BLACKWELL.have(hardware.capability):
+        return "Transformer Engine has no MXFP8 on 12.x"
     if not hardware.has_te:
         return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
     if kernel == "mxfp8" and x.scale_rounding != "rceil":
         return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
-    if kernel == "block" and BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
-        return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+    if kernel == "block" and ALL_BLACKWELL.have(hardware.capability) and x.scale != "power_of_two":
+        needed = "needs power_of_two = true"
+        return f"Transformer Engine's block scaling on {ALL_BLACKWELL.words} {needed}"
     if not te_has(quantizers):
         return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
     return ""

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from fp8stack.common.quantizer_table import Quantizers
 from fp8stack.precision.hardware import Hardware, version_pair
 from fp8stack.precision.native_gemms import (
-    BLACKWELL,
+    ALL_BLACKWELL,
     KERNELS,
+    RTX_BLACKWELL,
     SCALED_AFTERWARDS,
     kernels_of,
     plain_in_words,
 )
+from fp8stack.precision.other_gpus import no_fp8_units
 
 ROWS_ON_CPU = (2, 12)  # 2.11 asserts that there is one scale
 NO_GEMM = "no GEMM of the GPU backends takes these operands"
@@ -31,9 +33,9 @@ def plain_gemms(quantizers: Quantizers, hardware: Hardware) -> dict[str, str]:
             plain[gemm] = ""
         elif problem := own or lacking_hardware(kernels[gemm], hardware) or special:
             plain[gemm] = problem
-        elif kernels[gemm] == "block" and BLACKWELL.have(hardware.capability):
-            # Only TE can run it on 10.x: as MXFP8 with the block recipe's scales.
-            plain[gemm] = "the torch backend has no block scaling on 10.x"
+        elif kernels[gemm] == "block" and ALL_BLACKWELL.have(hardware.capability):
+            # Only TE can run it there: as MXFP8 with the block recipe's scales.
+            plain[gemm] = f"the torch backend has no block scaling on {ALL_BLACKWELL.words}"
     return plain
 
 
@@ -75,6 +77,8 @@ SLOW_GEMM = (
 
 def lacking_hardware(name: str | None, hardware: Hardware) -> str:
     """The reason that a GPU, or torch on a CPU, has no GEMM called `name`; "" if it has."""
+    if hardware.other_gpu:
+        return f"FP8 GEMMs need a GPU of NVIDIA, {no_fp8_units(hardware.other_gpu)}"
     if hardware.capability is None:
         if name not in SCALED_AFTERWARDS:
             return f"torch's scaled_mm on a CPU has no {name or 'such'} scaling"
@@ -89,6 +93,10 @@ def lacking_hardware(name: str | None, hardware: Hardware) -> str:
         return f"{name} needs compute capability {kernel.gpus.words}, this is {kind_of(hardware)}"
     if kernel.cuda is not None and is_older(hardware.cuda_version, kernel.cuda):
         return "{} needs CUDA {}.{}".format(name, *kernel.cuda)
+    oldest = kernel.torch_on_12 if RTX_BLACKWELL.have(hardware.capability) else None
+    if oldest is not None and is_older(version_pair(hardware.torch_version), oldest):
+        needed = "{} needs torch {}.{} on compute capability 12.x".format(name, *oldest)
+        return f"{needed}, this is torch {hardware.torch_version}"
     return ""
 
 
@@ -109,7 +117,7 @@ def without_hardware(quantizers: Quantizers) -> str:
 def kind_of(hardware: Hardware) -> str:
     """The kind of machine, as messages name it."""
     if hardware.capability is None:
-        return "a CPU"
+        return hardware.other_gpu or "a CPU"
     return "compute capability {}.{}".format(*hardware.capability)
 
 

@@ -88,7 +88,7 @@ def generate(
         recipe: the recipe that the model runs in; by default bf16 if the machine multiplies it,
             else fp32.
         tokenizer: a name or path, for a run that does not record one.
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu", "cuda" or "xpu".
 
     Raises:
         UserError: no such run, tokenizer or recipe, or a prompt that the model cannot read.
@@ -160,7 +160,7 @@ class _Text:
 
 def default_recipe(hardware: Hardware) -> tuple[str, str]:
     """The default recipe of a generation, and the reason, for the end of a line."""
-    if hardware.device == "cuda" or hardware.cpu_bf16:
+    if hardware.device != "cpu" or hardware.cpu_bf16:
         return "bf16", ""
     return "fp32", " (this CPU has no bf16 instructions)"
 

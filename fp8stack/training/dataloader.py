@@ -25,7 +25,7 @@ def batches(run: Run, stops: Callable[[], bool] = bool) -> Iterator[tuple[int, T
         batch_size=None,
         sampler=steps,
         num_workers=workers,
-        pin_memory=run.plan.device == "cuda",
+        pin_memory=run.plan.device != "cpu",
         generator=torch.Generator(),  # or starting the loader would advance torch's RNG
     )
     if not workers:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench import runner
 from bench.gpu_code import gpu_code
+from bench.gpu_code.blocks import plan_of
 from bench.gpu_code.process import told
 from bench.runner import RESULTS
 from fp8stack.common import presets
@@ -100,6 +101,16 @@ def test_a_figure_that_grew_by_four_percent_is_named(key):
     row[key] = row[key] * 1.04 + 1
     (line,) = gpu_code.grown(COMMITTED, grown)
     assert line.startswith(f"llama-8b on 9.0, delayed: {key}")
+
+
+def test_an_experts_gemms_are_planned_as_those_of_a_group_of_rows():
+    """torch has a grouped GEMM for the output and the input's gradient, not for the weight's."""
+    plan = plan_of("olmoe-7b", "rowwise", "9.0")
+    experts = [layer for layer in plan.layers if layer.groups]
+    assert len(experts) == 16 * 2
+    assert {layer.plain_gemms for layer in experts} == {("wgrad",)}
+    linears = [layer for layer in plan.layers if layer.fp8 and not layer.groups]
+    assert {layer.plain_gemms for layer in linears} == {()}
 
 
 @pytest.mark.slow

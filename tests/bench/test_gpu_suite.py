@@ -17,12 +17,13 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import runner
-from bench.gpu import gpu, gpu_report, losses, steps, visit, wheels
+from bench.gpu import first_step, gpu, gpu_report, losses, steps, visit, wheels
 from bench.gpu.gpu_report import TIME_IS_UP
 from fp8stack.analysis.conform import suite
 from fp8stack.analysis.conform.checks import Check, Context, Facts, broken, run_check, same_bits
@@ -73,10 +74,8 @@ def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks():
     assert all(line.startswith("tests/gpu/") for line in collected)
 
 
-def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_fp8(
-    tmp_path, monkeypatch
-):
-    for task in visit.PARTS[4].tasks[:2]:
+def test_steps_of_a_visit_are_measured_with_the_head_in_bf16_and_in_fp8(tmp_path, monkeypatch):
+    for task in (task for task in visit.TASKS if task.part_number == 4):
         monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
         assert steps.main() == 0
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -88,62 +87,196 @@ def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_
     assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
 
 
+# The first visit
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / visit.RECORDS).read_text().splitlines()]
+
+
 @pytest.mark.slow
-def test_all_parts_run_through_on_a_cpu(tmp_path):
+def test_all_parts_run_through_on_a_cpu(tmp_path, capsys):
     assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
-    for number, visit_part in visit.PARTS.items():
-        report = json.loads((tmp_path / f"part-{number}.json").read_text())
-        assert report["dry_run"]
-        assert [task["ended"] for task in report["tasks"]] == ["done"] * len(visit_part.tasks)
+    ended = {record["task"]: record["ended"] for record in records(tmp_path)}
+    assert ended == dict.fromkeys([task.name for task in visit.TASKS], "done")
+    assert all(record["dry_run"] for record in records(tmp_path))
+    first = [json.loads(line) for line in (tmp_path / "first-steps.jsonl").read_text().splitlines()]
+    assert {row["recipe"] for row in first} == set(visit.RECIPES)
+    assert all(row["compiled"] and row["problem"] == "" for row in first)
+    # The same command again has nothing left to do.
+    capsys.readouterr()
+    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
+    assert "started" not in capsys.readouterr().out
+    assert len(records(tmp_path)) == len(visit.TASKS)
 
 
-def python(code: str, seconds: float = 60.0) -> visit.Task:
-    return visit.Task(code, f"timeit -n 1 -r 1 '{code}'", seconds)
+def test_the_most_valuable_tasks_come_first_and_time_is_measured_alone():
+    names = [task.name for task in visit.TASKS]
+    assert len(set(names)) == len(names)
+    assert len({task.log(Path()) for task in visit.TASKS}) == len(names)
+    assert [task.part_number for task in visit.TASKS[:9]] == [1] * 9
+    assert names[2:9] == [f"first step in {recipe}" for recipe in visit.RECIPES]
+    assert names[9] == "ceilings"
+    assert {task.part_number for task in visit.TASKS} == visit.PARTS.keys()
+    timed = ("steps of", "ceilings", "losses")
+    assert [task.name for task in visit.TASKS if task.alone] == [
+        name for name in names if name.startswith(timed)
+    ]
+    for task in visit.TASKS:
+        assert task.seconds <= 60 * visit.MINUTES < 570  # a command may take ten minutes
+
+
+def python(code: str, seconds: float = 60.0, alone: bool = False) -> visit.Task:
+    return visit.Task(1, code, f"timeit -n 1 -r 1 '{code}'", seconds, alone=alone)
 
 
 @pytest.fixture
-def four_tasks(monkeypatch) -> visit.Part:
+def four_tasks(monkeypatch) -> None:
     tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 1), python("print(2)"))
-    visit_part = visit.Part("four tasks", tasks)
-    monkeypatch.setitem(visit.PARTS, 1, visit_part)
-    return visit_part
+    monkeypatch.setattr(visit, "TASKS", tasks)
 
 
 def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(four_tasks, tmp_path, capsys):
-    assert exit_code(lambda: visit.run(1, tmp_path, False)) == 1
-    report = json.loads((tmp_path / "part-1.json").read_text())
-    ended = ["done", "failed with exit code 1", "stopped after 1 s", "done"]
-    assert [task["ended"] for task in report["tasks"]] == ended
-    assert "ZeroDivisionError" in capsys.readouterr().out
-    log = (tmp_path / "part-1.log").read_text()
-    assert log.index("\n1\n") < log.index("ZeroDivisionError") < log.index("\n2\n")
+    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    ended = {record["task"]: record["ended"] for record in records(tmp_path)}
+    assert ended == {
+        "print(1)": "done",
+        "1 / 0": "failed with exit code 1",
+        "while True: pass": "stopped after 1 s",
+        "print(2)": "done",
+    }
+    printed = capsys.readouterr().out
+    assert "ZeroDivisionError" in printed
+    assert "The time is up; left out: while True: pass. The same command continues" in printed
+    assert "Failed: 1 / 0." in printed
+    for record in records(tmp_path):
+        assert (tmp_path / "logs" / record["log"]).exists()
+    assert (tmp_path / "logs" / "1-print-1-.txt").read_text().startswith("1\n")
+
+
+def test_a_visit_continues_after_the_tasks_that_are_recorded(four_tasks, tmp_path, capsys):
+    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    with (tmp_path / visit.RECORDS).open("a") as file:
+        file.write('{"task": "a line that was cut o')
+    capsys.readouterr()
+    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    printed = capsys.readouterr().out
+    assert "3 of 4 tasks are recorded" in printed
+    assert [line for line in printed.splitlines() if line.endswith("started")] == [
+        "while True: pass: started"
+    ]
+    # A dry run says nothing about the GPU.
+    assert visit.Visit(tmp_path, 9.0, dry=True).recorded() == {}
+
+
+def test_no_task_starts_without_time_and_the_last_are_left_out(monkeypatch, tmp_path, capsys):
+    tasks = [python("print(1)", alone=True), python("print(2)", alone=True)]
+    monkeypatch.setattr(visit, "TASKS", tasks)
+    monkeypatch.setattr(visit, "LEAST_S", 1e6)
+    assert exit_code(lambda: visit.run(None, tmp_path, 1.0, False)) == 1
+    assert "The time is up; left out: print(1), print(2)." in capsys.readouterr().out
+    assert not (tmp_path / visit.RECORDS).exists()
+
+
+TOUCH = 'open("{out}/first", "w")'
+WAIT = 'import os, time; n = 1\nwhile not os.path.exists("{out}/first"): time.sleep(0.01)'
+
+
+@pytest.mark.parametrize(("cores", "together"), [(16, True), (2, False)])
+def test_tasks_that_do_not_measure_time_run_side_by_side(monkeypatch, tmp_path, cores, together):
+    """The first task ends once the second has started."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    waits = visit.Task(1, "waits", f"timeit -n 1 -r 1 '{WAIT}'", 60.0 if together else 2.0)
+    tasks = (waits, visit.Task(1, "touches", f"timeit -n 1 -r 1 '{TOUCH}'", 60.0))
+    monkeypatch.setattr(visit, "TASKS", tasks)
+    if together:
+        visit.run(1, tmp_path, None, False)
+    else:
+        assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    waited = {record["task"]: record["ended"] for record in records(tmp_path)}["waits"]
+    assert waited == ("done" if together else "stopped after 2 s")
 
 
 def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
-    task = visit.Task("one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
-    monkeypatch.setitem(visit.PARTS, 1, visit.Part("one task", (task,)))
+    task = visit.Task(1, "one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
+    monkeypatch.setattr(visit, "TASKS", (task,))
     monkeypatch.chdir(tmp_path)
-    visit.run(1, Path("here"), False)
+    visit.run(1, Path("here"), None, False)
     assert (tmp_path / "here" / "written").exists()
 
 
 KILLED = """
 from pathlib import Path
 from bench.gpu import visit
-codes = ("print(1)", "import os; os.kill(os.getppid(), 9)", "print(2)")
-tasks = [visit.Task(code, f"timeit -n 1 -r 1 '{code}'", 60.0) for code in codes]
-visit.PARTS[1] = visit.Part("three tasks", tasks)
-visit.run(1, Path(), False)
+codes = ("print(1)", "import os, signal; os.kill(os.getppid(), signal.{name})", "print(2)")
+visit.TASKS = [visit.Task(1, c, f"timeit -n 1 -r 1 '{{c}}'", 60.0, alone=True) for c in codes]
+visit.run(1, Path(), None, False)
 """
 
 
-def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path):
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+def test_what_was_found_is_kept_where_a_visit_is_killed(tmp_path, name, code):
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, **options)
-    assert done.returncode == -9
-    report = json.loads((tmp_path / "part-1.json").read_text())
-    assert [task["ended"] for task in report["tasks"]] == ["done", "under way"]
-    assert "\n1\n" in (tmp_path / "part-1.log").read_text()
+    script = KILLED.format(name=name)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, **options)
+    assert done.returncode == code
+    assert records(tmp_path)[0]["ended"] == "done"
+    assert "print(2)" not in {record["task"] for record in records(tmp_path)}
+
+
+def test_a_machine_without_a_package_is_told_so_in_one_line(tmp_path):
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError(name='pydantic')\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "bench", "gpu", "--minutes", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "python -m bench needs pydantic. For all that is missing: python bench/gpu/wheels.py "
+        "missing.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "eager", "problem"),
+    [
+        ([4.0, 3.0], 4.01, ""),
+        ([4.0, math.nan], 4.0, "a loss is not finite"),
+        ([4.0, 3.0], math.inf, "a loss is not finite"),
+        ([4.0, 4.0], 4.0, "training did not lower the loss"),
+        ([4.0, 3.0], 4.2, "compiled code has a first loss of 4.0000, eager code 4.2000"),
+    ],
+)
+def test_the_losses_of_first_steps_are_judged(losses, eager, problem):
+    assert first_step.problem_of(losses, eager) == problem
+
+
+def test_first_steps_are_compiled_also_by_torch_where_te_would_run_them():
+    config = first_step.SMALL
+    h100 = Hardware("cuda", (9, 0), has_te=True, cuda_version=(13, 0))
+    backends = {
+        recipe: [plan.backend for plan in first_step.plans_of(recipe, config, h100)]
+        for recipe in ("bf16", "delayed", "rowwise", "mxfp8")
+    }
+    assert backends == {
+        "bf16": ["reference"],
+        "delayed": ["te", "torch"],
+        "rowwise": ["torch"],
+        "mxfp8": ["emulate"],
+    }
+
+
+def test_the_first_steps_of_a_recipe_are_a_row(tmp_path, monkeypatch, capsys):
+    task = visit.first_step("bf16")
+    monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
+    assert first_step.main() == 0
+    row = json.loads((tmp_path / "first-steps.jsonl").read_text())
+    assert (row["recipe"], row["backend"], row["compiled"]) == ("bf16", "reference", True)
+    assert row["losses"][0] == row["eager_loss"] == pytest.approx(math.log(128), rel=0.1)
+    monkeypatch.setattr(first_step, "losses_of", lambda *arguments: 1 / 0)
+    assert first_step.main() == 1
+    assert "bf16 by reference: ZeroDivisionError: division by zero" in capsys.readouterr().out
+    _, row = map(json.loads, (tmp_path / "first-steps.jsonl").read_text().splitlines())
+    assert row["problem"] == "ZeroDivisionError: division by zero"
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -157,7 +290,6 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
     with pytest.raises(SystemExit):
         parsed("--sections", "casts,nonsense")
     assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
-    assert (visit.WHOLE < 540, visit.PARTS.keys()) == (True, {1, 2, 3, 4, 5})  # nine minutes each
     assert sorted(sum(gpu.CONFORM.values(), ())) == sorted(suite.GROUPS)
     limit_s = gpu.WHOLE + gpu.GRACE
     assert sum(gpu.BUDGETS[name] for name in gpu.BUDGETS if name != "losses") < limit_s < 480
@@ -333,7 +465,7 @@ def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_p
     options = dict(itertools.pairwise(command))
     assert options["--python-version"] == "3.12"
     assert (options["-c"], options["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
-    assert command[-1] == "pydantic"
+    assert command[-2:] == ["pydantic", "rich"]
 
 
 def test_what_is_missing_is_told_where_nothing_can_be_imported():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8stack.analysis.benchmark.step_timing import FP8
 from fp8stack.common.presets import training_recipes
@@ -37,6 +38,10 @@ FLOPS = Rates(
 FREE = dataclasses.replace(BYTES, casts=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_forward_high")
 ROWWISE = ("rowwise", "rowwise_wgrad_hp")
+# What runs natively on 12.0 by the torch that is installed.
+ON_12 = ["bf16", "block", "current", "delayed"]
+ON_12 += ["mxfp8"] if torch.__version__ >= "2.14" else []
+ON_12 += [*NVFP4, *(ROWWISE if torch.__version__ >= "2.15" else ())]
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
 
@@ -534,9 +539,7 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
         ("8.9", ["bf16", "current", "delayed"]),
         ("9.0", ["bf16", "block", "current", "delayed", *ROWWISE]),
         ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, *ROWWISE]),
-        pytest.param(
-            "12.0", ["bf16", "current", "delayed", *NVFP4, *ROWWISE], marks=pytest.mark.slow
-        ),
+        pytest.param("12.0", ON_12, marks=pytest.mark.slow),
     ],
 )
 def test_every_recipe_that_runs_natively_is_predicted_and_the_others_have_a_reason(

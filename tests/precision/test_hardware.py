@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import platform
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,9 +166,9 @@ def test_cuda_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
     assert "--device cpu" in message
 
 
-@pytest.mark.parametrize("device", ["gpu", "CUDA", "cuda:0", "mps", "", "xpu"])
+@pytest.mark.parametrize("device", ["gpu", "CUDA", "cuda:0", "xpu:1", "hip", ""])
 def test_an_unknown_device_is_refused(device):
-    assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda."
+    assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda, xpu."
 
 
 # A fake GPU
@@ -245,7 +246,9 @@ SAYS = """
 from types import SimpleNamespace as Some
 from torch import version
 __version__ = version.__version__
-gpu = Some(name="a GPU", major=9, minor=0, total_memory=80 * 2**30)
+gpu = Some(
+    name="a GPU", major=9, minor=0, total_memory=80 * 2**30, gcnArchName="gfx942:sramecc+:xnack-"
+)
 cuda = Some(
     is_available=lambda: {available}, get_device_properties=lambda index: gpu, get_arch_list=list
 )
@@ -255,7 +258,8 @@ cuda = Some(
 # The torch and the machine of each case, and whether torch is asked and finds a GPU.
 FAKE_TORCHES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "no CUDA": ({"cuda": None}, False, False),
-    "ROCm": ({"cuda": None, "hip": "6.4"}, False, False),
+    "ROCm": ({"cuda": None, "hip": "6.4"}, True, True),
+    "ROCm and no GPU": ({"cuda": None, "hip": "6.4", "available": False}, True, False),
     "no driver": ({"driver": False}, False, False),
     "not asked for": ({"device": "cpu"}, False, False),
     "a GPU": ({}, True, True),
@@ -291,8 +295,10 @@ def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(case, found_b
     assert imported == imports
     assert machine.torch_version == "2.99.0+fake"
     if finds:
-        assert (machine.device, machine.capability, machine.name) == ("cuda", (9, 0), "a GPU")
-        assert (machine.cuda_version, machine.memory_gib) == ((12, 9), 80.0)
+        assert (machine.device, machine.name, machine.memory_gib) == ("cuda", "a GPU", 80.0)
+        kind = (machine.capability, machine.cuda_version, machine.other_gpu)
+        nvidia = ((9, 0), (12, 9), "")
+        assert kind == ((None, None, "AMD gfx942") if case == "ROCm" else nvidia)
     else:
         assert (machine.device, machine.capability) == ("cpu", None)
 
@@ -314,10 +320,159 @@ def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(
     assert hardware._has_driver() is expected
 
 
-def test_rocm_does_not_count_as_cuda(fake_gpu, monkeypatch):
-    fake_gpu("a GPU", (9, 4), 192.0, None, None)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert probe().device == "cpu"
+# GPUs of other makers
+
+
+@pytest.fixture
+def fake_amd(monkeypatch: pytest.MonkeyPatch, no_te: None):
+    """Makes torch report a GPU of AMD, as its builds for ROCm do."""
+
+    def fake(name: str, architecture: str, built_for: Sequence[str] = ()) -> None:
+        properties = SimpleNamespace(
+            name=name,
+            major=9,
+            minor=4,
+            total_memory=192 * 2**30,
+            gcnArchName=f"{architecture}:sramecc+:xnack-",
+        )
+        monkeypatch.setattr(torch.version, "hip", "7.1.25424")
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
+
+    return fake
+
+
+@pytest.fixture
+def fake_intel(monkeypatch: pytest.MonkeyPatch, no_te: None, no_cuda: None):
+    """Makes torch report a GPU of Intel."""
+
+    def fake(name: str, has_fp64: bool = True) -> None:
+        properties = SimpleNamespace(name=name, total_memory=128 * 2**30, has_fp64=has_fp64)
+        monkeypatch.setattr(torch.version, "xpu", "20260000")
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: properties)
+
+    return fake
+
+
+@pytest.fixture
+def apple(monkeypatch: pytest.MonkeyPatch, no_te: None, no_cuda: None) -> None:
+    """Makes this machine a Mac with a processor of Apple."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+
+
+@pytest.fixture
+def no_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_te_version", lambda: None)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("built_for", [(), ("gfx90a", "gfx942")])
+def test_a_gpu_of_amd_is_named_and_not_taken_for_one_of_nvidia(fake_amd, device, built_for):
+    fake_amd("AMD Instinct MI300X", "gfx942", built_for)
+    machine = probe(device)
+    assert (machine.device, machine.capability, machine.other_gpu) == ("cuda", None, "AMD gfx942")
+    assert (machine.memory_gib, machine.cuda_version, machine.has_te) == (192.0, None, False)
+    assert str(machine) == "AMD Instinct MI300X (AMD gfx942)"
+    assert probe("cpu").other_gpu == ""
+
+
+def test_a_gpu_of_amd_that_torch_is_not_built_for_is_named_and_the_cpu_runs(fake_amd):
+    fake_amd("AMD Radeon 780M", "gfx1103", ["gfx90a", "gfx942"])
+    machine = probe()
+    assert (machine.device, machine.other_gpu) == ("cpu", "")
+    assert "has no kernels for AMD Radeon 780M (gfx1103): install a torch" in machine.gpu_problem
+    assert refusal(probe, "cuda") == f"{machine.gpu_problem}. Use --device cpu."
+    assert resolve("fp32", machine).reasons == (f"{machine.gpu_problem}; the CPU runs",)
+
+
+@pytest.mark.parametrize("device", ["auto", "xpu"])
+def test_a_gpu_of_intel_is_named(fake_intel, device):
+    fake_intel("Intel(R) Data Center GPU Max 1550")
+    machine = probe(device)
+    assert (machine.device, machine.capability, machine.other_gpu) == ("xpu", None, "Intel XPU")
+    assert str(machine) == "Intel(R) Data Center GPU Max 1550 (Intel XPU)"
+    assert refusal(probe, "cuda") == "No CUDA GPU is usable by this torch. Use --device cpu."
+
+
+def test_a_gpu_of_intel_without_float64_is_named_and_the_cpu_runs(fake_intel):
+    fake_intel("Intel(R) Arc(TM) A770 Graphics", has_fp64=False)
+    machine = probe()
+    assert machine.device == "cpu"
+    problem = "Intel(R) Arc(TM) A770 Graphics has no float64, which training and emulated FP8 need"
+    assert machine.gpu_problem == problem
+    assert refusal(probe, "xpu") == f"{problem}. Use --device cpu."
+
+
+def test_an_intel_gpu_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
+    message = refusal(probe, "xpu")
+    assert message == "No Intel GPU is usable by this torch. Use --device cpu."
+
+
+@pytest.mark.parametrize("recipe", ["auto", "delayed", "bf16"])
+def test_auto_stays_on_the_cpu_of_a_mac_and_says_so(apple, recipe):
+    machine = probe()
+    assert (machine.device, machine.other_gpu) == ("cpu", "")
+    plan = resolve(recipe, machine)
+    problem = "Apple's GPU (mps) has neither float64 nor float8, which emulated FP8 needs"
+    assert plan.device == "cpu"
+    assert plan.reasons[0] == f"{problem}; the CPU runs"
+    message = refusal(resolve, recipe, machine, strict=True)
+    assert message.endswith(f"{problem}; the CPU runs. Use --device cpu to choose it.")
+    assert problem not in str(resolve(recipe, probe("cpu")))
+    assert refusal(probe, "mps") == f"{problem}. Use --device cpu."
+
+
+# What `doctor` says on machines that are not here: how each recipe runs, in the order of SHOWN.
+#   bf16, fp32 ...  this precision, by plain torch
+#   te, torch       natively, by this backend
+#   em              emulated
+SHOWN = ["auto", "delayed", "current", "block", "mxfp8", "rowwise", "nvfp4", "bf16", "tf32"]
+DOCTOR = """
+8.0     bf16  bf16  bf16  bf16  em    em    em    bf16 tf32
+8.6     bf16  bf16  bf16  bf16  em    em    em    bf16 tf32
+8.9     te    te    te    bf16  em    em    em    bf16 tf32
+9.0     te    te    te    te    em    torch em    bf16 tf32
+10.0    te    te    te    te    te    torch te    bf16 tf32
+10.3    te    te    te    te    te    torch te    bf16 tf32
+12.0    te    te    te    te    torch torch torch bf16 tf32
+gfx942  bf16  em    em    em    em    em    em    bf16 fp32
+gfx950  bf16  em    em    em    em    em    em    bf16 fp32
+max     bf16  em    em    em    em    em    em    bf16 fp32
+apple   fp32  em    em    em    em    em    em    bf16 fp32
+"""
+
+
+@pytest.mark.parametrize("row", DOCTOR.strip().splitlines(), ids=lambda row: row.split()[0])
+def test_doctor_tells_how_each_recipe_runs_on_a_gpu_that_is_not_here(row, request, monkeypatch):
+    machine, *expected = row.split()
+    monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: False)
+    if machine.startswith("gfx"):
+        request.getfixturevalue("fake_amd")("AMD Instinct", machine)
+    elif machine == "max":
+        request.getfixturevalue("fake_intel")("Intel(R) Data Center GPU Max 1550")
+    elif machine == "apple":
+        request.getfixturevalue("apple")
+    else:
+        gpu = request.getfixturevalue("fake_gpu")
+        gpu("a GPU", tuple(map(int, machine.split("."))), 80.0, "13.2", "2.20.2")
+        monkeypatch.setattr(hardware, "_torch_build", lambda: NEWEST)
+    recipes = doctor.as_json(probe())["recipes"]
+    words = {}
+    for name in SHOWN:
+        plan, is_emulated = recipes[name], recipes[name]["backend"] == "emulate"
+        words[name] = "em" if is_emulated else plan["backend"]
+        if plan["backend"] == "reference":
+            words[name] = plan["compute_dtype"]
+        if words[name] in ("te", "torch", "em"):
+            assert plan["native"] == (not is_emulated)
+    assert words == dict(zip(SHOWN, expected, strict=True))
+
+
+NEWEST = {"__version__": "2.15.0+cu132", "cuda": "13.2", "hip": None, "xpu": None}
 
 
 @pytest.mark.parametrize(
@@ -621,7 +776,7 @@ def test_a_v100_is_planned_for_only_with_a_torch_that_has_code_for_it(fake_gpu, 
     assert problem.startswith(f"torch {torch.__version__} has no kernels for Tesla V100")
     assert problem.endswith(remedy)
     plan = resolve("fp32", machine)
-    assert plan.reasons == (f"{problem}; until then the CPU runs",)
+    assert plan.reasons == (f"{problem}; the CPU runs",)
     with pytest.raises(UserError, match="has no kernels for Tesla V100"):
         resolve("fp32", machine, strict=True)
     with pytest.raises(UserError, match=r"cu126 torch, or use --device cpu\.$"):
@@ -659,7 +814,7 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
 
     for name in ("is_available", "get_device_properties", "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, touched)
-    for name in ("_te_version", "find_te", "_cpuinfo", "_system_memory_gib"):
+    for name in ("_te_version", "find_te", "_cpuinfo", "system_memory_gib"):
         monkeypatch.setattr(hardware, name, touched)
     assert assumed("9.0") == assumed("9.0")
     assert assumed("none") == assumed("none")

@@ -93,7 +93,12 @@ def having(machine: Hardware, software: str) -> Hardware:
     return dataclasses.replace(machine, **held)
 
 
-# The plan of each recipe on each machine, with Transformer Engine installed.
+def with_torch(machine: Hardware, version: str) -> Hardware:
+    """`machine` with this version of torch."""
+    return dataclasses.replace(machine, torch_version=version)
+
+
+# The plan of each recipe on each machine, with Transformer Engine installed and the newest torch.
 #   bf16 ...  this precision runs, in plain torch, as requested (or as "auto" selects)
 #   !         a substitution runs, with its reason
 #   ?         the request runs, and the plan has a reason
@@ -107,8 +112,8 @@ asked    cpu   cpu-bf16  6.0    7.0    7.5    8.0    8.6    8.9          9.0    
 auto     fp32  bf16      fp32?  fp16   fp16   bf16   bf16   delayed:fp8  delayed:fp8  mxfp8:fp8  delayed:fp8
 delayed  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8          fp8        fp8
 current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8          fp8        fp8
-block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         bf16!
-mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        em16!
+block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         te
+mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        torch
 rowwise  em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        torch        torch      torch
 nvfp4*   em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        torch
 bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
@@ -159,7 +164,9 @@ def cell(requested: str, machine: str, code: str, software: str) -> Cell:
     elif method == "torch":
         backend, dtype = "torch", "bf16"
         if SOFTWARE[software].get("torch_version"):
-            backend, native, cause = "emulate", False, "torch 2.10 or later"
+            of_12 = machine == "12.0" and requested in ("mxfp8", "rowwise")
+            cause = "on compute capability 12.x" if of_12 else "torch 2.10 or later"
+            backend, native = "emulate", False
             reason = substituted = True
     elif method.startswith("em"):
         backend, native = "emulate", False
@@ -370,8 +377,20 @@ def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(recipe, back
         (T4, "current", "torch", "reference", "7.5"),
         (A40, "current", "te", "reference", "8.6"),
         (L4, "block", "te", "reference", "8.9"),
-        (RTX5090, "block", "torch", "reference", "12.0"),
-        (RTX5090, "mxfp8", "te", "emulate", "12.0"),
+        (
+            with_torch(RTX5090, "2.13.0"),
+            "mxfp8",
+            "te",
+            "emulate",
+            "mxfp8 needs torch 2.14 on compute",
+        ),
+        (
+            with_torch(RTX5090, "2.14.1"),
+            "rowwise",
+            "torch",
+            "emulate",
+            "needs torch 2.15 on compute",
+        ),
         (H100, "nvfp4", "te", "emulate", "nvfp4 needs compute capability 10.x or 12.x"),
     ],
 )
@@ -416,6 +435,72 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name(recipe, backend, ne
     assert message.startswith(f"No backend '{backend}'.")
     assert (f"Did you mean '{near}'?" in message) == (near is not None)
     assert message.endswith("Known: auto, emulate, reference, te, torch.")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "torch_version", "backend"),
+    [
+        ("mxfp8", "2.13.1", "emulate"),
+        ("mxfp8", "2.14.0", "torch"),
+        ("rowwise", "2.10.0", "emulate"),
+        ("rowwise", "2.14.1", "emulate"),
+        ("rowwise", "2.15.0", "torch"),
+        ("nvfp4", "2.13.0", "torch"),
+        ("delayed", "2.13.0", "te"),
+        ("block", "2.13.0", "te"),
+    ],
+)
+def test_an_rtx_50_runs_what_its_torch_and_te_have_for_it(recipe, torch_version, backend):
+    plan = resolve(recipe, with_torch(RTX5090, torch_version))
+    assert (plan.recipe.name, plan.backend) == (recipe, backend)
+    assert plan.native == (backend != "emulate")
+    assert any("on compute capability 12.x" in reason for reason in plan.reasons) != plan.native
+    # Other GPUs need none of these versions.
+    assert resolve(recipe, with_torch(B200, torch_version)).native
+
+
+def test_te_has_no_mxfp8_on_an_rtx_50():
+    message = refusal(resolve, "mxfp8", RTX5090, "te", strict=True)
+    assert "Transformer Engine has no MXFP8 on 12.x; torch runs instead" in message
+
+
+AMD = Hardware("cuda", other_gpu="AMD gfx942", name="AMD Instinct MI300X")
+AMD_950 = Hardware("cuda", other_gpu="AMD gfx950", name="AMD Instinct MI350X")
+INTEL = Hardware("xpu", other_gpu="Intel XPU", name="Intel(R) Data Center GPU Max 1550")
+
+
+@pytest.mark.parametrize("machine", [AMD, AMD_950, INTEL], ids=str)
+def test_gpus_of_other_makers_run_bf16_and_fp32_by_plain_torch_on_the_gpu(machine):
+    for recipe, runs in (("auto", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")):
+        plan = resolve(recipe, machine, strict=True)
+        assert (plan.recipe.name, plan.backend, plan.reasons) == (runs, "reference", ())
+        assert (plan.device, plan.compute_dtype) == (machine.device, runs)
+    plan = resolve("tf32", machine)
+    assert plan.recipe.name == "fp32"
+    assert "needs an NVIDIA GPU of compute capability 8.0" in sentences(plan)
+
+
+@pytest.mark.parametrize("backend", ["auto", "te", "torch", "emulate"])
+@pytest.mark.parametrize("recipe", [*FP8, "mxfp4"])
+@pytest.mark.parametrize("machine", [AMD, AMD_950, INTEL], ids=str)
+def test_gpus_of_other_makers_emulate_fp8_by_float32_gemms_and_say_so(machine, recipe, backend):
+    plan = resolve(recipe, machine, backend)
+    assert (plan.recipe.name, plan.backend, plan.native) == (recipe, "emulate", False)
+    assert (plan.device, plan.compute_dtype) == (machine.device, "bf16")
+    assert sum("emulated" in reason for reason in plan.reasons) == 1
+    (layer,) = plan.for_layers({"linear": (64, 64)}).layers
+    assert plan.emulated_dtype(layer) == "fp32"
+    assert "emulated by fp32 GEMMs" in str(plan)
+    if backend != "emulate":
+        assert "a CPU" not in sentences(plan)
+        message = refusal(resolve, recipe, machine, backend, strict=True)
+        assert message.startswith(f"--strict: '{recipe}' does not run as asked")
+
+
+@pytest.mark.parametrize(("machine", "fnuz"), [(AMD, True), (AMD_950, False), (INTEL, False)])
+def test_the_gpus_whose_fp8_formats_have_other_values_are_named(machine, fnuz):
+    assert ("fnuz" in sentences(resolve("delayed", machine))) == fnuz
+    assert f"this is {machine.other_gpu}" in sentences(resolve("delayed", machine))
 
 
 # Software that is missing or too old
@@ -477,7 +562,7 @@ OLD = (
     f"the torch backend needs torch 2.10 or later, this is {OLD_TORCH} "
     "(pip install --upgrade 'torch>=2.10')"
 )
-NO_BLOCK = "the torch backend has no block scaling on 10.x"
+NO_BLOCK = "the torch backend has no block scaling on 10.x or 12.x"
 NO_NVFP4 = "Transformer Engine's NVFP4 works on 10.x alone"
 
 # Recipe, backend, machine and software: the backend or dtype that runs, and pieces of the reason.
@@ -594,7 +679,7 @@ E5M2 = {"forward_format": "e5m2"}
 TWO_E5M2 = "one E5M2 operand at most"
 RCEIL = "Transformer Engine rounds MXFP8's scales by rceil, not"
 NO_GEMM = "no GEMM of the GPU backends takes these operands"
-POWER = "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+POWER = "Transformer Engine's block scaling on 10.x or 12.x needs power_of_two = true"
 
 ONE_OPERAND = "not both operands are quantized"
 HIGH_DGRAD: dict[str, Any] = {"grad_output": {"dgrad": "none"}, "weight": {"dgrad": "none"}}

@@ -11,7 +11,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
-from fp8stack.precision.hardware import available_memory
+from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.memory_check import (
     Footprint,
     expand_segments,

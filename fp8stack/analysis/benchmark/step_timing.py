@@ -87,7 +87,7 @@ def works(device: str) -> dict[str, StepWork]:
 class StepArm:
     """One way to compute the step. The name is the recipe's; who computes and how is added where it
     is not the device's default, which is the backend that `resolve` chooses, eager on a CPU,
-    compiled on a GPU where it can be."""
+    compiled on a GPU of NVIDIA where it can be."""
 
     name: str
     recipe: str
@@ -128,12 +128,12 @@ def arms(
 ) -> list[StepArm]:
     """The arms of `recipes` that this machine has. On a GPU: every backend, compiled where it can
     be. On a CPU: the backend that `resolve` chooses, eager, and compiled for `also_compiled`."""
-    on_gpu = hardware.device == "cuda"
+    on_gpu = hardware.device != "cpu"
     all_arms = []
     for recipe in recipes:
         for number, backend in enumerate(served(recipe, hardware)[: None if on_gpu else 1]):
             name = recipe if number == 0 else f"{recipe} by {backend}"
-            compiled = on_gpu and backend != "te"
+            compiled = hardware.capability is not None and backend != "te"
             all_arms.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=compiled))
             if not on_gpu and recipe in also_compiled:
                 name = f"{name} compiled"
@@ -205,8 +205,8 @@ def training_step(
 def free_memory(device: str) -> None:
     """Free the memory of models that are gone: they hold themselves, by their hooks."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    if device != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def figures(work: StepWork, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:

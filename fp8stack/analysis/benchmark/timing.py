@@ -88,7 +88,7 @@ def interleaved(
         arms: what is timed, by name; each is called once per round.
         rounds: how many rounds are timed.
         warm_up: how many are run before and not timed; the first compiles and tunes.
-        device: "cpu", or "cuda": the GPU is waited for before and after each call, and in a last
+        device: see `Hardware.device`; a GPU is waited for before and after each call, and in a last
             round of its own each arm's peak memory is taken.
         budget_s: stop before `rounds`, but not before `LEAST_ROUNDS`, where one more would end
             later than this after the first round of the warm-up, which compiles; warming up stops
@@ -111,7 +111,8 @@ def interleaved(
         now = clock()
         if number + 1 >= LEAST_ROUNDS and (now - begin) + (now - start) > budget:
             break
-    peaks = {name: _peak_gib(arm) if device == "cuda" else None for name, arm in arms.items()}
+    on_gpu = device != "cpu"
+    peaks = {name: _peak_gib(arm, device) if on_gpu else None for name, arm in arms.items()}
     return {
         name: replace(summarize(values, peaks[name]), samples_ms=tuple(values))
         for name, values in samples.items()
@@ -131,18 +132,20 @@ def _round(arms: Mapping[str, Arm], device: str, clock: Callable[[], float]) -> 
 
 def wait_for(device: str) -> None:
     """Wait until the GPU has done what it was given; nothing on a CPU."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
-def _peak_gib(arm: Arm) -> float:
+def _peak_gib(arm: Arm, device: str) -> float:
     """The most GPU memory during one call, beyond what was there before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    gpu = torch.get_device_module(device)
+    gpu.synchronize()
+    before: int = gpu.memory_allocated()
+    gpu.reset_peak_memory_stats()
     arm()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    gpu.synchronize()
+    peak: int = gpu.max_memory_allocated()
+    return (peak - before) / 2**30
 
 
 def ratio(timing: Timing, to: Timing) -> float:
@@ -158,6 +161,8 @@ def allocator(device: str = "cpu") -> str:
     if device == "cuda":
         setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         return f"torch's {torch.cuda.get_allocator_backend()}, {setting or 'default settings'}"
+    if device != "cpu":
+        return "torch's"
     if keep_freed_memory():
         return "glibc, keeps freed memory"
     settings = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
@@ -176,7 +181,9 @@ def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
         "memory_gib": hardware.memory_gib,
         "allocator": allocator(hardware.device),
     }
-    if hardware.device == "cuda":
+    if hardware.other_gpu:
+        facts |= {"hip": torch.version.hip, "xpu": torch.version.xpu}
+    elif hardware.device == "cuda":
         te = hardware.te_version if hardware.has_te else None
         facts |= {"driver": _driver(), "cuda": torch.version.cuda, "transformer-engine": te}
     facts |= {"fp8stack": __version__, "torch": torch.__version__}

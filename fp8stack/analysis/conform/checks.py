@@ -46,7 +46,7 @@ class Context:
 
     @property
     def device(self) -> str:
-        """The device of the tensors: "cuda" or "cpu"."""
+        """The device of the tensors, see `Hardware.device`."""
         return self.hardware.device
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,8 +100,9 @@ def document_blocks(documents_BT: Tensor) -> BlockMask:
 
 
 def skips_blocks(device: torch.device) -> bool:
-    """Whether flex attention runs on `device`: it is compiled, by Triton and a C compiler."""
-    return device.type == "cuda" and TRITON_RUNS
+    """Whether flex attention is used on `device`: it is compiled, by Triton and a C compiler, and
+    has not been tried on GPUs of other makers than NVIDIA."""
+    return device.type == "cuda" and torch.version.hip is None and TRITON_RUNS
 
 
 def kernels_for_masks(device: torch.device) -> AbstractContextManager[None]:

@@ -103,11 +103,12 @@ _operator = operator_on_any_device("grouped_gemm", _fake_grouped_gemm)(_grouped_
 
 def takes_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> bool:
     """Whether `F.grouped_mm` multiplies these in one kernel, as torch 2.13 does for bfloat16 on
-    compute capability 9.0 and 10.0, with rows of a multiple of 16 bytes and at most `MOST_GROUPS`
-    groups; it adds no bias and gives bfloat16."""
+    compute capability 9.0 and 10.0 of NVIDIA, with rows of a multiple of 16 bytes and at most
+    `MOST_GROUPS` groups; it adds no bias and gives bfloat16."""
     if len(ends) > MOST_GROUPS:
         return False
-    if not a.is_cuda or {a.dtype, b.dtype} != {torch.bfloat16} or not a.numel():
+    nvidia = a.is_cuda and torch.version.hip is None
+    if not nvidia or {a.dtype, b.dtype} != {torch.bfloat16} or not a.numel():
         return False
     wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
     return wide and torch.cuda.get_device_capability(a.device)[0] in (9, 10)

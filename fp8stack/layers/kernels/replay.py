@@ -12,12 +12,12 @@ EAGER = 2  # warm-up calls, which allocate tensors, before the call that is reco
 
 
 def records(device: torch.device) -> bool:
-    """Whether functions on `device` are recorded."""
-    return device.type == "cuda"
+    """Whether functions on `device` are recorded: on a GPU of NVIDIA."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 class Replayed:
-    """Calls `function`; on a GPU, records its kernels once as a CUDA graph and replays them.
+    """Calls `function`; on an NVIDIA GPU, records its kernels once as a CUDA graph and replays it.
 
     A replay runs no Python code of `function`, which must not synchronize. It takes no arguments:
     it reads and writes tensors in fixed memory. The next call overwrites the tensors it returns.

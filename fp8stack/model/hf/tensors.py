@@ -12,7 +12,7 @@ from fp8stack.common.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.hf.architectures import Layout
 from fp8stack.model.hf.stored_tensors import DequantizedTensors
-from fp8stack.precision.hardware import require_free
+from fp8stack.precision.system_memory import require_free
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,7 +19,7 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import parse_json, sha256_of_file
 from fp8stack.data.tokenizer import TokenizerIdentity
-from fp8stack.precision.hardware import require_free
+from fp8stack.precision.system_memory import require_free
 from fp8stack.training.checkpoint.sharded import SharedGroup
 
 FORMAT = 1

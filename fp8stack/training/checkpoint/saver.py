@@ -133,7 +133,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, Tensor]] = {}
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None  # an event of the GPU that is copied from
 
     def take(self, groups: Groups) -> None:
         """Copy `groups`. Copies from a GPU may still be running when this returns."""
@@ -145,8 +145,9 @@ class HostCopy:
             }
             for group, values in groups.items()
         }
-        on_gpu = any(value.is_cuda for values in groups.values() for value in values.values())
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        devices = {value.device for values in groups.values() for value in values.values()}
+        gpu = next((device for device in devices if device.type != "cpu"), None)
+        self._copied = None if gpu is None else torch.get_device_module(gpu).Event()
         if self._copied is not None:
             self._copied.record()
 
@@ -160,5 +161,6 @@ class HostCopy:
     def _copy(value: Tensor, into: Tensor | None) -> Tensor:
         value = value.detach()
         if into is None or (into.shape, into.dtype) != (value.shape, value.dtype):
-            into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            pin_memory = value.device.type != "cpu"
+            into = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin_memory)
         return into.copy_(value, non_blocking=True)

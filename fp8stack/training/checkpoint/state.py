@@ -85,7 +85,8 @@ def restore(
 
 
 def random_states(ranks: Ranks) -> Group:
-    """The random state of every rank: `cpu` and `cuda` of the main rank, `cpu.1` of the next."""
+    """The random state of every rank: `cpu`, and on a GPU `cuda` or `xpu`, of the main rank;
+    `cpu.1` of the next."""
     return {
         f"{name}.{rank}" if rank else name: state
         for name, mine in random_state().items()
@@ -101,8 +102,9 @@ def restore_random_state(state: Group, rank: int = 0) -> None:
         return
     try:
         torch.set_rng_state(state[f"cpu{suffix}"])
-        if f"cuda{suffix}" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state[f"cuda{suffix}"])
+        gpu = _gpu()
+        if gpu is not None and f"{gpu}{suffix}" in state:
+            torch.get_device_module(gpu).set_rng_state(state[f"{gpu}{suffix}"])
     except (KeyError, RuntimeError, TypeError) as error:
         raise UserError("The checkpoint's RNG state is invalid.") from error
 
@@ -193,9 +195,16 @@ def _saved(group: Group, name: str, like: Tensor, model: GPT) -> Tensor:
 def random_state() -> dict[str, Tensor]:
     """The state of torch's generators, for `restore_random_state`."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if (gpu := _gpu()) is not None:
+        state[gpu] = torch.get_device_module(gpu).get_rng_state()
     return state
+
+
+def _gpu() -> str | None:
+    """The type of this machine's GPU, "cuda" or "xpu"; None without one."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "xpu" if torch.xpu.is_available() else None
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:

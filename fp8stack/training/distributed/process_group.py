@@ -161,9 +161,10 @@ def started() -> int:
 
 
 def join(device: str, timeout_s: float) -> Ranks:
-    """Join the process group of the other ranks, if any were started; tensors are on `device`, cpu
-    or cuda. A rank that does not answer for `timeout_s` counts as lost. Raises a UserError if the
-    launcher's environment is incomplete, and a RankLost if the ranks cannot be reached."""
+    """Join the process group of the other ranks, if any were started; tensors are on `device`, see
+    `Hardware.device`. A rank that does not answer for `timeout_s` counts as lost. Raises a
+    UserError if the launcher's environment is incomplete, and a RankLost if the ranks cannot be
+    reached."""
     if started() == 1:
         return ALONE
     missing = [key for key in ("RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]

@@ -158,7 +158,9 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
     gemms = run.backend.fp8_gemms()
     now, run.state.step = run.step, step - 1
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        on_gpu = device.type != "cpu"
+        gpu: dict[str, Any] = {"devices": [device], "device_type": device.type} if on_gpu else {}
+        with torch.random.fork_rng(**gpu or {"devices": []}):
             yield
     finally:
         run.state.step = now

@@ -25,8 +25,8 @@ class Allocations:
 
 
 def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
-    """The allocations on a GPU, given `torch.cuda.memory_stats` before and after the step; the peak
-    was reset before."""
+    """The allocations on a GPU, given the device module's `memory_stats` before and after the
+    step; the peak was reset before."""
 
     def grown(key: str) -> int:
         return int(after.get(key, 0)) - int(before.get(key, 0))

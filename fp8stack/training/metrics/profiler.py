@@ -17,6 +17,8 @@ from fp8stack.training.metrics.allocations import Allocations
 WARM_UP = 4  # steps before the first profiled one: they compile, autotune and fill caches
 TOP = 10
 TRACE, TABLE = "trace.json.gz", "profile.md"
+_ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+_GPUS = [activity.name for activity in _ACTIVITIES.values()]  # also as types of devices
 
 
 class Recording(profile):
@@ -60,8 +62,8 @@ class StepProfiler:
         with torch.profiler.record_function(f"step {step}"):
             yield
         self._steps.append(step)
-        if self._is_over and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # include what still runs on the GPU
+        if self._is_over and self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()  # include what still runs on the GPU
 
     @property
     def _is_over(self) -> bool:
@@ -88,23 +90,23 @@ def recording(
 ) -> Iterator[Recording]:
     """Profile what runs within; `device` is synchronized before and after. `shapes` records
     operands' shapes, `memory` each allocation on a GPU (on a CPU they always are)."""
-    activities, on_cuda = [ProfilerActivity.CPU], device.type == "cuda"
-    before: dict[str, int] = {}
-    if on_cuda:
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_stats(device)
-    options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory or not on_cuda}
+    activities, on_gpu = [ProfilerActivity.CPU], device.type != "cpu"
+    gpu, before = torch.get_device_module(device), {}
+    if on_gpu:
+        activities.append(_ACTIVITIES[device.type])
+        gpu.synchronize(device)
+        gpu.reset_peak_memory_stats(device)
+        before = gpu.memory_stats(device)
+    options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory or not on_gpu}
     recorded = Recording(activities=activities, **options)
     with recorded:
         began = time.perf_counter()
         yield recorded
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        if on_gpu:
+            gpu.synchronize(device)
         wall_s = time.perf_counter() - began
-    if on_cuda:
-        recorded.allocations = allocations.on_gpu(before, torch.cuda.memory_stats(device))
+    if on_gpu:
+        recorded.allocations = allocations.on_gpu(before, gpu.memory_stats(device))
     else:
         changes = allocations.changes_in(recorded)
         recorded.allocations = allocations.on_cpu(changes, allocations.heap_bytes())
@@ -133,7 +135,7 @@ def busy(recorded: Recording) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events() or ()
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
+        if event.device_type.name in _GPUS and not event.is_user_annotation
     )
     if not spans or not recorded.wall_s:
         return None
@@ -149,7 +151,7 @@ def table(recorded: Recording, *steps: int) -> str:
     time of the operators that they call: GPU time if a kernel ran, else CPU time. With shapes,
     there is a row for each operator and shape."""
     averages = recorded.key_averages(group_by_input_shape=recorded.record_shapes)
-    on_gpu = any(event.device_type.name == "CUDA" for event in averages)
+    on_gpu = any(event.device_type.name in _GPUS for event in averages)
     key = f"self_{'device' if on_gpu else 'cpu'}_time_total"
     rows = averages.table(sort_by=key, row_limit=TOP, max_name_column_width=40)
     named = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"

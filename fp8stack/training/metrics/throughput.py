@@ -108,8 +108,9 @@ def best_tflops(
 
 def peak_memory_gib(device: torch.device) -> float:
     """The peak memory so far: the allocator's on a GPU, the process's on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type != "cpu":
+        allocated: int = torch.get_device_module(device).max_memory_allocated(device)
+        return allocated / 2**30
     if sys.platform == "win32":
         return 0.0
     import resource

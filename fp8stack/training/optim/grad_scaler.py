@@ -45,7 +45,7 @@ class LossScaler(torch.amp.GradScaler):
     overflows halve it to 0, and the next step divides by 0.
 
     Args:
-        device: the type of the loss's device: "cpu", "cuda".
+        device: the type of the loss's device: "cpu", "cuda", "xpu".
         first: the initial value of a dynamic scale.
         interval: steps in a row without an overflow after which the scale is multiplied by
             `growth`.

@@ -32,10 +32,11 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
         return
     low_bit_optimizers()
     require_tools(hardware.device, f"optimizer {name}", instead)
-    if name == "adamwfp8" and (hardware.capability or (8, 9)) < (8, 9):
+    old = hardware.capability is not None and hardware.capability < (8, 9)
+    if name == "adamwfp8" and (old or hardware.other_gpu):
         raise UserError(
-            "optimizer adamwfp8 needs a GPU that converts to FP8, of compute capability 8.9 or "
-            "higher. Choose --set optimizer=adamw8bit."
+            "optimizer adamwfp8 needs a GPU of NVIDIA that converts to FP8, of compute capability "
+            "8.9 or higher. Choose --set optimizer=adamw8bit."
         )
 
 

@@ -20,7 +20,7 @@ from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
-from fp8stack.precision.hardware import available_memory
+from fp8stack.precision.system_memory import available_memory
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.datasets import read
@@ -184,7 +184,7 @@ def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> b
     reproducible results. They are slower on a GPU, so there only if `deterministic` is true."""
     if config.deterministic is None:
         return compiled and hardware.device == "cpu"
-    return config.deterministic and (compiled or hardware.device == "cuda")
+    return config.deterministic and (compiled or hardware.device != "cpu")
 
 
 def _be_deterministic() -> None:

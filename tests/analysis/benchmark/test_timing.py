@@ -53,7 +53,7 @@ def test_a_synchronized_arm_is_waited_for_on_a_gpu(monkeypatch):
         clock.now += 0.5 if device == "cuda" else 0.0
 
     monkeypatch.setattr(timing, "wait_for", wait)
-    monkeypatch.setattr(timing, "_peak_gib", lambda arm: 1.25)
+    monkeypatch.setattr(timing, "_peak_gib", lambda arm, device: 1.25)
     timings = interleaved({"a": clock.arm(1.0)}, rounds=2, warm_up=0, device="cuda", clock=clock)
     assert timings["a"].median_ms == pytest.approx(1500)
     assert timings["a"].peak_memory_gib == 1.25

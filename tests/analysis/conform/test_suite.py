@@ -70,7 +70,7 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
     ("flags", "phrase"),
     [
         (["--only", "nonsense"], "No check matches --only 'nonsense'. Groups: casts, scales, "),
-        (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda."),
+        (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda, xpu."),
         (
             ["--out", "missing/report.json"],
             "--out missing/report.json is not a file in an existing folder",

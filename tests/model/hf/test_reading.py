@@ -20,7 +20,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.model.hf import from_hf, model_from_config, open_folder
 from fp8stack.planning.run_config import RunConfig, parse_config
-from fp8stack.precision import hardware
+from fp8stack.precision import system_memory
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.init_from import nearest_preset, same_source, with_source
 from fp8stack.training.load import find_source
@@ -281,7 +281,7 @@ def test_shapes_are_compared_before_memory_is_taken(name, key, size, tmp_path):
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused(llama, monkeypatch):
-    monkeypatch.setattr(hardware, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(system_memory, "available_memory", lambda device: 1000)
     message = refusal(find_source, f"hf:{llama}")
     assert f"{llama} needs 0.0 GiB of memory" in message
 
