@@ -49,7 +49,7 @@ def main() -> None:
         return
     plan = plan_of(*target)
     stores = not arguments.no_stores
-    kernels = kernels_of(arguments.model, plan, stores=stores, whole=arguments.whole)
+    kernels = kernels_of(arguments.model, plan, stores=stores, as_one_graph=arguments.whole)
     print(json.dumps({"plan": plan.to_json(), "kernels": [asdict(record) for record in kernels]}))
 
 

@@ -89,7 +89,9 @@ class Program:
     inputs: list[Any]
 
 
-def kernels_of(model: str, plan: Plan, *, stores: bool = True, whole: bool = False) -> list[Kernel]:
+def kernels_of(
+    model: str, plan: Plan, *, stores: bool = True, as_one_graph: bool = False
+) -> list[Kernel]:
     """The kernels of one block and of the loss, forward and backward, in a training pass of 8,192
     tokens, and the kernels that run before the first pass of a step.
 
@@ -97,13 +99,15 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True, whole: bool = Fal
         model: the name of a preset.
         plan: a plan for the layers of the model.
         stores: whether to determine `Kernel.store`, which doubles the time.
-        whole: whether to compile the model, with two blocks, as one graph instead.
+        as_one_graph: whether to compile the model, with two blocks, as one graph instead.
 
     Raises:
         RefusedGemmError: torch's meta function refuses a scaled GEMM of the code.
     """
-    config = load_config(model, {"layers": 1 + whole})
-    kernels, programs = compile_for_gpu(config, plan, TOKENS, stores=stores, whole=whole)
+    config = load_config(model, {"layers": 1 + as_one_graph})
+    kernels, programs = compile_for_gpu(
+        config, plan, TOKENS, stores=stores, as_one_graph=as_one_graph
+    )
     scaled_gemms(programs)
     return kernels
 
@@ -120,7 +124,7 @@ def scaled_gemms_of(model: str, plan: Plan) -> list[ScaledGemm]:
 
 
 def compile_for_gpu(
-    config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False, whole: bool = False
+    config: GPTConfig, plan: Plan, tokens: int, *, stores: bool = False, as_one_graph: bool = False
 ) -> tuple[list[Kernel], list[Program]]:
     """The kernels, see `kernels_of`, and the programs of the parts, in the order in which they
     ran."""
@@ -160,7 +164,7 @@ def compile_for_gpu(
         rotation = None
         if config.positions != "learned":
             rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))
-        if whole:
+        if as_one_graph:
             current_part = "model"
             compiler.compiled(gpt, "inductor")(targets, targets).backward()
             return launched, programs

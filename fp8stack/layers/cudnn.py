@@ -12,8 +12,8 @@ import torch
 
 @cache
 def load_cudnn() -> None:
-    """Load the cuDNN of torch's wheel, and name its folder to Transformer Engine; call this before
-    Transformer Engine is imported.
+    """Load the cuDNN of torch's wheel, and tell Transformer Engine its folder. It has to be called
+    before Transformer Engine is imported.
 
     TE 2.20 looks for libcudnn in `CUDNN_HOME`, then in the CUDA toolkit and on the system, and in
     Python packages last (`transformer_engine.common._load_cuda_library`). torch uses the copy in

@@ -9,7 +9,7 @@ take no time, one micro-batch is one step.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,8 @@ def predict(
     `achievable` ones; MFU divides by its peak. `free_casts` leaves out all casts, for a bound that
     no implementation passes."""
     rates = rates or achievable(gpu)
+    if not plan.runs_fp8:  # its casts write one copy and no amax, like any other kernel
+        rates = replace(rates, casts=rates.memory)
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
     for times, work in traced_work(config, plan, batch, context):

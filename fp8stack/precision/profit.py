@@ -36,9 +36,9 @@ MEASURED = "measured on one H100, 2026-11-26; the raw output was not kept"
 def achievable(gpu: Gpu) -> Rates:
     """The rates that `gpu` is assumed to reach.
 
-    Those of an H100 SXM are measured, except attention: copies at 2.60 TB/s, GEMMs in bf16 at 748
-    TFLOP/s, in FP8 at 1255 with fast accumulation, as in y, and at 1202 without, as in dx and dw,
-    and casts with the transposed copy and the amax at 1.14 TB/s.
+    The rates of an H100 SXM are measured, except attention: copies at 2.60 TB/s, GEMMs in bf16 at
+    748 TFLOP/s, in FP8 at 1255 with fast accumulation, as in y, and at 1202 without, as in dx and
+    dw, and casts with the transposed copy and the amax at 1.14 TB/s.
 
     Every other rate is the fraction of the peak rate that we estimate for an H200: GEMMs at 700
     (bf16) and 1300 TFLOP/s (FP8), attention at 400 TFLOP/s, memory, casts too, at 4.1 TB/s. FP4

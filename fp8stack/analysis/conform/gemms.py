@@ -40,7 +40,7 @@ from fp8stack.precision import Recipe, load_recipe
 RECIPES = ("delayed", *QUANTIZED_RECIPES)
 QUANTIZED_DB = 15.0  # for operands quantized after a norm; a wrong scale gives less than 10 dB
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# With slow accumulation, the sum of so many steps of 32 products is added up in float32.
+# The number of steps of 32 products whose sum is added up in float32, with slow accumulation.
 _PROMOTED = 4
 
 

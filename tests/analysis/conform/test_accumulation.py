@@ -31,9 +31,9 @@ def by_tensor_cores(
     `bits` bits behind the largest exponent, then the sum. After `steps` steps, and at the ends of
     `splits` equal parts, a sum is added up in float64."""
     result = np.zeros((len(a), len(b)))
-    for part in np.split(np.arange(a.shape[1]), splits):
+    for columns_of_part in np.split(np.arange(a.shape[1]), splits):
         total = np.zeros_like(result)
-        for place, columns in enumerate(np.split(part, len(part) // 32)):
+        for place, columns in enumerate(np.split(columns_of_part, len(columns_of_part) // 32)):
             if steps and place % steps == 0:
                 result, total = result + total, np.zeros_like(result)
             terms = a[:, None, columns] * b[None, :, columns]
