@@ -98,7 +98,7 @@ def _sections(text: str) -> list[str]:
 def run(arguments: argparse.Namespace) -> None:
     """Run the sections and write the report. Exits with code 1 if a check does not hold."""
     on_gpu = arguments.device == "cuda" and not arguments.dry_run
-    if on_gpu and not torch.cuda.is_available():
+    if on_gpu and (not torch.cuda.is_available() or torch.version.hip is not None):
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
     if arguments.part or arguments.minutes is not None or arguments.dry_run:

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MINUTES = 8.8  # of a part, by default: machines that are lent limit a command to ten
 LEAST_S = 15.0  # no task starts with less time left
+DRY_PATIENCE = 5.0  # a dry run has so many times as long: small machines are slow, or busy
 SHOWN = 15  # lines to print of a task that failed
 RECORDS = "visit.jsonl"
 PARTS = {
@@ -204,6 +205,7 @@ class Visit:
     def __init__(self, out: Path, seconds: float, dry: bool) -> None:
         self.out = out.resolve()  # the tasks run in another folder
         self.dry = dry
+        self._patience = DRY_PATIENCE if dry else 1.0
         self._end = time.monotonic() + seconds
         self._running: list[Running] = []
 
@@ -259,7 +261,7 @@ class Visit:
                     break
                 task = tasks.pop(0)
                 command = task.command(self.out, scratch, self.dry)
-                limit_s = min(task.seconds, left_s)
+                limit_s = min(task.seconds * self._patience, left_s)
                 print(f"{task.name}: started", flush=True)
                 self._running.append(Running(task, command, task.log(self.out), limit_s, threads))
             for running in list(self._running):
@@ -297,8 +299,9 @@ def run(part_number: int | None, out: Path, minutes: float | None, dry: bool) ->
     numbers = sorted({task.part_number for task in tasks})
     for number in numbers:
         print(f"part {number}: {PARTS[number]}", flush=True)
-    seconds = 60 * (MINUTES * len(numbers) if minutes is None else minutes)
-    good = Visit(out, seconds, dry).run(tasks)
+    if minutes is None:
+        minutes = MINUTES * len(numbers) * (DRY_PATIENCE if dry else 1.0)
+    good = Visit(out, 60 * minutes, dry).run(tasks)
     print(f"written: {out}")
     if not good:
         raise SystemExit(1)

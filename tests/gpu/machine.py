@@ -12,7 +12,7 @@ import torch
 from fp8stack.analysis.conform.checks import Check, Context, broken, plan_of, run_check
 from fp8stack.precision import load_recipe, probe
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() or torch.version.hip is not None:
     pytest.skip("no CUDA GPU is usable by this torch", allow_module_level=True)
 
 # cuBLAS reads it when it is first used: GEMMs that repeat to the bit, as `pretrain` asks for.
