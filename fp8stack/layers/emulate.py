@@ -7,10 +7,13 @@ in FP8 hardware. On a CPU, a float32 GEMM may use bf16 instructions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
@@ -19,6 +22,8 @@ from fp8stack.layers.backend import Backend
 from fp8stack.layers.kernels.matmul_precision import exact_matmul
 from fp8stack.layers.linear import Call, QuantizedLinear, Size
 from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
+from fp8stack.layers.weight_cache import CachedWeight
+from fp8stack.layers.weight_changes import version_of
 from fp8stack.numerics import Quantized
 from fp8stack.numerics.fused import needs_operator
 from fp8stack.numerics.operators import operator
@@ -185,6 +190,7 @@ class EmulatedOperand(OperandQuantizers):
         rows, columns: the layout of each copy.
         packs: whether the column copy is saved as FP8 bytes, which the backward pass unpacks.
         bytes_of_rows: the dtype of these bytes if they are the row copy's values, else None.
+        kept: within `kept_weights`, the row copy of a weight, valid until the weight changes.
         always_records: whether the column copy's amax is recorded even if the copy is not needed,
             as in a frozen layer: for copies with separate slots.
     """
@@ -194,6 +200,7 @@ class EmulatedOperand(OperandQuantizers):
     ) -> None:
         super().__init__(name, operands)
         along, across = self.along, self.across
+        self.kept: CachedWeight | None = None
         self.rounding: Rounding | None = None if along is None else rounding(along, [1])
         self.rounding_across: Rounding | None = None
         self.rounding_both: Rounding | None = None
@@ -216,6 +223,19 @@ class EmulatedOperand(OperandQuantizers):
             dequantized = across == "forward" and along is not None
             in_bf16 = dequantized and along is not None and along.exact_across_in_bf16
         self.columns = Form(True, in_bf16)
+
+    def keeps(self, with_columns: bool, call: Call) -> bool:
+        """Whether the copies of this cast are kept: those of a weight, in passes without
+        gradients."""
+        return self.kept is not None and not (with_columns or call.record)
+
+    def kept_copies(self, weight: Tensor, cast: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The copies that `cast` returns, of the weight as it is."""
+        version = version_of(weight)
+        if self.kept is None or self.kept.version != version:
+            self.kept = None  # free the memory, and let `cast` cast
+            self.kept = CachedWeight(cast(), version)
+        return self.kept.copies
 
     def pack(self, x: Tensor, rows: Emulated) -> Emulated:
         """The column copy of `x` as FP8 bytes where possible; `rows` is the row copy of `x`."""
@@ -256,6 +276,22 @@ def _with_row_scales(rows: Emulated) -> Emulated:
     return rows._replace(values=(values * factor[:, None]).to(values.dtype), factor=None)
 
 
+@contextmanager
+def kept_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which emulated linears round a weight once until it changes, in passes without
+    gradients. It takes the memory of the rounded weights. Changes that `version_of` cannot see,
+    through `weight.data`, must not happen within."""
+    operands = [getattr(layer, "quantizers", {}).get("weight") for layer in model.modules()]
+    emulated = [operand for operand in operands if isinstance(operand, EmulatedOperand)]
+    for operand in emulated:
+        operand.kept = CachedWeight((None, None), ())
+    try:
+        yield
+    finally:
+        for operand in emulated:
+            operand.kept = None
+
+
 def in_bf16(plan: Plan, layer: LayerPlan) -> bool:
     """Whether the operands of a layer's emulated GEMMs are bfloat16, else float32. Without
     instructions for it, a CPU takes many times as long for a product of bfloat16."""
@@ -282,6 +318,9 @@ class EmulateBackend(Backend):
         self: Backend, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`."""
+        if quantizers.keeps(with_columns, call):
+            again = partial(EmulateBackend.cast, self, x, quantizers, with_columns, call)
+            return quantizers.kept_copies(x, again)
         bf16 = quantizers.bf16
         packs = with_columns and quantizers.packs
         if with_columns and not packs and quantizers.rounding_both is not None:

@@ -5,6 +5,7 @@ On a GPU, groups whose product needs no factor are multiplied by torch's bfloat1
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,9 @@ class GroupedEmulation:
     ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
         """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
         matrix, ends = x if isinstance(x, Groups) else (x, None)
+        if quantizers.keeps(with_columns, call):
+            again = partial(self.cast, x, quantizers, with_columns, call)
+            return quantizers.kept_copies(matrix, again)
         bf16 = quantizers.bf16
         if with_columns and quantizers.packs:
             rows = self._copy(matrix, ends, quantizers, False, call)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.common.errors import NumericFailure, UserError
+from fp8stack.layers.emulate import kept_weights
 from fp8stack.model.gpt import GPT
 
 
@@ -100,20 +101,21 @@ def generate(
     cache = model.new_cache(tokens=min(context, len(prompt) + count))
     tokens = list(prompt)
     new = tokens[-context:]
-    for _ in range(count):
-        if cache.length + len(new) > context:
-            when_full()
-            cache.length = 0
-            new = tokens[-max(context // 2, 1) :]
-        with _inference(model):
-            window = torch.tensor([new], device=model.embedding.weight.device)
-            logits_V: Tensor = model(window, cache=cache)[0, -1]
-        token = draw(logits_V[:vocabulary], sampling, generator)
-        if token in stop:
-            return
-        yield token
-        tokens.append(token)
-        new = [token]
+    with kept_weights(model):
+        for _ in range(count):
+            if cache.length + len(new) > context:
+                when_full()
+                cache.length = 0
+                new = tokens[-max(context // 2, 1) :]
+            with _inference(model):
+                window = torch.tensor([new], device=model.embedding.weight.device)
+                logits_V: Tensor = model(window, cache=cache)[0, -1]
+            token = draw(logits_V[:vocabulary], sampling, generator)
+            if token in stop:
+                return
+            yield token
+            tokens.append(token)
+            new = [token]
 
 
 @contextmanager
