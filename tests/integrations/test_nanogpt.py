@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8stack
-from tests.integrations.loops import RECIPES, tokens
+from tests.integrations.loops import tokens
 from tests.support.backend_models import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,11 +128,14 @@ def train(
     return raw_model, losses
 
 
-COMPILED = pytest.param(True, marks=pytest.mark.slow)
+CASES = [
+    ("delayed", False),
+    ("nvfp4", False),
+    pytest.param("delayed", True, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("compiled", [False, COMPILED], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "compiled"), CASES)
 def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, compiled, tmp_path):
     model, losses = train(tmp_path / "ckpt.pt", recipe, compiled=compiled)
     assert len(losses) == 18

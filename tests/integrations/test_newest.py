@@ -32,7 +32,7 @@ def run(words: list[Any], folder: Path) -> subprocess.CompletedProcess[str]:
 def newest(tmp_path_factory) -> Path:
     """Python with the newest versions."""
     folder = tmp_path_factory.mktemp("newest")
-    current = folder / "current"
+    current = folder / "site-packages"  # by this name dill knows installed modules
     current.mkdir()
     for path in {Path(get_path("purelib")), Path(get_path("platlib"))}:
         for package in path.iterdir():
