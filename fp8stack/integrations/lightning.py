@@ -91,8 +91,9 @@ class FP8Precision(_base()):  # type: ignore[misc]
         """Warn if a checkpoint has no FP8 state."""
         if type(self).__qualname__ not in checkpoint and fp8_state(self._module):
             log.warning(
-                "The checkpoint has no FP8 state: it starts anew, and losses will differ from "
-                "those of an uninterrupted run."
+                "The checkpoint has no FP8 state: none is restored, and losses will differ from "
+                "those of the run that saved it. Save checkpoints with the FP8Precision plugin and "
+                "without ModelCheckpoint(save_weights_only=True)."
             )
 
 

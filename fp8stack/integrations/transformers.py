@@ -76,7 +76,7 @@ def _restore(model: nn.Module, checkpoint: Path) -> None:
         load_fp8_state(model, load_file(checkpoint / FILE))
     elif fp8_state(model):
         log.warning(
-            f"{checkpoint} has no {FILE}: the FP8 state starts anew, and losses will differ from "
-            "those of an uninterrupted run. If the checkpoint is in another folder, pass "
+            f"{checkpoint} has no {FILE}: the FP8 state is not restored, and losses will differ "
+            "from those of the run that saved it. If the checkpoint is in another folder, pass "
             "FP8StateCallback(resume_from=PATH)."
         )

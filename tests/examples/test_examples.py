@@ -32,7 +32,9 @@ SMALL = {
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 RANK |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 # Packages that the test extra does not have.
-NEEDS = {"peft_lora.py": "peft", "litgpt_model.py": "litgpt", "ray_train.py": "ray"}
+NEEDS = {
+    "peft_lora.py": "peft", "trl_sft.py": "trl", "litgpt_model.py": "litgpt", "ray_train.py": "ray",
+}  # fmt: skip
 
 
 def commands(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,6 +38,9 @@ class Lit(pl.LightningModule):
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         self.losses.append(loss.item())
         return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("val_loss", self.model(input_ids=batch, labels=batch).loss)
 
     def configure_optimizers(self) -> Any:
         return adamw(self)
@@ -80,6 +84,47 @@ def test_the_plugin_trains_as_a_plain_loop_with_the_converted_model_does(tmp_pat
     assert same(fp8_state(lit), fp8_state(plain))
     fit(lit, tmp_path, "delayed", 1)  # a second fit converts nothing again
     assert len(lit.losses) == 6
+
+
+def best_of(folder: Path, weights_only: bool = False) -> tuple[pl.Trainer, Lit, DataLoader]:
+    """Two epochs in delayed scaling, of which the first has the "best", the largest, loss."""
+    keep = ModelCheckpoint(
+        folder, monitor="val_loss", mode="max", filename="best", save_weights_only=weights_only
+    )
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[keep], plugins=[FP8Precision("delayed")],
+    )  # fmt: skip
+    lit, steps = Lit(gpt2(None)), DataLoader([tokens(step) for step in range(3)], batch_size=None)
+    trainer.fit(lit, steps, steps)
+    return trainer, lit, steps
+
+
+def test_the_best_checkpoint_is_evaluated_with_its_own_state(tmp_path, caplog):
+    trainer, lit, steps = best_of(tmp_path)
+    last = fp8_state(lit)
+    best = float(trainer.checkpoint_callback.best_model_score)
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=True)["FP8Precision"]
+    assert not same(last, saved)
+    assert trainer.validate(lit, steps, ckpt_path="best")[0]["val_loss"] == best
+    assert same(fp8_state(lit), saved)
+    fresh = Lit(gpt2(None, seed=1))  # evaluated without training
+    again = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        plugins=[FP8Precision("delayed")],
+    )
+    result = again.validate(fresh, steps, ckpt_path=tmp_path / "best.ckpt")
+    assert result[0]["val_loss"] == best
+    assert same(fp8_state(fresh), saved)
+    assert "FP8 state" not in caplog.text
+
+
+def test_a_checkpoint_of_weights_alone_is_told_with_the_remedy(tmp_path, caplog):
+    trainer, lit, steps = best_of(tmp_path, weights_only=True)
+    trainer.validate(lit, steps, ckpt_path="best")
+    assert "save_weights_only" in caplog.text
 
 
 def test_a_checkpoint_without_fp8_state_is_told(tmp_path, caplog):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file
 
-from fp8stack import fp8_state
+from fp8stack import fp8_state, load_fp8_state
 from fp8stack.integrations.transformers import FP8StateCallback
 from tests.integrations.loops import RECIPES, gpt2, tokens
 from tests.support.backend_models import same
@@ -17,23 +18,28 @@ from tests.support.backend_models import same
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(
-    folder: Path, recipe: str, *, resume: str | None = None, callbacks: Any = None, **options: Any
-) -> tuple[Any, list]:
-    """Six steps of two micro-batches, or what is left of them: the model and the losses."""
+def trainer_of(folder: Path, recipe: str, *, callbacks: Any = None, **options: Any) -> Any:
+    """A Trainer of six steps of two micro-batches, which saves after three."""
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         learning_rate=3e-3, save_steps=3, logging_steps=1, report_to="none", disable_tqdm=True,
         use_cpu=True, **options,
     )  # fmt: skip
-    model = gpt2(recipe)
     rows = [{"input_ids": row, "labels": row} for step in range(4) for row in tokens(step)]
     callbacks = [FP8StateCallback()] if callbacks is None else callbacks
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks
+    return transformers.Trainer(
+        gpt2(recipe), arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks
     )
+
+
+def trained(
+    folder: Path, recipe: str, *, resume: str | None = None, **options: Any
+) -> tuple[Any, list]:
+    """Train all steps, or what is left of them: the model and the losses."""
+    trainer = trainer_of(folder, recipe, **options)
     trainer.train(resume_from_checkpoint=resume)
-    return model, [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return trainer.model, losses
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -62,27 +68,31 @@ def test_a_checkpoint_may_be_in_another_folder_and_one_without_the_state_is_told
     assert same(fp8_state(again), fp8_state(model))
     assert "FP8 state" not in caplog.text
     trained(tmp_path / "c", "delayed", resume=str(resume))
-    assert "checkpoint-3 has no fp8.safetensors: the FP8 state starts anew" in caplog.text
+    assert "checkpoint-3 has no fp8.safetensors: the FP8 state is not restored" in caplog.text
 
 
-def test_the_best_checkpoint_that_is_loaded_at_the_end_has_its_own_state(tmp_path):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_best_checkpoint_that_is_loaded_at_the_end_has_its_own_state(recipe, tmp_path):
     options: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 3,
         "load_best_model_at_end": True,
-    }
-    greater: dict[str, Any] = {
         "metric_for_best_model": "loss",
-        "greater_is_better": True,
-    }  # the first is "best"
-    best, _ = trained(tmp_path, "delayed", **options, **greater)
-    last, _ = trained(tmp_path / "last", "delayed")
-    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
+        "greater_is_better": True,  # so that the first checkpoint is the best
+    }
+    trainer = trainer_of(tmp_path, recipe, **options)
+    trainer.train()
+    best, checkpoint = trainer.model, tmp_path / "checkpoint-3"
+    assert trainer.state.best_model_checkpoint == str(checkpoint)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(checkpoint)
     assert same(best.state_dict(), saved.state_dict())
-    from safetensors.torch import load_file
-
-    assert same(fp8_state(best), load_file(tmp_path / "checkpoint-3" / "fp8.safetensors"))
-    assert not same(fp8_state(best), fp8_state(last))
+    assert same(fp8_state(best), load_file(checkpoint / "fp8.safetensors"))
+    last = load_file(tmp_path / "checkpoint-6" / "fp8.safetensors")
+    assert not same(fp8_state(best), last)
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    if recipe == "delayed":  # evaluation reads the scales: with the last ones it differs
+        load_fp8_state(best, last)
+        assert trainer.evaluate()["eval_loss"] != trainer.state.best_metric
 
 
 def test_a_recipe_without_state_leaves_checkpoints_as_they_are(tmp_path, caplog):

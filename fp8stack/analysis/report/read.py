@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from sys import intern
 from typing import Any, TypeVar
@@ -148,7 +148,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
     lock = path / LOCK
     running = is_held(lock) if lock.exists() else None
     rows, events = _metrics(metrics, notes)
-    written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
+    written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if metrics.exists() else None
     plan, forecast = path / "plan.json", path / NAME
     text = _read_or_note(
         lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes

@@ -36,7 +36,7 @@ def headline(analysis: Analysis) -> dict[str, str]:
     fp8 = sum(layer.get("fp8") is True for layer in layers(run.plan))
     state = analysis.state
     if state == "unfinished" and run.written is not None:
-        state += f", last row of {run.written:%Y-%m-%d %H:%M}"
+        state += f", last row of {run.written:%Y-%m-%d %H:%M} UTC"
     return {
         "state": state,
         **_times(run),

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -159,6 +160,19 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     assert "killed, or still running" in html
     write_lines(run / "sessions.jsonl", [begin, end | {"seconds": 1e300}])
     assert headline(analyzed(run))["took"] == "not known yet"
+
+
+def test_the_times_of_a_run_are_in_utc(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        run = make_run(tmp_path / "r", metrics=[{"step": 1, "loss": 2.0}])
+        os.utime(run / "metrics.jsonl", (1_772_354_400, 1_772_354_400))
+        state = headline(analyzed(run))["state"]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert state == "unfinished, last row of 2026-03-01 08:40 UTC"
 
 
 def test_what_is_missing_is_noted_and_telemetry_that_holds_nothing_is_not_missing(tmp_path):
