@@ -222,6 +222,16 @@ class Backend:
         """Compile the casts of weights that run outside of compiled blocks, by torch.compile's
         `backend` in its `mode`."""
 
+    def note_compiled_call(self) -> None:
+        """Note what compiled layers note. Called before code in which a compiler allows no change
+        of attributes."""
+        if not torch.compiler.is_compiling():
+            return
+        for backend in (self, *self._delegates.values()):
+            backend.weights.note_compiled_call()
+            if backend.delayed is not None:
+                backend.delayed.note_compiled_call()
+
     def set_matmul_precision(self, model: nn.Module) -> None:
         """Set the precision of float32 GEMMs in the forward and backward passes of `model`: TF32 if
         the plan says so, else full float32. Other models of the process are not affected."""

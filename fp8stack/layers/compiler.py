@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fp8stack.common.errors import UserError
 from fp8stack.precision import Hardware, Plan
@@ -24,22 +26,19 @@ _TE = (
 TE_COMPILED = f"--compile: {_TE}"
 
 
-def require_compiler(plan: Plan, recompute: str = "none") -> None:
-    """Check that a model with this plan and this activation checkpointing can be compiled.
+def require_compiler(plan: Plan) -> None:
+    """Check that a model with this plan can be compiled.
 
     Raises:
         UserError: it cannot, or a compiler or its headers are missing.
     """
-    require_compilable(plan, recompute)
+    require_compilable(plan)
     require_tools(plan.device, "--compile", "leave --compile out")
 
 
-def is_compiled(
-    requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
-) -> tuple[bool, str]:
-    """Whether to compile a model with this plan and this activation checkpointing for training, and
-    a note on that decision or "". By default (`requested` is None), it is compiled on a GPU of
-    NVIDIA if possible.
+def is_compiled(requested: bool | None, plan: Plan, hardware: Hardware) -> tuple[bool, str]:
+    """Whether to compile a model with this plan for training, and a note on that decision or "". By
+    default (`requested` is None), it is compiled on a GPU of NVIDIA if possible.
 
     Raises:
         UserError: it was requested, and torch does not compile it for this GPU.
@@ -56,28 +55,25 @@ def is_compiled(
     if hardware.other_gpu:
         untried = f"no compiled code of fp8stack has run on {hardware.other_gpu}"
         return False, f"training is not compiled: {untried}; --compile turns it on"
-    if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
+    if problem := no_bf16 or _obstacle(plan)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 
-def require_compilable(plan: Plan, recompute: str = "none") -> None:
-    """Check that this version of torch can compile this backend and this activation checkpointing.
+def require_compilable(plan: Plan) -> None:
+    """Check that this version of torch can compile this backend.
 
     Raises:
         UserError: it cannot.
     """
-    if (obstacle := _obstacle(plan, recompute))[0]:
+    if (obstacle := _obstacle(plan))[0]:
         raise _refusal(*obstacle)
 
 
-def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
+def _obstacle(plan: Plan) -> tuple[str, str]:
     """The reason why a model cannot be compiled, and the remedy; both "" if it can be."""
     if plan.backend == "te":
         return _TE, "choose --backend torch"
-    if recompute == "selective":
-        reason = "activation_checkpointing selective has no say in what compiled code keeps"
-        return reason, "choose none, or block for less memory"
     # Scales of gradients would never change. Observed with torch 2.11, not with 2.13; 2.12 is not
     # tested.
     backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
@@ -119,6 +115,7 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
     """`function` compiled by torch.compile, as one graph per shape. Inductor rounds intermediate
     results like eager code, so that casts to FP8 have the same inputs."""
     options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    options["options"] = {"guard_filter_fn": needed_guards}
     if backend == "inductor":  # others take no options
         from torch._inductor import list_mode_options
 
@@ -126,10 +123,25 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
         # With this option, torch 2.10 cannot compile bfloat16 on a CPU. It has no effect on a CPU
         # before 2.13.
         rounds = torch.__version__ >= "2.11" or torch.cuda.is_available()
-        options["options"] = list_mode_options(mode) | {"emulate_precision_casts": rounds}
+        options["options"] |= list_mode_options(mode) | {"emulate_precision_casts": rounds}
     by_torch: Any = torch.compile
     optimized: Function = by_torch(function, **options)
     return optimized
+
+
+def needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Which of dynamo's guards compiled code checks at every call: all but those on functions,
+    classes, modules and constants that files of Python define, which never change. Half of the time
+    of the checks is theirs."""
+    return [
+        not guard.is_global
+        or isinstance(guard.value, Tensor)
+        or (isinstance(guard.value, bool | int | str) and bool(_OF_TORCH.search(guard.name)))
+        for guard in guards
+    ]
+
+
+_OF_TORCH = re.compile(r"[.']torch\b|__import_torch_")  # whose switches are attributes of modules
 
 
 @cache

@@ -115,6 +115,10 @@ class Slot:
         delayed = self._delayed
         return delayed.weight_scales if self.operand == "weight" else delayed.history.scales
 
+    def note_compiled_call(self) -> None:
+        """Called by each compiled layer, whose backward pass runs no callback."""
+        self._compiled = True
+
     @property
     def is_recording(self) -> bool:
         """Whether a forward pass that records amaxes is running."""
@@ -253,7 +257,7 @@ class DelayedScaling:
                 follow.
         """
         if torch.compiler.is_compiling():
-            self._compiled = True
+            self.note_compiled_call()
             return self._records
         recomputed = None if torch._C._current_graph_task_id() == -1 else self.recomputed_pass
         if recomputed is not None:
@@ -273,6 +277,10 @@ class DelayedScaling:
                 "convert that part instead, or use current scaling."
             )
         return False
+
+    def note_compiled_call(self) -> None:
+        """Called by each compiled layer, whose backward pass runs no callback."""
+        self._compiled = True
 
     @property
     def is_recording(self) -> bool:

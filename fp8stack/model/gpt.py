@@ -10,12 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.activation_checkpoint import contexts
-from fp8stack.layers.compiler import (
-    CompileBackend,
-    allow_many_compilations,
-    compiled,
-    require_compilable,
-)
+from fp8stack.layers.compiler import CompileBackend, allow_many_compilations, compiled
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
 from fp8stack.layers.kernels.kv_cache import KVCache
@@ -116,13 +111,25 @@ class Compilable(nn.Module):
         """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
         self.forward = compiled(self.forward, backend, mode)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile_forward` was called."""
+        return "forward" in vars(self)
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "forward"}
 
 
 class Block(Compilable):
     """Pre-norm attention and MLP on a residual stream in the recipe's dtype: the addends and the
-    sum are rounded to it."""
+    sum are rounded to it.
+
+    Attributes:
+        selective: whether the forward pass is checkpointed selectively, which compiled code has to
+            do within it.
+    """
+
+    selective = False
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
@@ -143,6 +150,21 @@ class Block(Compilable):
     ) -> Tensor | tuple[Tensor, Routing]:
         """[B, T, D] -> [B, T, D] in the same dtype, and with experts the `Routing`; for other
         arguments see `Attention.forward`."""
+        if self.selective and torch.is_grad_enabled():
+            self.backend.note_compiled_call()
+            output: Tensor | tuple[Tensor, Routing] = checkpoint(
+                self._run, x_BTD, rotation, mask, None, use_reentrant=False, context_fn=contexts
+            )
+            return output
+        return self._run(x_BTD, rotation, mask, cached)
+
+    def _run(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Mask | None,
+        cached: tuple[KVCache, int] | None,
+    ) -> Tensor | tuple[Tensor, Routing]:
         qkv_BTF = self.backend.norm_linear(x_BTD.float(), self.attention_norm, self.attention.qkv)
         mixed = self.attention(qkv_BTF, rotation, mask, cached)
         x_BTD = x_BTD + self.dropout(mixed).to(x_BTD.dtype)
@@ -318,7 +340,10 @@ class GPT(nn.Module):
         # Wrappers of a block's forward pass need to handle a mask only with documents.
         arguments = (rotation,) if mask is None else (rotation, mask)
         for block in self.blocks:
-            if self.recompute == "none" or not torch.is_grad_enabled():
+            within = self.recompute == "selective" and block.is_compiled
+            if block.selective != within:
+                block.selective = within
+            if self.recompute == "none" or within or not torch.is_grad_enabled():
                 output = block(x_BTD, *arguments)
             elif self.recompute == "block":
                 output = checkpoint(block, x_BTD, *arguments, use_reentrant=False)
@@ -350,10 +375,7 @@ class GPT(nn.Module):
     def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
         """Compile the model in place, without graph breaks: the loss, the casts of weights, and
         each block separately, so that equal blocks share a compilation. `backend` and `mode` are
-        torch.compile's. Raises a UserError if `recompute` is "selective"."""
-        if self.recompute == "selective":
-            # A compiled block may reuse the memory of the outputs that "selective" saves.
-            require_compilable(self.backend.plan, self.recompute)
+        torch.compile's."""
         allow_many_compilations()
         for module in self.modules():
             if isinstance(module, Compilable):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
 from bench.cost import activations
 from fp8stack import GPT, build_backend, fp8_state, load_config
-from fp8stack.common.errors import UserError
 from fp8stack.layers import activation_checkpoint
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import Recompute
@@ -163,10 +164,71 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
         assert torch.equal(model(tokens), expected(tokens))
 
 
-def test_selective_is_refused_for_compiled_blocks() -> None:
-    model = gpt("fp32", "reference", recompute="selective")
-    with pytest.raises(UserError, match="selective has no say in what compiled code"):
-        model.compile_blocks("eager")
+# Compiled. Blocks of elements take long to compile.
+COMPILED = [
+    case("delayed", "torch", "gpt", quick=True),
+    case("delayed", "emulate", "dropout", quick=False),
+    case("rowwise", "torch", "gpt", quick=False),
+    case("bf16", "reference", "llama", quick=False),
+    *(case(recipe, "emulate", "gpt", quick=False) for recipe in ("mxfp8", "nvfp4")),
+    *(case(recipe, "emulate", "llama", quick=False) for recipe in ("current", "block")),
+]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("recipe", "backend", "shape"), COMPILED)
+def test_compiled_selective_checkpointing_changes_no_bit_either(
+    recipe: str, backend: str, shape: str
+) -> None:
+    """Amaxes are recorded once, and stochastic rounding draws the same numbers again. One
+    compilation serves equal blocks."""
+    expected = trained(gpt(recipe, backend, **SHAPES[shape]))
+    model = gpt(recipe, backend, recompute="selective", **SHAPES[shape])
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile_blocks(counter)
+    assert_same(trained(model), expected)
+    assert counter.frame_count == 2  # a block, and the loss
+
+
+def saved_by_block(model: GPT) -> int:
+    """The bytes of the activations that a model's compiled block saves, without its parameters and
+    its input."""
+    x = torch.zeros(2, 32, 128, requires_grad=True)
+    y = model.blocks[0](x, None)
+    others = {value.untyped_storage().data_ptr() for value in (x, *model.parameters())}
+    sizes = {}
+    for value in y.grad_fn.saved_tensors:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in others:
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_block_saves_what_its_backward_pass_reads_of_gemms_and_attention() -> None:
+    """Its norms' statistics as well, if the compiler decides so, but no more than is estimated.
+    The mode may change after the compilation."""
+    model = gpt("fp32", "reference", layers=1)
+    model.compile_blocks("aot_eager")
+    B, T, D = 2, 32, 128
+    sizes = {}
+    for mode in ("none", "selective"):
+        model.recompute = mode
+        with torch.enable_grad():
+            model(torch.zeros(B, T, dtype=torch.int64)).sum().backward()  # sets the block's mode
+        sizes[mode] = saved_by_block(model)
+    # qkv, attention and its statistic, output, up; not down, which no gradient depends on.
+    read = 4 * (B * T * (3 * D + D + D + 128) + B * 4 * T)
+    estimated = read + 4 * B * T * D
+    assert read <= sizes["selective"] <= estimated
+    assert sizes["selective"] < sizes["none"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])

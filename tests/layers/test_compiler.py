@@ -251,53 +251,72 @@ def test_compiled_code_rounds_to_bfloat16_as_often_as_eager_code():
     assert not torch.equal(torch.compile(Products())(x, y), Products()(x, y))
 
 
+FACTOR = 2.0
+
+
+class Times(Compilable):
+    offset = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FACTOR + self.offset
+
+
+def test_compiled_code_checks_attributes_and_tensors_but_no_constants_of_files(monkeypatch):
+    counter, fast, x = CompileCounterWithBackend("eager"), Times(), torch.ones(2)
+    fast.compile_forward(counter)
+    assert fast(x).tolist() == [5.0, 5.0]
+    monkeypatch.setitem(globals(), "FACTOR", 10.0)  # as nothing does, but this test
+    assert fast(x).tolist() == [5.0, 5.0]
+    assert counter.frame_count == 1
+    fast.offset = 4.0
+    assert fast(x).tolist() == [14.0, 14.0]
+    assert fast(x[:1]).tolist() == [14.0]
+    assert fast(x.double()).dtype == torch.float64
+    assert fast(x.requires_grad_()).requires_grad
+    assert counter.frame_count == 5
+
+
 H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
 H200_WITH_TE = Hardware("cuda", (9, 0), has_te=True, te_version="2.20.2", cuda_version=(13, 0))
 NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: pip install triton")
 
 
 @pytest.mark.parametrize(
-    ("hardware", "recipe", "recompute", "compile_flag", "expected", "note"),
+    ("hardware", "recipe", "compile_flag", "expected", "note"),
     [
-        (H200, "delayed", "none", None, True, "--no-compile turns that off"),
-        (H200, "bf16", "block", None, True, "--no-compile turns that off"),
-        (H200, "delayed", "none", False, False, ""),
-        (H200, "delayed", "none", True, True, ""),
-        (H200, "delayed", "selective", None, False, "not compiled: activation_checkpointing"),
-        (H200_WITH_TE, "delayed", "none", None, False, "not compiled: Transformer Engine"),
-        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile turns that off"),
-        (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
-        (CPU, "delayed", "none", None, False, ""),
-        (CPU, "delayed", "none", True, True, ""),
+        (H200, "delayed", None, True, "--no-compile turns that off"),
+        (H200, "delayed", False, False, ""),
+        (H200, "delayed", True, True, ""),
+        (H200_WITH_TE, "delayed", None, False, "not compiled: Transformer Engine"),
+        (H200_WITH_TE, "bf16", None, True, "--no-compile turns that off"),
+        (NO_TRITON, "delayed", None, False, "not compiled: triton is not installed"),
+        (CPU, "delayed", None, False, ""),
+        (CPU, "delayed", True, True, ""),
     ],
 )
 def test_a_gpu_compiles_by_default_what_can_be_compiled(
-    hardware, recipe, recompute, compile_flag, expected, note
+    hardware, recipe, compile_flag, expected, note
 ):
     keys: dict[str, Any] = {"model": "gpt-nano", "recipe": recipe, "compile": compile_flag}
-    keys |= {"activation_checkpointing": recompute, "parallel": "ddp"}
+    keys |= {"parallel": "ddp"}
     config = RunConfig(**{key: value for key, value in keys.items() if value is not None})
     plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 4096)
-    compiled, message = is_compiled(compile_flag, plan, hardware, recompute)
+    compiled, message = is_compiled(compile_flag, plan, hardware)
     assert compiled == expected
     assert (note in message) if note else message == ""
     assert [reason for reason in plan.reasons if "compile" in reason] == [message] * bool(message)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "recompute"), [(H200_WITH_TE, "none"), (H200, "selective"), (H200, "none")]
-)
-def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
-    hardware, recompute, monkeypatch
-):
+@pytest.mark.parametrize("hardware", [H200_WITH_TE, H200])
+def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(hardware, monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    backend = "emulate" if recompute == "none" and hardware is H200 else "auto"
+    backend = "emulate" if hardware is H200 else "auto"
     plan = resolve("delayed", hardware, backend)
-    compiled, note = is_compiled(None, plan, hardware, recompute)
+    compiled, note = is_compiled(None, plan, hardware)
     assert not compiled
     reason = re.escape(note.removeprefix("training is not compiled: "))
     with pytest.raises(UserError, match=f"^--compile: {reason}. Leave --compile out, or "):
-        require_compilable(plan, recompute)
+        require_compilable(plan)
 
 
 def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():

@@ -192,18 +192,22 @@ def test_blocks_that_run_again_change_no_gradient_and_count_no_token_twice(recip
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend"),
+    ("recipe", "backend", "recompute"),
     [
-        case("bf16", "aot_eager", quick=True),
-        case("delayed", "aot_eager", quick=False),
-        case("delayed", "inductor", quick=False),
-        case("mxfp8", "inductor", quick=False),
+        case("bf16", "aot_eager", "none", quick=True),
+        case("delayed", "aot_eager", "none", quick=False),
+        case("delayed", "aot_eager", "selective", quick=False),
+        case("delayed", "inductor", "none", quick=False),
+        case("mxfp8", "inductor", "none", quick=False),
     ],
 )
-def test_a_compiled_mixture_trains_as_in_eager_mode_and_is_compiled_once(recipe, backend):
+def test_a_compiled_mixture_trains_as_in_eager_mode_and_is_compiled_once(
+    recipe, backend, recompute
+):
     torch.compiler.reset()
     config = shape({"shared": 1, "bias": 0.1}, layers=1)
     models = [spread(built(config, recipe)) for _ in range(2)]
+    models[1].recompute = recompute
     models[1].compile_blocks(backend)
     optimizers = [adam(model) for model in models]
     compiled, counts = torch._dynamo.utils.counters["stats"], set()

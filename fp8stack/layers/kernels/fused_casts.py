@@ -10,6 +10,7 @@ than 2^-20 of a value, or of its largest term, before it is rounded.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -31,7 +32,17 @@ from fp8stack.numerics.operators import operator_on_any_device
 
 BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
 LAUNCH = OPTIONS | {"num_warps": 16}
-_OPERANDS = ("scale", "data", "transposed", "inverse", "inverse_across", "amaxes", "sums")
+_OPERANDS = (
+    "x",
+    "dy",
+    "scale",
+    "data",
+    "transposed",
+    "inverse",
+    "inverse_across",
+    "amaxes",
+    "sums",
+)
 
 
 class Product(NamedTuple):
@@ -146,20 +157,21 @@ def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: b
 # The operators. Results that were not requested are empty.
 
 
-@operator_on_any_device("product_amax", lambda *product: _amaxes(Product(*product)))
+@operator_on_any_device(
+    "product_amax",
+    lambda *product: _room(Product(*product), "e4m3", "none", False, True, False)[0],
+)
 def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     product = _contiguous(name, x, dy)
     if not _runs(product):
         return numerics.amax(product.values()).view(1)
-    amaxes = _amaxes(product)
-    _launch(product, Quantizer(), "none", amaxes=amaxes)
-    return amaxes
+    return _run(product, None, "e4m3", 0.0, "none", False, True, False)[0]
 
 
 @operator_on_any_device(
     "cast_product",
     lambda name, x, dy, scale, format, *outputs: tuple(
-        _room(Product(name, x, dy), format, "given", *outputs).values()
+        _room(Product(name, x, dy), format, "given", *outputs)
     ),
 )
 def _cast_op(
@@ -174,10 +186,10 @@ def _cast_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product = _contiguous(name, x, dy)
     if _runs(product):
-        outputs = _room(product, format, "given", across, record, sums)
-        quantizer = Quantizer(format=format)
-        _launch(product, quantizer, "given", scale=scale, **outputs)
-        return tuple(outputs.values())  # type: ignore[return-value]
+        data, turned, amax, partial_sums = _run(
+            product, scale, format, 0.0, "given", across, record, sums
+        )
+        return data, turned, amax, partial_sums
     values = product.values()
     data = numerics.cast_to_fp8(values, scale, format)
     turned = data.t().clone(memory_format=torch.contiguous_format) if across else data.new_empty(0)
@@ -188,7 +200,7 @@ def _cast_op(
 @operator_on_any_device(
     "cast_product_blocks",
     lambda name, x, dy, format, eps, kind, across, sums: tuple(
-        _room(Product(name, x, dy), format, _scales(kind), across, False, sums).values()
+        _room(Product(name, x, dy), format, kind, across, False, sums)
     ),
 )
 def _blocks_op(
@@ -201,19 +213,17 @@ def _blocks_op(
     across: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    product, scales = _contiguous(name, x, dy), _scales(kind)
-    rules: Any = {"block": (1, BLOCK), "scale": kind, "eps": eps}
-    if scales == "mx":
-        rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
-    quantizer = Quantizer(format=format, **rules)
+    product = _contiguous(name, x, dy)
     if _runs(product):
-        outputs = _room(product, format, scales, across, False, sums)
-        _launch(product, quantizer, scales, **outputs)
-        return tuple(outputs.values())  # type: ignore[return-value]
+        data, data_across, inverse, inverse_across, partial_sums = _run(
+            product, None, format, eps, kind, across, False, sums
+        )
+        return data, data_across, inverse, inverse_across, partial_sums
+    quantizer = _quantizer(format, eps, kind)
 
     def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
         data, inverse = numerics.quantize(matrix, quantizer)[:2]
-        if scales == "mx":
+        if quantizer.scale == "e8m0":
             return data, pack_scales(inverse, ScaleLayout.MX)
         return data, inverse.t().clone(memory_format=torch.contiguous_format)
 
@@ -233,45 +243,58 @@ def _runs(product: Product) -> bool:
     return has_kernel(product.x.device) and product.x.numel() > 0
 
 
-def _scales(kind: str) -> str:
-    """The `Variant.scales` of a kind of block scales."""
-    return "mx" if kind in get_args(ScaleRounding) else "rows"
-
-
 def _sums(values: Tensor, needed: bool) -> Tensor:
     return values.sum(0, dtype=torch.float32)[None] if needed else values.new_empty(0).float()
 
 
-def _amaxes(product: Product) -> Tensor:
-    high, wide = _tiles(product)
-    return product.x.new_empty(high * wide, dtype=torch.float32)
+class _Output(NamedTuple):
+    """What the kernel writes: a tensor that it fills, or zeros where no tile writes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    zeros: bool = False
+
+    def room(self, x: Tensor) -> Tensor:
+        """The tensor, on the device of `x`."""
+        if self.zeros:  # of a dtype without numbers
+            return x.new_zeros(self.shape, dtype=torch.uint8).view(self.dtype)
+        return x.new_empty(self.shape, dtype=self.dtype)
 
 
-def _room(
-    product: Product, format: str, scales: str, across: bool, record: bool, sums: bool
-) -> dict[str, Tensor]:
-    """Empty tensors that the kernel fills, by the names of its arguments: amaxes by tile, sums by
-    rows of tiles, inverse scales in float32 with their blocks first."""
-    (rows, columns), x, dtype = product.shape, product.x, fp8_format(format).dtype
+def _outputs(
+    product: Product, format: str, kind: str, across: bool, record: bool, sums: bool
+) -> dict[str, _Output]:
+    """The outputs of an operator, by the names of the kernel's arguments: amaxes by tile, sums by
+    rows of tiles, inverse scales in float32 with their blocks first. For `kind` see `_quantizer`.
+    """
+    (rows, columns), (high, wide) = product.shape, _tiles(product)
+    amaxes = _Output((high * wide,) if record else (0,))
+    if kind == "none":
+        return {"amaxes": amaxes}
+    dtype = fp8_format(format).dtype
     outputs = {
-        "data": x.new_empty((rows, columns), dtype=dtype),
-        "transposed": x.new_empty((columns, rows) if across else (0,), dtype=dtype),
+        "data": _Output((rows, columns), dtype),
+        "transposed": _Output((columns, rows) if across else (0,), dtype),
     }
-    none = x.new_empty(0, dtype=torch.float32)
-    wide, high = -(-columns // BLOCK), -(-rows // BLOCK)
+    blocks_wide, blocks_high = -(-columns // BLOCK), -(-rows // BLOCK)
+    scales = _scales(kind)
     if scales == "given":
-        outputs["amaxes"] = _amaxes(product) if record else none
+        outputs["amaxes"] = amaxes
     elif scales == "rows":
-        outputs["inverse"] = none.new_empty((wide, rows))
-        outputs["inverse_across"] = none.new_empty((high, columns) if across else (0,))
-    else:  # zeros where no tile writes
+        outputs["inverse"] = _Output((blocks_wide, rows))
+        outputs["inverse_across"] = _Output((blocks_high, columns) if across else (0,))
+    else:
+        size = blocks_wide * blocks_high * MX_TILE
         tiles_fit = rows % BLOCK == 0 and _width(product) % BLOCK == 0
-        make = torch.empty if tiles_fit else torch.zeros
-        for name, size in (("inverse", wide * high), ("inverse_across", wide * high * across)):
-            codes = make(size * MX_TILE, dtype=torch.uint8, device=x.device)
-            outputs[name] = codes.view(torch.float8_e8m0fnu)
-    outputs["sums"] = none.new_empty((_tiles(product)[0], columns) if sums else (0,))
+        outputs["inverse"] = _Output((size,), torch.float8_e8m0fnu, not tiles_fit)
+        outputs["inverse_across"] = _Output((size * across,), torch.float8_e8m0fnu, not tiles_fit)
+    outputs["sums"] = _Output((high, columns) if sums else (0,))
     return outputs
+
+
+def _room(product: Product, *call: Any) -> tuple[Tensor, ...]:
+    """Tensors for the `_outputs`."""
+    return tuple(output.room(product.x) for output in _outputs(product, *call).values())
 
 
 def _tiles(product: Product) -> tuple[int, int]:
@@ -289,27 +312,70 @@ def _width(product: Product) -> int:
     return product.shape[1] // 2 if two else product.shape[1]
 
 
-def _launch(product: Product, quantizer: Quantizer, scales: str, **operands: Tensor) -> None:
-    """Run the kernel for a contiguous product that is not empty; `operands` are by the names of its
-    arguments."""
-    from fp8stack.layers.kernels import triton_kernels
+def _scales(kind: str) -> str:
+    """The `KernelVariant.scales` of a kind of scales, see `_quantizer`."""
+    if kind in ("given", "none"):
+        return kind
+    return "mx" if kind in get_args(ScaleRounding) else "rows"
 
-    x, (high, wide) = product.x, _tiles(product)
-    requested = {
-        key: name in operands and operands[name].numel() > 0
-        for key, name in (("across", "transposed"), ("record", "amaxes"), ("sums", "sums"))
-    }
-    exact = converts_exactly(x.device)
-    compiled_for = product_variant(product, quantizer, scales, exact, **requested)
-    # Unused arguments need a tensor as well. Float8 is passed as bytes.
-    tensors = [operands.get(name, x) for name in _OPERANDS]
-    tensors = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
-    dy = x if product.dy is None else product.dy
-    sizes = x.shape[0], _width(product)
-    with torch.cuda.device(x.get_device()):
-        triton_kernels.cast_product[(high * wide,)](
-            x, dy, *tensors, *sizes, HOW=compiled_for, **LAUNCH
-        )
+
+def _quantizer(format: str, eps: float, kind: str) -> Quantizer:
+    """The quantizer of a kind of scales: "given", "none", "float32", "power_of_two", or how E8M0 is
+    rounded."""
+    rules: dict[str, Any] = {}
+    if (scales := _scales(kind)) == "rows":
+        rules = {"block": (1, BLOCK), "scale": kind, "eps": eps}
+    elif scales == "mx":
+        rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
+    return Quantizer(format=format, **rules)  # type: ignore[arg-type]
+
+
+class _Kernel:
+    """The kernel for products of one kind: the outputs, and the launch."""
+
+    def __init__(
+        self, product: Product, format: str, eps: float, kind: str, *outputs: bool
+    ) -> None:
+        from fp8stack.layers.kernels import triton_kernels
+        from fp8stack.layers.kernels.launch import KernelLaunch
+
+        (high, wide), device = _tiles(product), product.x.device
+        requested = dict(zip(("across", "record", "sums"), outputs, strict=True))
+        named = _outputs(product, format, kind, *outputs)
+        self._outputs = list(named.values())
+        # x stands for the tensors that the kernel does not use.
+        places = {"x": 0, "dy": 1, "scale": 2} | {name: 3 + i for i, name in enumerate(named)}
+        self._in_order = itemgetter(*(places.get(name, 0) for name in _OPERANDS))
+        quantizer, exact = _quantizer(format, eps, kind), converts_exactly(device)
+        compiled_for = product_variant(product, quantizer, _scales(kind), exact, **requested)
+        sizes = product.x.shape[0], _width(product)
+        kernel, constants = triton_kernels.cast_product, {"HOW": compiled_for}
+        self._launch = KernelLaunch(kernel, high * wide, sizes, constants, LAUNCH)
+
+    def run(self, product: Product, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Launch it."""
+        _, x, dy = product
+        outputs = tuple([output.room(x) for output in self._outputs])
+        given = x, x if dy is None else dy, x if scale is None else scale
+        self._launch(self._in_order(given + outputs))
+        return outputs
+
+
+_KERNELS: dict[Any, _Kernel] = {}
+_MOST_KERNELS = 4096  # a model has few, but prompts may have any length
+
+
+def _run(product: Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+    """The `_outputs` of the kernel for a contiguous product that is not empty. `call` is format,
+    eps, kind, see `_quantizer`, and whether across, record and sums are wanted."""
+    name, x, dy = product
+    key = name, x.shape, x.dtype, dy if dy is None else dy.dtype, x.device, call
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        if len(_KERNELS) >= _MOST_KERNELS:
+            _KERNELS.clear()
+        kernel = _KERNELS[key] = _Kernel(product, *call)
+    return kernel.run(product, scale)
 
 
 def product_variant(

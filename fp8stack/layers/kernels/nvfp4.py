@@ -7,7 +7,9 @@ same with `numerics.quantize`, to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,12 +104,9 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
         figures = [f for copy in copies for f in (numerics.amax(copy), copy.isnan().any())]
         stacked = torch.stack([figure.to(torch.float32) for figure in figures])
         return stacked.repeat(2 // len(copies))
-    from fp8stack.layers.kernels import triton_nvfp4
-
-    tiles, compiled_for = _tiles(x), _variant(x, hadamard)
-    tile_amaxes = x.new_empty((tiles, 4), dtype=torch.float32)
-    with torch.cuda.device(x.get_device()):
-        triton_nvfp4.find_amaxes[(tiles,)](x, tile_amaxes, *x.shape, HOW=compiled_for, **LAUNCH)
+    tile_amaxes = x.new_empty((_tiles(x.shape), 4), dtype=torch.float32)
+    launch = _launch("find_amaxes", x.dtype, x.device, tuple(x.shape), hadamard=hadamard)
+    launch((x, tile_amaxes))
     return tile_amaxes.amax(0)
 
 
@@ -144,22 +143,46 @@ def _cast_op(
         empty = [tensor.new_empty(0) for tensor in copies]
         data, scales, transposed, scales_across = copies if across else copies + empty
         return data, scales, transposed, scales_across
-    from fp8stack.layers.kernels import triton_nvfp4
-
     outputs = _room(x, across)
-    stochastic = counter is not None
-    compiled_for = _variant(x, hadamard, height=height, across=across, stochastic=stochastic)
-    data, scales, transposed, scales_across = (tensor.view(torch.uint8) for tensor in outputs)
-    random = (amaxes, amaxes) if counter is None else (counter, streams)
-    sizes = *x.shape, x.shape[0] // 2, x.shape[1] // 2
-    with torch.cuda.device(x.get_device()):
-        triton_nvfp4.cast[(_tiles(x),)](
-            *(x, amaxes, data, scales, transposed, scales_across, *random),
-            *(seed & 0xFFFFFFFF, first_row, *sizes),
-            HOW=compiled_for,
-            **LAUNCH,
-        )
+    rows, columns = x.shape
+    launch = _launch(
+        "cast",
+        x.dtype,
+        x.device,
+        (rows, columns),
+        (seed & 0xFFFFFFFF, first_row),
+        (rows // 2, columns // 2),
+        hadamard=hadamard,
+        height=height,
+        across=across,
+        stochastic=counter is not None,
+    )
+    # An argument that the kernel does not use needs a tensor as well.
+    drawn = [amaxes if tensor is None else tensor for tensor in (counter, streams)]
+    launch((x, amaxes, *outputs, *drawn))
     return outputs
+
+
+@lru_cache(maxsize=4096)  # a model has few shapes, but prompts may have any length
+def _launch(
+    kernel: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int],
+    before: tuple[int, ...] = (),
+    after: tuple[int, ...] = (),
+    **variant: Any,
+) -> Any:
+    """The `KernelLaunch` of a kernel of `triton_nvfp4` for matrices of one shape, whose numbers are
+    the shape and those before and after it; `variant` has fields of `Nvfp4Variant`."""
+    from fp8stack.layers.kernels import triton_nvfp4
+    from fp8stack.layers.kernels.launch import KernelLaunch
+
+    compiled_for = Nvfp4Variant(
+        bf16=dtype == torch.bfloat16, exact=converts_exactly(device), **variant
+    )
+    numbers, constants = (*before, *shape, *after), {"HOW": compiled_for}
+    return KernelLaunch(getattr(triton_nvfp4, kernel), _tiles(shape), numbers, constants, LAUNCH)
 
 
 def _by_torch(
@@ -180,8 +203,8 @@ def _runs(x: Tensor) -> bool:
     return has_kernel(x.device) and x.numel() > 0
 
 
-def _tiles(x: Tensor) -> int:
-    return -(-x.shape[0] // 128) * -(-x.shape[1] // 128)
+def _tiles(shape: Sequence[int]) -> int:
+    return -(-shape[0] // 128) * -(-shape[1] // 128)
 
 
 def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -195,8 +218,3 @@ def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scales = (x.new_empty if tiles_fit else x.new_zeros)((packed,), dtype=torch.uint8)
         outputs.append(scales.view(torch.float8_e4m3fn))
     return outputs[0], outputs[1], outputs[2], outputs[3]
-
-
-def _variant(x: Tensor, hadamard: int, **more: Any) -> Nvfp4Variant:
-    bf16, exact = x.dtype == torch.bfloat16, converts_exactly(x.device)
-    return Nvfp4Variant(hadamard=hadamard, bf16=bf16, exact=exact, **more)

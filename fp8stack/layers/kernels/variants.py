@@ -6,7 +6,7 @@ The kernels themselves are in `triton_kernels`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -40,15 +40,21 @@ def transpose_bytes(data: Tensor) -> Tensor:
 
 def run_transpose(data: Tensor) -> Tensor:
     """The operator by Triton."""
-    from fp8stack.layers.kernels import triton_kernels
-
     rows, columns = data.shape
     transposed = data.new_empty((columns, rows))
-    tiles = -(-rows // 128) * -(-columns // 128)
-    operands = (data.contiguous(), transposed, rows, columns)
-    with torch.cuda.device(data.get_device()):
-        triton_kernels.transpose_bytes[(tiles,)](*operands, SIZE=128, **OPTIONS | {"num_warps": 8})
+    _transpose(rows, columns)((data.contiguous(), transposed))
     return transposed
+
+
+@lru_cache(maxsize=4096)  # a model has few shapes, but prompts may have any length
+def _transpose(rows: int, columns: int) -> Any:
+    """The `KernelLaunch` for matrices of this shape."""
+    from fp8stack.layers.kernels import triton_kernels
+    from fp8stack.layers.kernels.launch import KernelLaunch
+
+    tiles = -(-rows // 128) * -(-columns // 128)
+    kernel, options = triton_kernels.transpose_bytes, OPTIONS | {"num_warps": 8}
+    return KernelLaunch(kernel, tiles, (rows, columns), {"SIZE": 128}, options)
 
 
 # A compiler would trace what a cached function calls, with a warning, or in vain (torch 2.11).

@@ -165,12 +165,11 @@ def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
     tokens = config.batch // (config.accumulate * ranks) * context
     decided = decided_in(checkpoint.info) if checkpoint else Decided()
     plans, schedule = plan_phases(config, model, hardware, decided, tokens)
-    kind = config.activation_checkpointing
     for plan in plans:
         require_possible(plan, config, ranks)
         if config.compile:
-            require_compiler(plan, kind)
-    compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
+            require_compiler(plan)
+    compiled = [is_compiled(config.compile, plan, hardware)[0] for plan in plans]
     require_optimizer(config, hardware, ranks)
     trained = [plans[place] for place in schedule.variants]
     free = available_memory(hardware.device)

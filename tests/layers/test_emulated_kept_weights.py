@@ -1,0 +1,77 @@
+"""Weights that emulated linears round once, for the tokens of a generation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from fp8stack.layers import build_backend
+from fp8stack.layers.emulate import EmulateBackend, kept_weights
+from fp8stack.layers.grouped_emulation import GroupedEmulation
+from fp8stack.model import sampling
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, load_recipe
+
+SMALL = {"vocabulary": 64, "context": 32, "layers": 2, "width": 32, "heads": 2, "norm": "rmsnorm"}
+EXPERTS = {"count": 4, "per_token": 2, "width": 32}
+RECIPES: dict[str, dict[str, object]] = {
+    "mxfp8": {},
+    "nvfp4": {},
+    "current": {"quantizer": {"format": "e3m4"}},
+    "rowwise": {"weight": {"rounding": "stochastic"}},
+    "delayed": {},
+}
+
+
+def model_in(recipe: str, experts: bool = False) -> GPT:
+    config = GPTConfig.model_validate(SMALL | ({"experts": EXPERTS} if experts else {}))
+    plan = plan_for(config, load_recipe(recipe, RECIPES[recipe]), Hardware("cpu"))
+    torch.manual_seed(0)
+    return GPT(config, build_backend(plan)).eval()
+
+
+def tokens_of(model: GPT, count: int = 40) -> list[int]:
+    return list(sampling.generate(model, [1, 2, 3], count, sampling.Sampling(), seed=0))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
+    recipe: str, experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rounded = model_in(recipe, experts), []
+    for backend in (EmulateBackend, GroupedEmulation):
+        exact = backend.cast
+
+        def counting(self, x, quantizers, with_columns, call, exact=exact):
+            if quantizers.name == "weight" and quantizers.kept is None:
+                rounded.append(quantizers)
+            return exact(self, x, quantizers, with_columns, call)
+
+        monkeypatch.setattr(backend, "cast", counting)
+    kept = tokens_of(model)
+    count = len(rounded)
+    assert count == len(set(map(id, rounded))) > 0
+    monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
+    assert tokens_of(model) == kept
+    assert len(rounded) > 30 * count
+    assert all(quantizers.kept is None for quantizers in rounded)
+
+
+def test_a_weight_that_changes_within_is_rounded_again_and_gradients_are_not_affected() -> None:
+    model, tokens = model_in("mxfp8"), torch.arange(8)[None]
+    with kept_weights(model):
+        with torch.no_grad():
+            first = model(tokens)
+            model.get_parameter("blocks.0.mlp.up.weight").mul_(2)
+            second = model(tokens)
+        model.train()
+        loss = model(tokens).float().square().mean()
+        loss.backward()
+    with torch.no_grad():
+        assert not torch.equal(first, second)
+        assert torch.equal(model.eval()(tokens), second)
+    assert model.get_parameter("blocks.0.mlp.up.weight").grad is not None
