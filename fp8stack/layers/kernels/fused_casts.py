@@ -327,7 +327,7 @@ def _quantizer(format: str, eps: float, kind: str) -> Quantizer:
         rules = {"block": (1, BLOCK), "scale": kind, "eps": eps}
     elif scales == "mx":
         rules = {"block": (1, 32), "scale": "e8m0", "scale_rounding": kind}
-    return Quantizer(format=format, **rules)  # type: ignore[arg-type]
+    return Quantizer(format=format, **rules)
 
 
 class _Kernel:
