@@ -389,10 +389,9 @@ def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, mon
         assert f"optimizer {name} is not tested with --parallel fsdp" in message
         require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
-    message = refusal(
-        require_optimizer, RunConfig(optimizer="adamwfp8"), Hardware("cuda", (8, 0)), 1
-    )
-    assert "adamwfp8 needs a GPU that converts to FP8" in message
+    for gpu in (Hardware("cuda", (8, 0)), Hardware("cuda", other_gpu="AMD gfx942")):
+        message = refusal(require_optimizer, RunConfig(optimizer="adamwfp8"), gpu, 1)
+        assert "adamwfp8 needs a GPU of NVIDIA that converts to FP8" in message
 
     def refusal_of_8bit(**keys: Any) -> str:
         return refusal(SmallLoop, tmp_path / "r", "fp32", optimizer="adamw8bit", **keys)
