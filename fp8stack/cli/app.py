@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except _UsageError as error:
-        _fail(_key_without_flag(error) or f"{_usage_message(error)}. See --help.", 2)
+        _fail(_key_without_flag(error) or f"{_usage_message(error)} See --help.", 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
@@ -163,9 +163,10 @@ def _completed(arguments: list[str]) -> list[str]:
 
 
 def _usage_message(error: Any) -> str:
-    """The error of a command line, in one line, with the value that pydantic refused, which typer
-    0.29 leaves out."""
-    message = " ".join(error.format_message().split()).rstrip(".?")
+    """The error of a command line, as sentences in one line, with the value that pydantic refused,
+    which typer 0.29 leaves out."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message += "" if message.endswith("?") else "."
     refused: list[Any] = getattr(error.__cause__, "errors", list)()
     return message.replace("': ", f"' = {refused[0]['input']!r}: ", 1) if refused else message
 

@@ -57,7 +57,8 @@ def _read(name: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is invalid."
+            f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is invalid. "
+            "Give a file in UTF-8."
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or "invalid path"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8stack.common.errors import described
 from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
@@ -214,7 +215,9 @@ def _per_element(scales: Tensor, quantized: Quantized, values: Tensor) -> Tensor
 def check_arguments(
     quantizer: Quantizer, generator: RandomBits | None, scale: Tensor | None
 ) -> None:
-    """Raise a `ValueError` if what `quantizer` needs is missing."""
+    """Raise a `ValueError` if `quantizer` is none, or if what it needs is missing."""
+    if not isinstance(quantizer, Quantizer):
+        raise ValueError(f"{described(quantizer)} is no Quantizer. Give Quantizer(format='e4m3')")
     if quantizer.stochastic and generator is None:
         raise ValueError("rounding = 'stochastic' needs a generator. Give it RandomBits")
     if quantizer.delayed and scale is None:
@@ -233,7 +236,9 @@ def check_arguments(
 
 
 def check_dtype(x: Tensor) -> None:
-    """Raise a `ValueError` if `x` is of no dtype that is quantized."""
+    """Raise a `ValueError` if `x` is no tensor, or of no dtype that is quantized."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{described(x)} is not quantized. Give a tensor")
     if x.dtype not in _DTYPES:
         raise ValueError(f"{x.dtype} is not quantized. Give float32, bfloat16 or float16")
 

@@ -21,7 +21,7 @@ from fp8stack.numerics import fused
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax, record_amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import check_arguments, checked_dim
+from fp8stack.numerics.quantized import check_arguments, check_dtype, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding_rule import Block, RoundingRule
 from fp8stack.numerics.scales import Scales, given_scale, scales_of
@@ -180,6 +180,7 @@ def round_to(
 
 def matrix_dim(x: Tensor, dim: int) -> int:
     """`dim` as 0 or 1. Raises a `ValueError` if `x` is not a matrix, or see `checked_dim`."""
+    check_dtype(x)
     if x.ndim != 2:
         raise ValueError(f"A tensor of shape {list(x.shape)} is no matrix. Use x.flatten(0, -2)")
     return checked_dim(x, dim)

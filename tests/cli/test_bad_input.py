@@ -108,6 +108,18 @@ def test_doctor_refuses_what_is_no_capability(capability, refused):
     assert "is no compute capability" in refused("doctor", "--capability", capability)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["pretend"], "No such command 'pretend'. Did you mean 'pretrain'? See --help."),
+        (["plan", "--recipes", "x"], "No such option: --recipes (Possible options: --recipe). See"),
+        (["generate"], "Missing argument 'RUN'. See --help."),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_told_in_whole_sentences(words, line, refused):
+    assert line in refused(*words)
+
+
 def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, capsys):
     assert command() == 0
     assert "pretrain" in capsys.readouterr().out

@@ -291,6 +291,10 @@ def test_what_is_no_tensor_to_quantize_is_refused(function, name):
             function(unsupported, quantizer, 1)
     with pytest.raises(ValueError, match=r"shape \[\]"):
         function(torch.tensor(1.0), quantizer, -1)
+    with pytest.raises(ValueError, match=r"a list is not quantized. Give a tensor"):
+        function(x.tolist(), quantizer, 1)
+    with pytest.raises(ValueError, match=r"a str is no Quantizer"):
+        function(x, name, 1)
 
 
 @pytest.mark.parametrize("function", [quantize, round_to])

@@ -403,7 +403,7 @@ def test_ids_that_nobody_explains_are_not_taken_for_bytes(data, refused, command
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--prompt-file", "."], "Cannot read --prompt-file ."),
-        (["--prompt-file", "bad.txt"], "not UTF-8"),
+        (["--prompt-file", "bad.txt"], "Give a file in UTF-8."),
         (["--prompt", "\udcff"], "not valid UTF-8"),
         (["--recipe", "mxpf8"], "Did you mean 'mxfp8'?"),
         (["--tokenizer", "nowhere"], "nowhere"),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, described
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.backend import DTYPES
@@ -104,20 +104,30 @@ class Telemetry:
         plan: the plan that runs. Without FP8, operands are measured only in the `what_if` recipes.
         every: the interval of sampled steps; the first and the last step are sampled, too. 0 for no
             samples.
-        what_if: recipes, by name or path, to try on the same operands.
+        what_if: one or several recipes, by name or path, to try on the same operands.
         operands: whether this process measures operands. Of several ranks, one does; all ranks
             measure gradients, which may be sharded.
 
     Raises:
-        UserError: a recipe does not exist or cannot be tried, or two have the same name.
+        UserError: `plan` is not a `Plan`; a recipe does not exist or cannot be tried, or two have
+            the same name.
     """
 
     def __init__(
-        self, plan: Plan, every: int = 50, what_if: Sequence[str] = (), *, operands: bool = True
+        self,
+        plan: Plan,
+        every: int = 50,
+        what_if: str | Sequence[str] = (),
+        *,
+        operands: bool = True,
     ) -> None:
+        if not isinstance(plan, Plan):
+            raise UserError(
+                f"Telemetry needs a plan, such as fp8stack.plan_of(model), not {described(plan)}."
+            )
         self.plan = plan
         self.every = every
-        self.what_if = _recipes_to_try(what_if)
+        self.what_if = _recipes_to_try([what_if] if isinstance(what_if, str) else what_if)
         self.operands = operands
         self._flow: gradients.Flow | None = None
         self._seen: list[_Measured] = []

@@ -298,6 +298,12 @@ def test_half_a_pass_is_no_sample() -> None:
     assert len(telemetry.finish(1, None).rows) == 1
 
 
+def test_what_is_no_plan_is_refused_and_a_recipe_to_try_may_be_a_name_alone() -> None:
+    plan = plan_of("current")
+    assert "plan_of(model), not a GPT" in refusal(Telemetry, gpt(plan))
+    assert [recipe.name for recipe in Telemetry(plan, what_if="mxfp8").what_if] == ["mxfp8"]
+
+
 # Other recipes
 
 
