@@ -308,8 +308,8 @@ def test_a_run_shortened_to_where_it_stands_ends_well(run, command):
 def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
     """FP8 does not pay for some layers on one machine: another machine must use the same layers."""
     config = GPTConfig(vocabulary=512, context=64, layers=2, width=384, heads=6)
-    machine = Hardware("cuda", (9, 0), name="NVIDIA H200")
-    first_plan = plan_for(config, "auto", machine, "torch", tokens=32768)
+    machine = Hardware("cuda", (9, 0), has_te=True, name="NVIDIA H200")
+    first_plan = plan_for(config, "auto", machine, "te", tokens=32768)
     fp8_layers = {layer.name for layer in first_plan.layers if layer.fp8}
     assert 0 < len(fp8_layers) < 8
     left_out = layers_left_out(first_plan.to_json())
