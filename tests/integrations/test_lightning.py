@@ -95,7 +95,8 @@ def best_of(folder: Path, weights_only: bool = False) -> tuple[pl.Trainer, Lit, 
         max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[keep], plugins=[FP8Precision("delayed")],
     )  # fmt: skip
-    lit, steps = Lit(gpt2(None)), DataLoader([tokens(step) for step in range(3)], batch_size=None)
+    batches: Any = [tokens(step) for step in range(3)]
+    lit, steps = Lit(gpt2(None)), DataLoader(batches, batch_size=None)
     trainer.fit(lit, steps, steps)
     return trainer, lit, steps
 

@@ -36,8 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+            projected.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+            for projected in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.c_proj(y.transpose(1, 2).reshape(x.shape))
@@ -66,8 +66,8 @@ class NanoGPT(nn.Module):
         """Weight decay for matrices alone."""
         parameters = list(self.parameters())
         decayed = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1}
-        others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
-        return torch.optim.AdamW([decayed, others], betas=(0.9, 0.95))
+        undecayed = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95))
 
 
 def batch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:

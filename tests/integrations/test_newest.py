@@ -19,7 +19,7 @@ from tests.docs.docs_commands import ROOT, blocks
 pytestmark = pytest.mark.slow
 
 NEWEST = ("lightning", "pytorch-lightning", "transformers", "accelerate", "trl", "peft")
-# peft cannot be imported beside the empty meta package, which the test environment has.
+# The test environment has its empty meta package, beside which peft cannot be imported.
 LEFT_OUT = "transformer_engine"
 
 
