@@ -109,10 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
             at = call._replace(first_row=start)
             x_rows, x_columns = backend.cast(x_chunk, quantizers["input"], needs_dw, at)
             copies += [x_rows, x_columns]
-            logits = _logits(layer, x_rows, w_rows)
-            losses += _losses(logits, targets_chunk, chunks)
-            if backend.observer is not None:
-                backend.observer.report_chunk(layer, "output", logits)
+            losses += _losses(layer, x_rows, w_rows, targets_chunk, chunks)
         count = (targets != IGNORED).sum()
         ctx.layer, ctx.chunks, ctx.needs, ctx.call = layer, chunks, needs, call
         ctx.weight_dtype, ctx.forms, saved = weight.dtype, [], []
@@ -161,19 +158,19 @@ def _gradients(
             x_rows = type(x_rows)(_after(x_rows[0], before), *x_rows[1:])
         logits = _logits(layer, x_rows, w_rows)
         dy = _gradient_of_logits(logits, targets[start : start + rows], factor, chunks)
-        del logits
         if backend.observer is not None:
             backend.observer.report_chunk(layer, "grad_output", dy)
         at = call._replace(first_row=start)
         dy_rows, dy_columns = backend.cast(dy, layer.quantizers["grad_output"], needs_dw, at)
-        del dy
+        del logits, dy
         if needs_dx:
             dx.append(backend.matmul(dy_rows, w_columns, layer.compute_dtype))
             before = dx[-1]
         if needs_dw:
             addend = backend.matmul(dy_columns, x_columns, torch.float32)
-            dw = addend if dw is None else _add(dw, addend)
-            before = dw
+            before = dw = addend if dw is None else _add(dw, addend)
+            del addend
+        del dy_rows, dy_columns  # or they would exist beside the next chunk's logits
     if not torch.compiler.is_compiling():
         backend.gemm_count += len(of_chunks) // 2 * (needs_dx + needs_dw)
     return torch.cat(dx) if dx else None, dw
@@ -212,8 +209,13 @@ def _softmax_slices(rows: int, chunks: Chunks) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _losses(logits: Tensor, targets: Tensor, chunks: Chunks) -> list[Tensor]:
+def _losses(
+    layer: QuantizedLinear, x_rows: Any, w_rows: Any, targets: Tensor, chunks: Chunks
+) -> list[Tensor]:
     """The cross-entropies of a chunk's rows, 0 where the target is ignored: float32, in slices."""
+    logits = _logits(layer, x_rows, w_rows)
+    if layer.backend.observer is not None:
+        layer.backend.observer.report_chunk(layer, "output", logits)
     return [
         F.cross_entropy(
             logits[part, : chunks.vocabulary].float(),
@@ -229,17 +231,20 @@ def _gradient_of_logits(
     logits: Tensor, targets: Tensor, factor: Tensor, chunks: Chunks
 ) -> Tensor:
     """The gradient of `factor` times the sum of a chunk's cross-entropies: [rows, P] in the dtype
-    of the logits, computed in float32 by the operators of torch's own backward pass."""
-    slices = []
+    of the logits, computed in float32 by the operators of torch's own backward pass. In eager code,
+    it overwrites the logits."""
+    padding = logits.shape[1] - chunks.vocabulary
     for part in _softmax_slices(len(logits), chunks):
         log_p = torch.log_softmax(logits[part, : chunks.vocabulary].float(), 1)
         of_log_p = _ATEN.nll_loss_backward(
             factor, log_p, targets[part], None, _SUM, IGNORED, factor
         )
         gradient = _ATEN._log_softmax_backward_data(of_log_p, log_p, 1, torch.float32)
-        padding = logits.shape[1] - chunks.vocabulary
-        slices.append(F.pad(gradient.to(logits.dtype), (0, padding)))
-    return slices[0] if len(slices) == 1 else torch.cat(slices)
+        if torch.compiler.is_compiling():
+            return F.pad(gradient.to(logits.dtype), (0, padding))
+        logits[part, : chunks.vocabulary] = gradient
+    logits[:, chunks.vocabulary :] = 0
+    return logits
 
 
 # Without this operator, compiled code would save the logits of the forward pass, which equal those

@@ -20,15 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from fp8stack.layers.chunked_loss import Chunks, cross_entropy
 from fp8stack.layers.fsdp import FullWeight
 from fp8stack.layers.linear import LowPrecisionLinear, QuantizedLinear
+from fp8stack.precision.profit import HEAD_CHUNK_ROWS
 
 CHUNK_BYTES = 128 * 2**20
 """The size of a chunk's float32 logits in bytes. Larger chunks give faster GEMMs and fewer
 accumulations into weight gradients."""
 
-FP8_CHUNK_ROWS = 4096
-"""The rows of a chunk of an FP8 head, unless `CHUNK_BYTES` allow more. The gradient of the weight,
-V x D, is written, read, and added to a total for each chunk, 16 bytes per element. On a GPU that
-multiplies R rows at 1300 TFLOP/s and moves 4.1 TB/s, this takes 2500 / R of the time of a GEMM."""
+FP8_CHUNK_ROWS = HEAD_CHUNK_ROWS  # unless `CHUNK_BYTES` allow more
 
 
 def head_loss(
@@ -66,7 +64,9 @@ def head_loss(
     rows = rows or chunk_rows(vocabulary, is_chunked)
     fits = len(targets_N) <= rows
     if is_chunked and not fits:
-        chunks = Chunks(vocabulary, rows, min(rows, chunk_rows(vocabulary)))
+        # A tensor without memory needs no slices.
+        softmax_rows = rows if x.is_meta else min(rows, chunk_rows(vocabulary))
+        chunks = Chunks(vocabulary, rows, softmax_rows)
         function = partial(cross_entropy, targets=targets_N, chunks=chunks)
         chunked: Tensor = head(x, function)
         return chunked
