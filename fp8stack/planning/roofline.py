@@ -133,6 +133,7 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
     first layer, and operators of linears other than GEMMs, except sums and the rounding of
     activations and their gradients to two bytes."""
     categories: list[str] = []
+    in_chunks = any(x.name == "aten::_log_softmax" and x.path == "lm_head" for x in traced.operators)
     for operator in traced.operators:
         module = operator.path.rpartition(".")[2]
         sources = [writer[piece.value] for piece in operator.reads if piece.value in writer]
@@ -141,12 +142,14 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
         gemms = (x for at in sources if (x := traced.operators[at]).multiplies)
         of_output = any(gemm.path == operator.path for gemm in gemms)
         rounds = operator.name == "aten::_to_copy" and (operator.element_bytes == 2 or of_output)
+        of_logits = operator.name == "aten::_to_copy" and of_output
+        of_loss = operator.name.partition("::")[2] in LOSS
         category = "norms, elementwise"
         if operator.rate in ("attention", "fp8_attention"):
             category = "attention"
         elif operator.multiplies:
             category = "head and loss" if module == "lm_head" else "GEMMs"
-        elif module == "loss" or (module == "lm_head" and _of_loss(operator, of_output)):
+        elif module == "loss" or (in_chunks and module == "lm_head" and (of_logits or of_loss)):
             category = "head and loss"
         elif operator.name == "aten::sum" or (rounds and not of_weights):
             pass
@@ -154,12 +157,6 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
             category = "casts"
         categories.append(category)
     return categories
-
-
-def _of_loss(operator: Operator, of_output: bool) -> bool:
-    """Whether an operator of the head belongs to a loss in chunks."""
-    name = operator.name.partition("::")[2]
-    return name in LOSS or (name == "_to_copy" and of_output)
 
 
 def traced_work(
