@@ -55,10 +55,12 @@ class Backend:
             phases.
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
+        chunks_loss: whether an FP8 head computes the loss chunk by chunk, see `chunked_loss`.
         grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
+    chunks_loss = True
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # the class of `delayed`
     observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
     after_norm = False  # whether a norm computed the input of the linear that is called

@@ -237,7 +237,7 @@ class EmulatedOperand(OperandQuantizers):
             self.kept = CachedWeight(cast(), version)
         return self.kept.copies
 
-    def pack(self, x: Tensor, rows: Emulated) -> Emulated:
+    def pack(self, x: Tensor, rows: Emulated, call: Call) -> Emulated:
         """The column copy of `x` as FP8 bytes where possible; `rows` is the row copy of `x`."""
         across, form = self.across, self.columns._replace(packed=self, shape=tuple(x.shape))
         if across == "forward":
@@ -247,7 +247,7 @@ class EmulatedOperand(OperandQuantizers):
         if self.bytes_of_rows is not None:
             return Emulated(rows.values.to(self.bytes_of_rows), rows.factor, form)
         scale = self.scale(x, across=True, record=False)
-        bits = self.bits(True, len(x))
+        bits = self.bits(True, call.rows, call.first_row)
         packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
         return Emulated(packed.data, packed.scales, form, packed.amax, packed.has_nan)
 
@@ -340,7 +340,7 @@ class EmulateBackend(Backend):
             if slot is not None:
                 scale, recorded, counts = slot.cast_arguments(call.record)
             if quantizers.stochastic_across if across else quantizers.stochastic:
-                bits = quantizers.bits(across, len(x))
+                bits = quantizers.bits(across, call.rows, call.first_row)
             rounded = rounding.round(x, bits, scale, recorded, counts, bf16)[0]
             copies.append(Emulated(*rounded, form))
         rows = copies[0]
@@ -349,7 +349,7 @@ class EmulateBackend(Backend):
                 quantizers.slot_across.record(numerics.amax(x))
             return rows, None
         if packs:
-            return rows, quantizers.pack(x, rows)
+            return rows, quantizers.pack(x, rows, call)
         if quantizers.reuses_row_copy:
             by_row = rows.factor is not None and rows.factor.ndim
             values, factor = (_with_row_scales(rows) if by_row else rows)[:2]

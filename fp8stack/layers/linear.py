@@ -8,7 +8,7 @@ and multiplies them, see `GemmBackend`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,10 @@ class Size(NamedTuple):
     in_features: int
     out_features: int
     bias: bool
+
+
+Function = Callable[[Any, Tensor], Tensor]
+"""See `LowPrecisionLinear.forward`."""
 
 
 class LowPrecisionLayer(nn.Module):
@@ -110,8 +114,14 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         """The weight as [out, in], also if it is stored transposed."""
         return self.weight.t() if self.transposed else self.weight
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, function: Function | None = None) -> Tensor:
         """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
+
+        Args:
+            input: the input.
+            function: computes the result from this layer and the input, [rows, in] in the compute
+                dtype, in place of the linear: a loss that needs the logits in chunks. As the layer
+                is called, its hooks run.
 
         Raises:
             RuntimeError: the input is of integers or of another width, as in `nn.Linear`.
@@ -132,6 +142,8 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         dtype = dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
+            if function is not None:
+                return function(self, rows)
             y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
             return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
@@ -229,12 +241,14 @@ class Call(NamedTuple):
         has_bias: whether the bias gradient, the sum of dy over its rows, is needed.
         after_norm: whether x is the output of a norm. dy then comes from attention, else from the
             backward pass of the next norm, which is a reduction.
+        first_row: the first of these rows that a cast is given, if it is given a chunk of them.
     """
 
     record: bool
     rows: int
     has_bias: bool
     after_norm: bool = False
+    first_row: int = 0
 
 
 class GemmBackend(Protocol):
@@ -344,7 +358,7 @@ def multiply_forward(
     return y, saved, ForwardPass(layer, call, (forms[0], forms[1]), gathers, weight.dtype)
 
 
-def _restored(form: Form, saved: Saved) -> Any:
+def restored(form: Form, saved: Saved) -> Any:
     """The copy of this form whose tensors were saved."""
     return form[0](*saved[:2], form[1], *saved[2:])
 
@@ -358,14 +372,14 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     size = 0 if x_form is None else len(x_form[0]._fields) - 1  # type: ignore[attr-defined]
     dy_rows, dy_columns = backend.cast(dy, quantizers["grad_output"], x_form is not None, call)
     if w_form is not None:
-        w_columns = _restored(w_form, saved[size:])
+        w_columns = restored(w_form, saved[size:])
     elif forward_pass.gathers:
         unrecorded = call._replace(record=False)
         w_columns = backend.cast(layer.weight, quantizers["weight"], True, unrecorded)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
     if x_form is not None:
-        x_columns = _restored(x_form, saved[:size])
+        x_columns = restored(x_form, saved[:size])
         dw = backend.matmul(dy_columns, x_columns, torch.float32).to(weight_dtype)
     if call.has_bias and dy_rows.sums is not None:
         db = dy_rows.sums.to(weight_dtype)
@@ -373,12 +387,17 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
         db = dy.sum(0, dtype=weight_dtype)
     if not torch.compiler.is_compiling():
         backend.gemm_count += (dx is not None) + (dw is not None)
+    backward_ran(layer, call)
+    return dx, dw, db
+
+
+def backward_ran(layer: GemmLayer, call: Call) -> None:
+    """Note that the backward pass of a call ended."""
     layer.operands.backward_ran()
-    if backend.caches_weights:
-        backend.weights.backward_ran()
+    if layer.backend.caches_weights:
+        layer.backend.weights.backward_ran()
     if call.record and layer.delayed is not None:
         layer.delayed.backward_ran()
-    return dx, dw, db
 
 
 class _Multiply(torch.autograd.Function):

@@ -286,7 +286,8 @@ class TorchBackend(Backend):
         if kind is ScaleLayout.NV:
             across = quantizers.across if with_columns else None
             assert across != "forward"
-            bits = quantizers.bits(False, call.rows), quantizers.bits(True, call.rows)
+            place = call.rows, call.first_row
+            bits = quantizers.bits(False, *place), quantizers.bits(True, *place)
             rows, columns = cast_nvfp4(x, quantizer, across, bits)
         else:
             by_row = kind is ScaleLayout.PER_ROW

@@ -16,7 +16,7 @@ from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.planning.run_config import OptimizerName
-from fp8stack.planning.trace import Trace, trace
+from fp8stack.planning.trace import Trace, loss_chunk, trace
 from fp8stack.precision import LayerPlan, Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -199,18 +199,34 @@ def _block(setting: Setting, traced: Trace, block: str) -> _Block:
 
 def _loss_workspace(setting: Setting) -> int:
     """Temporary memory of the loss: logits in the forward pass, and in the backward pass the
-    gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
+    gradients of the log-probabilities and of the logits, float32, of a chunk at most. An FP8 head
+    in chunks has the logits of a chunk or the casts of their gradient, the gradient of its weight
+    and the addend of a chunk."""
     config, plan, layer = setting.config, setting.plan, setting.plan.layer("lm_head")
-    rows, chunk = setting.sequences * setting.context, losses.chunk_rows(config.vocabulary)
+    rows, (chunk, is_chunked) = setting.sequences * setting.context, loss_chunk(config, plan)
     c = DTYPES[plan.compute_dtype].itemsize
     vocabulary, padded = config.vocabulary, layer.out_features
     if rows <= chunk:
         forth = c * padded + (4 * padded if c < 4 else 0)
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
+    if is_chunked:
+        logits, weight = chunk * padded, FLOAT * layer.in_features * padded
+        softmax = 3 * FLOAT * min(chunk, losses.chunk_rows(vocabulary)) * vocabulary
+        gradient = c * setting.sequences * setting.context * layer.in_features
+        casts = _gradient_casts(plan, layer) * logits
+        return gradient + weight + max(c * logits + max(softmax, casts), casts + weight)
     # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
-    in_chunks = c == 4 or (layer.fp8 and plan.backend_of(layer) == "emulate")
-    return (0 if in_chunks else c * rows * padded) + 3 * 4 * chunk * vocabulary
+    return (0 if c == FLOAT else c * rows * padded) + 3 * FLOAT * chunk * vocabulary
+
+
+def _gradient_casts(plan: Plan, layer: LayerPlan) -> int:
+    """The bytes per element of both copies of a layer's quantized output gradient."""
+    assert layer.quantizers is not None
+    turned = layer.quantizers.turned("grad_output")
+    if plan.backend_of(layer) == "emulate":
+        return FLOAT * (1 if turned else 3)  # in blocks a source and two layouts
+    return 2
 
 
 def _block_workspace(setting: Setting) -> int:

@@ -140,7 +140,7 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     for delegate in (backend, *backend._delegates.values()):
         if plan.backend == "te" and isinstance(delegate, TorchBackend):
             changed: Any = delegate
-            changed.matmul = _any_gemm
+            changed.matmul, changed.chunks_loss = _any_gemm, False
             changed.fp8_grouped_linear = partial(_grouped_linear, delegate, plan)
             changed.register_hooks = partial(_register_hooks, delegate)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded

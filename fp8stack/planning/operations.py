@@ -16,7 +16,7 @@ from typing import Literal
 from fp8stack.common.formats import ELEMENT_FORMATS, Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.steps import TracedStep
-from fp8stack.planning.trace import Trace, trace
+from fp8stack.planning.trace import Trace, loss_chunk, trace
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.native_gemms import (
@@ -139,8 +139,7 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
     recipe = plan.recipe
     reason = IN_FP32.get(name, "")
     if name == "linear":
-        without_bias = path == "lm_head" or path in config.routers
-        yield from _linear(plan, path, config.bias and not without_bias)
+        yield from _linear(config, plan, path)
     if name in ("linear", "cast"):
         return
     if name == "attention":
@@ -167,13 +166,17 @@ def _operations(step: TracedStep, config: GPTConfig, plan: Plan) -> Iterator[Ope
     )
 
 
-def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
+def _linear(config: GPTConfig, plan: Plan, path: str) -> Iterator[Operation]:
     """Yield the three GEMMs of a linear, and the gradient of its bias."""
     layer = plan.layer(path)
     dtype = stored_dtype(plan.compute_dtype if layer.fp8 else layer.precision)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
     exact = layer.fp8 and plan.backend_of(layer) in ("torch", "emulate")
     gradient = "fp32" if exact else dtype
+    rows, is_chunked = loss_chunk(config, plan)
+    chunks = ""
+    if path == "lm_head" and is_chunked:
+        chunks = f"beyond {rows:,} tokens in chunks, whose logits are computed in both passes"
     for name in ("fprop", "dgrad", "wgrad"):
         yield Operation(
             path=path,
@@ -181,9 +184,9 @@ def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
             operands=operands_of(plan, layer, name),
             adds_in=_adds_in(plan, layer, name),
             output=gradient if name == "wgrad" else dtype,
-            why=layer.reason or layer.why,
+            why=layer.reason or layer.why or chunks,
         )
-    if bias:
+    if config.bias and path != "lm_head" and path not in config.routers:
         yield Operation(
             path=path, name="bias gradient", operands=(dtype,), adds_in="fp32", output=gradient
         )

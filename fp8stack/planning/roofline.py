@@ -21,7 +21,7 @@ from fp8stack.common.tables import markdown
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.planning.meta import kinds_of
 from fp8stack.planning.trace import Trace, trace
-from fp8stack.planning.tracer import Rate, Slice
+from fp8stack.planning.tracer import Operator, Rate, Slice
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.gpus import Gpu, find_gpu
@@ -29,6 +29,9 @@ from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Rates, achievable
 
 LINEARS = ("qkv", "output", "up", "down", "lm_head")
+LOSS = ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data")
+LOSS += ("copy_", "fill_", "add_")
+"""Operators of a loss in chunks, which the head computes, and of the sum of its gradients."""
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
 
 
@@ -131,6 +134,7 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
     first layer, and operators of linears other than GEMMs, except sums and the rounding of
     activations and their gradients to two bytes."""
     categories: list[str] = []
+    in_chunks = any(x.name == "aten::_log_softmax" and x.path == "lm_head" for x in traced.operators)
     for operator in traced.operators:
         module = operator.path.rpartition(".")[2]
         sources = [writer[piece.value] for piece in operator.reads if piece.value in writer]
@@ -139,12 +143,14 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
         gemms = (x for at in sources if (x := traced.operators[at]).multiplies)
         of_output = any(gemm.path == operator.path for gemm in gemms)
         rounds = operator.name == "aten::_to_copy" and (operator.element_bytes == 2 or of_output)
+        of_logits = operator.name == "aten::_to_copy" and of_output
+        of_loss = operator.name.partition("::")[2] in LOSS
         category = "norms, elementwise"
         if operator.rate in ("attention", "fp8_attention"):
             category = "attention"
         elif operator.multiplies:
             category = "head and loss" if module == "lm_head" else "GEMMs"
-        elif module == "loss":
+        elif module == "loss" or (in_chunks and module == "lm_head" and (of_logits or of_loss)):
             category = "head and loss"
         elif operator.name == "aten::sum" or (rounds and not of_weights):
             pass
@@ -155,16 +161,18 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
 
 
 def traced_work(
-    config: GPTConfig, plan: Plan, batch: int, context: int
+    config: GPTConfig, plan: Plan, batch: int, context: int, whole_loss: bool = False
 ) -> Iterator[tuple[int, KernelWork]]:
     """Yield the work of a pass, and how often it is done: the work of a model with a block of each
-    kind, and for each further block the work that one more of its kind adds."""
+    kind, and for each further block the work that one more of its kind adds. For `whole_loss` see
+    `trace`."""
     kinds = kinds_of(plan)
     firsts = tuple(first for first, *_ in kinds)
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
     traces += [(len(kind) - 1, tuple(sorted((*firsts, kind[0])))) for kind in kinds if kind[1:]]
     for times, blocks in traces:
-        traced = trace(config, plan, batch, context, blocks=blocks, backward=True)
+        sizes = config, plan, batch, context
+        traced = trace(*sizes, blocks=blocks, backward=True, whole_loss=whole_loss)
         yield from ((times, work) for work in ideal_work(traced))
 
 
@@ -202,14 +210,14 @@ def predict(
 ) -> Prediction:
     """Predict a step of `batch` sequences of `context` tokens. The layers of `plan` are decided,
     and no FP8 of it is emulated. `rates` are the rates that the GPU is assumed to reach, by default
-    `achievable` ones; MFU divides by its peak. `free_casts` leaves out all casts, for a bound that
-    no implementation passes."""
+    `achievable` ones; MFU divides by its peak. `free_casts` leaves out all casts and the chunks of an
+    FP8 head's loss, for a bound that no implementation passes."""
     rates = rates or achievable(gpu)
     if not plan.runs_fp8:  # its casts write one copy and no amax, like any other kernel
         rates = replace(rates, casts=rates.memory)
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
-    for times, work in traced_work(config, plan, batch, context):
+    for times, work in traced_work(config, plan, batch, context, free_casts):
         seconds[work.category] += times * work.seconds(rates)
     if free_casts:
         seconds["casts"] = 0.0

@@ -210,7 +210,7 @@ def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypa
         model, setting = build("nano", recipe, backend, **keys)
         unchunked = estimate(setting)
         with monkeypatch.context() as patched:
-            patched.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
+            patched.setattr("fp8stack.model.loss.chunk_rows", lambda *_: 128)
             assert estimate(setting).saved == saved_bytes(model, setting)
             assert estimate(setting).saved != unchunked.saved
 
@@ -246,12 +246,22 @@ def test_the_peak_of_a_step_is_estimated_within_a_tenth(
     assert expected.peak == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
-def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "backend", "head"),
+    [
+        ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
+        ("delayed", "emulate", True), ("delayed", "torch", True), ("mxfp8", "emulate", True),
+    ],
+)  # fmt: skip
+def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
+    recipe, backend, head, monkeypatch
+):
     sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setitem(SHAPES, "wide", sizes)
-    monkeypatch.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
-    model, setting = build("wide", recipe, sequences=6, context=64)
+    monkeypatch.setattr("fp8stack.model.loss.chunk_rows", lambda *_: 128)
+    overrides = {"head": True} if head else {}
+    keys: dict[str, Any] = {"recipe_overrides": overrides, "sequences": 6, "context": 64}
+    model, setting = build("wide", recipe, backend, **keys)
     with Live() as live:
         loss_of(model, setting).backward()
     expected = estimate(setting)
