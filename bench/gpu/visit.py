@@ -177,7 +177,7 @@ class Running:
         return time.monotonic() - self._began
 
     def ended(self) -> str:
-        """The ending of the task, which is stopped if its time is up; "" if it goes on."""
+        """The task's ending, "" while it runs. Stops a task whose time is up."""
         code = self._process.poll()
         if code is None and self.seconds < self._limit:
             return ""
