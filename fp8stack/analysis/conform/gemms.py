@@ -180,7 +180,8 @@ def _exact_sums(context: Context, format: FormatName, K: int, size: int) -> tupl
         operands.append(Scaled(data, torch.ones((), device=context.device), ScaleLayout.PER_TENSOR))
     sums = values[0] @ values[1].t()
     assert float(sums.max()) < 2 * EXACT_SUM
-    return scaled_gemm(*operands, torch.float32, fast_accumulation=True), sums
+    a, b = operands
+    return scaled_gemm(a, b, torch.float32, fast_accumulation=True), sums
 
 
 def _bound(
