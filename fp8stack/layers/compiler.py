@@ -192,7 +192,7 @@ def reads_rows(node: Any) -> bool:
 
     read = {dependency.name for dependency in node.read_writes.reads}
     for member in node.get_nodes():
-        body = getattr(member, "_body", None)
+        body: Any = getattr(member, "_body", None)
         loops = [] if body is None else list(body.var_ranges)
         for entry in body.memory_usage[MemoryUsageType.LOAD] if loops else ():
             index = body.indexing_exprs[entry.index_name]

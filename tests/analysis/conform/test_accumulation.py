@@ -96,9 +96,9 @@ def checked(monkeypatch: pytest.MonkeyPatch, fast: bool, **fault: Any) -> Facts:
             oracles.decode(x.data.view(torch.uint8).numpy(), "e4m3") * x.inv_scale.numpy()
             for x in (a, b)
         ]
-        first, second = (x[:, : x.shape[1] - lost_columns].astype(np.float64) for x in values)
+        a_values, b_values = (x[:, : x.shape[1] - lost_columns].astype(np.float64) for x in values)
         steps = None if fast_accumulation else 4
-        y = by_tensor_cores(first, second, steps, bits=bits) * fault.get("factor", 1.0)
+        y = by_tensor_cores(a_values, b_values, steps, bits=bits) * fault.get("factor", 1.0)
         return torch.from_numpy(y).to(dtype)
 
     monkeypatch.setattr(gemms, "scaled_gemm", product)
