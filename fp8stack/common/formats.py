@@ -176,9 +176,9 @@ def quantized_format(name: str) -> Format:
         ValueError: any other name.
     """
     if name not in ELEMENT_FORMATS:
-        known = ", ".join(get_args(FormatName))
+        shipped = ", ".join(get_args(FormatName))
         raise ValueError(
-            f"No format '{quoted(name)}'. Known: {known}, and eXmY with X >= 1 exponent bits and "
+            f"No format '{quoted(name)}'. Known: {shipped}, and eXmY with X >= 1 exponent bits and "
             "Y mantissa bits, X + Y <= 7, such as e3m4"
         )
     return ELEMENT_FORMATS[name]

@@ -122,8 +122,8 @@ class Quantizers:
     @property
     def own_formats(self) -> tuple[str, ...]:
         """The formats of operands that no hardware has."""
-        own = (q.format for q in self.each.values() if not q.element.is_shipped)
-        return tuple(dict.fromkeys(own))
+        names = (q.format for q in self.each.values() if not q.element.is_shipped)
+        return tuple(dict.fromkeys(names))
 
     @property
     def delayed(self) -> bool:

@@ -224,11 +224,6 @@ class EmulatedOperand(OperandQuantizers):
             in_bf16 = dequantized and along is not None and along.exact_across_in_bf16
         self.columns = Form(True, in_bf16)
 
-    def keeps(self, with_columns: bool, call: Call) -> bool:
-        """Whether the copies of this cast are kept: those of a weight, in passes without
-        gradients."""
-        return self.kept is not None and not (with_columns or call.record)
-
     def kept_copies(self, weight: Tensor, cast: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         """The copies that `cast` returns, of the weight as it is."""
         version = version_of(weight)
@@ -318,7 +313,7 @@ class EmulateBackend(Backend):
         self: Backend, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`."""
-        if quantizers.keeps(with_columns, call):
+        if quantizers.kept is not None and not (with_columns or call.record):
             again = partial(EmulateBackend.cast, self, x, quantizers, with_columns, call)
             return quantizers.kept_copies(x, again)
         bf16 = quantizers.bf16

@@ -266,8 +266,8 @@ def _resolve_fp8(
         # On GPUs with bf16, emulation is nearly as fast as bf16: worth it where nothing else is
         # exact. A format of one's own is for study: it is emulated on every GPU.
         special = capability >= (8, 9) and too_special(quantizers)
-        other = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
-        if special or other or quantizers.own_formats:
+        is_for_study = kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)
+        if special or is_for_study or quantizers.own_formats:
             dtype = _compute_dtypes(recipe, "emulate", hardware)[0]
             return planned("emulate", f"{problem}: emulated by {dtype} GEMMs on the exact operands")
         return _without_fp8(requested, problem, hardware)

@@ -28,10 +28,10 @@ def plain_gemms(quantizers: Quantizers, hardware: Hardware) -> dict[str, str]:
     kernels = kernels_of(quantizers)
     for gemm in quantizers.gemms:
         special = too_special(quantizers.only([gemm]))
-        own = without_hardware(quantizers.only([gemm]))
+        own_format = without_hardware(quantizers.only([gemm]))
         if None in quantizers.values(gemm):
             plain[gemm] = ""
-        elif problem := own or lacking_hardware(kernels[gemm], hardware) or special:
+        elif problem := own_format or lacking_hardware(kernels[gemm], hardware) or special:
             plain[gemm] = problem
         elif kernels[gemm] == "block" and ALL_BLACKWELL.have(hardware.capability):
             # Only TE can run it there: as MXFP8 with the block recipe's scales.
@@ -110,8 +110,8 @@ def too_special(quantizers: Quantizers) -> str:
 
 def without_hardware(quantizers: Quantizers) -> str:
     """The reason that no hardware multiplies operands in formats of one's own; "" without one."""
-    own = quantizers.own_formats
-    return f"no hardware multiplies {' and '.join(own)}" if own else ""
+    names = quantizers.own_formats
+    return f"no hardware multiplies {' and '.join(names)}" if names else ""
 
 
 def kind_of(hardware: Hardware) -> str:

@@ -79,7 +79,7 @@ def scaled(words: Sequence[str]) -> list[str]:
     if command == "bench" and words[1] == "roofline":  # of a GPU without FP8, in seconds less
         return [*words, "--capability=8.0"]
     small = {"generate": ["--tokens=4"], "prepare": ["--workers=1"]}
-    small["conform"] = ["--quick", "--only=layouts"]
+    small["conform"] = ["--quick", f"--only={'mean' if '--recipe' in words else 'layouts'}"]
     return [*words, *small.get(command, [])]
 
 

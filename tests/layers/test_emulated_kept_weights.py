@@ -52,11 +52,11 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
             return exact(self, x, quantizers, with_columns, call)
 
         monkeypatch.setattr(backend, "cast", counting)
-    kept = tokens_of(model)
+    tokens = tokens_of(model)
     count = len(rounded)
     assert count == len(set(map(id, rounded))) > 0
     monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
-    assert tokens_of(model) == kept
+    assert tokens_of(model) == tokens
     assert len(rounded) > 30 * count
     assert all(quantizers.kept is None for quantizers in rounded)
 

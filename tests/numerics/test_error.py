@@ -256,8 +256,8 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     with np.errstate(all="ignore"):
         scaled = (numbers * into).astype(np.float64)
     limits = {"e2m1": 7.0, "e2m3": 7.75, "e3m2": 30.0} | LIMIT
-    own = {"e3m4": 15.75, "e3m0": 24.0, "e2m4": 7.875, "e7m0": 1.5 * 2.0**63}
-    limit = (limits | own)[quantizer.format]
+    of_own_formats = {"e3m4": 15.75, "e3m0": 24.0, "e2m4": 7.875, "e7m0": 1.5 * 2.0**63}
+    limit = (limits | of_own_formats)[quantizer.format]
     by_definition = expected(numbers, values, scaled, limit)
     value_of = dict(zip(FIGURES, figures.tolist(), strict=True))
     for figure, value in by_definition.items():

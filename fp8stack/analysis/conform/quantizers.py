@@ -149,10 +149,10 @@ def quantizer_check(
         raise Skipped("torch compiles no float8_e8m0fnu for CPUs")
     bits = RandomBits(*DRAWN[:2], torch.tensor(DRAWN[2], device=context.device))
 
-    given = () if scale is None else (torch.tensor(scale, device=context.device),)
+    scales = () if scale is None else (torch.tensor(scale, device=context.device),)
 
     def cast_each(x: Tensor, bits: RandomBits) -> list[Sequence[Copy]]:
-        return [cast(x, q, bits if q.stochastic else None, *given) for q in cases]
+        return [cast(x, q, bits if q.stochastic else None, *scales) for q in cases]
 
     matrices = matrices[:3] if context.quick else matrices
     if compiled:

@@ -77,9 +77,9 @@ def _codes(context: Context, x: torch.Tensor, quantizer: Quantizer, counter: int
 def draws(context: Context, quantizer: Quantizer) -> Facts:
     """Check that a pass gives the same codes again, and that other passes differ."""
     x = codes_and_ties(quantizer.element, 64, 128, context.seed).to(context.device)
-    first, again, other = (_codes(context, x, quantizer, counter) for counter in (1, 1, 2))
+    first, again, next_pass = (_codes(context, x, quantizer, counter) for counter in (1, 1, 2))
     facts = same_bits({"codes of the same pass": (again, first)})
-    differing = int((first != other).sum())
+    differing = int((first != next_pass).sum())
     return facts | {"holds": facts["holds"] and differing > 0, "in_another_pass": differing}
 
 

@@ -95,6 +95,7 @@ def quantized_files(
     for name, (quantizers, recipe) in planned.items():
         if quantizers is not None and quantizers.weight is not None and scheme_name is None:
             _require_layout(quantizers.weight, recipe)
+            _require_server(quantizers.input, recipe)
         schemes[name] = _scheme(source, scheme_name, name, planned[name], indivisible_size, notes)
     of_experts = [scheme for name, scheme in schemes.items() if name in source.config.grouped]
     if any(s.format == _NVFP4 or (s.format, s.strategy) == (PLAIN, "block") for s in of_experts):
@@ -245,6 +246,15 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
             f"Recipe '{recipe}' has weights of {quantizer.format}, block = {block}, "
             f"scale = {quantizer.scale}, hadamard = {quantizer.hadamard}, for which "
             "compressed-tensors has no layout. Use --format hf, or --scheme channel for E4M3."
+        )
+
+
+def _require_server(quantizer: Quantizer | None, recipe: str) -> None:
+    """Raise a UserError for activations in a format of one's own, which no server has."""
+    if quantizer is not None and not quantizer.element.is_shipped:
+        raise UserError(
+            f"Recipe '{recipe}' has activations of {quantizer.format}, in which no server "
+            "multiplies. Use --format hf, or --scheme channel for E4M3."
         )
 
 

@@ -402,6 +402,7 @@ def test_what_has_no_fp8_layout_is_refused():
         ("current", {"forward_format": "e5m2"}, "weights of e5m2, block = tensor"),
         ("mxfp6_e3m2", {}, r"weights of e3m2, block = \[1, 32\], scale = e8m0"),
         ("current", {"quantizer": {"format": "e3m4"}}, "weights of e3m4, block = tensor"),
+        ("current", {"input": {"format": "e3m4"}}, "activations of e3m4, in which no server"),
         ("nvfp4", {"weight": {"block": [1, 32]}}, r"e2m1, block = \[1, 32\], scale = e4m3"),
     ):
         plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU).to_json()
