@@ -203,11 +203,11 @@ def saved_by_block(model: GPT) -> int:
     its input."""
     x = torch.zeros(2, 32, 128, requires_grad=True)
     y = model.blocks[0](x, None)
-    others = {value.untyped_storage().data_ptr() for value in (x, *model.parameters())}
+    excluded = {value.untyped_storage().data_ptr() for value in (x, *model.parameters())}
     sizes = {}
     for value in y.grad_fn.saved_tensors:
         storage = value.untyped_storage()
-        if storage.data_ptr() not in others:
+        if storage.data_ptr() not in excluded:
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
