@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -52,16 +53,30 @@ ATTENTION: frozenset[Any] = frozenset(
 def policy(
     context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save the outputs of GEMMs and of attention without dropout, and recompute everything else.
+    """Save the outputs of GEMMs and of attention without dropout, and the scales of delayed scaling
+    in compiled code, and recompute everything else.
 
     Attention with dropout is recomputed: if it were skipped, it would draw no mask, and the next
-    dropout would draw other random numbers than in the forward pass.
+    dropout would draw other random numbers than in the forward pass. Compiled code selects scales
+    from a vector, which the next pass may change before the backward pass.
     """
-    keeps = operator in GEMMS
+    keeps = operator in GEMMS or (operator is _ATEN.index_select.default and args[0].ndim == 1)
     if operator in ATTENTION:
         names = (argument.name for argument in operator._schema.arguments)
         keeps = not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def hide_warning_of_in_place_operations() -> None:
+    """Hide a warning that torch.compile logs for every `context_fn` (torch 2.13): the checkpointed
+    code must not have in-place operations. It may, on tensors that are inputs of the compiled code,
+    such as recorded amaxes: the compiler changes them once, in the forward pass."""
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(_not_of_in_place_operations)
+
+
+def _not_of_in_place_operations(record: logging.LogRecord) -> bool:
+    return "in-place ops" not in record.getMessage()
 
 
 contexts = partial(create_selective_checkpoint_contexts, policy)

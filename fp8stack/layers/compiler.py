@@ -130,9 +130,9 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
 
 
 def needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which of dynamo's guards compiled code checks at every call: all but those on functions,
-    classes, modules and constants that files of Python define, which never change. Half of the time
-    of the checks is theirs."""
+    """Select the guards of dynamo that compiled code checks at every call: all except those on
+    functions, classes, modules and constants of Python files, which never change. They would take
+    half of the time of the checks. A `guard_filter_fn` of torch.compile."""
     return [
         not guard.is_global
         or isinstance(guard.value, Tensor)

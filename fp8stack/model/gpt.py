@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend
-from fp8stack.layers.activation_checkpoint import contexts
+from fp8stack.layers.activation_checkpoint import contexts, hide_warning_of_in_place_operations
 from fp8stack.layers.compiler import CompileBackend, allow_many_compilations, compiled
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
@@ -340,10 +340,8 @@ class GPT(nn.Module):
         # Wrappers of a block's forward pass need to handle a mask only with documents.
         arguments = (rotation,) if mask is None else (rotation, mask)
         for block in self.blocks:
-            within = self.recompute == "selective" and block.is_compiled
-            if block.selective != within:
-                block.selective = within
-            if self.recompute == "none" or within or not torch.is_grad_enabled():
+            plain = self.recompute == "none" or not torch.is_grad_enabled()
+            if self._is_checkpointed_within(block) or plain:
                 output = block(x_BTD, *arguments)
             elif self.recompute == "block":
                 output = checkpoint(block, x_BTD, *arguments, use_reentrant=False)
@@ -353,6 +351,16 @@ class GPT(nn.Module):
                 )
             x_BTD = _stream(output, routings)
         return x_BTD, routings
+
+    def _is_checkpointed_within(self, block: nn.Module) -> bool:
+        """Whether a block's own code checkpoints it, as compiled code does selectively; the block
+        is told so."""
+        if not isinstance(block, Block):
+            return False
+        selective = self.recompute == "selective" and block.is_compiled
+        if block.selective != selective:
+            block.selective = selective
+        return selective
 
     def update_biases(self, counts: Tensor, skips: Tensor) -> None:
         """Call `MixtureMLP.update_bias` of each block with experts, with its row of `counts`."""
@@ -377,6 +385,7 @@ class GPT(nn.Module):
         each block separately, so that equal blocks share a compilation. `backend` and `mode` are
         torch.compile's."""
         allow_many_compilations()
+        hide_warning_of_in_place_operations()
         for module in self.modules():
             if isinstance(module, Compilable):
                 module.compile_forward(backend, mode)

@@ -147,9 +147,9 @@ def _count_launches() -> list[int]:
     weights.launch_weights = launch
     run_cast = fused_casts._run
 
-    def cast(*arguments: Any) -> tuple[Tensor, ...]:
+    def cast(product: fused_casts.Product, scale: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
         launches.append(1)
-        return run_cast(*arguments)
+        return run_cast(product, scale, *call)
 
     fused_casts._run = cast
     return launches

@@ -248,7 +248,7 @@ def _sums(values: Tensor, needed: bool) -> Tensor:
 
 
 class _Output(NamedTuple):
-    """What the kernel writes: a tensor that it fills, or zeros where no tile writes."""
+    """A tensor that the kernel fills, except for `zeros` where no tile writes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -272,6 +272,7 @@ def _outputs(
     if kind == "none":
         return {"amaxes": amaxes}
     dtype = fp8_format(format).dtype
+    assert dtype is not None
     outputs = {
         "data": _Output((rows, columns), dtype),
         "transposed": _Output((columns, rows) if across else (0,), dtype),
@@ -356,8 +357,8 @@ class _Kernel:
         """Launch it."""
         _, x, dy = product
         outputs = tuple([output.room(x) for output in self._outputs])
-        given = x, x if dy is None else dy, x if scale is None else scale
-        self._launch(self._in_order(given + outputs))
+        inputs = x, x if dy is None else dy, x if scale is None else scale
+        self._launch(self._in_order(inputs + outputs))
         return outputs
 
 

@@ -1,8 +1,11 @@
-"""Launches of Triton's kernels at the price of a call: Triton's own binds, specializes and looks up
-a kernel anew at every launch.
+"""Launches of Triton kernels. Triton's `run` binds and specializes the arguments and looks up the
+compiled kernel at every launch; a `KernelLaunch` does so once.
 
 Imported to launch a kernel, as `triton_kernels`.
 """
+
+# Not torch.library.triton_op, whose kernels inductor launches itself: up to torch 2.13 it drops
+# `enable_fp_fusion` (2.14 does not), so products would be contracted, and bytes change.
 
 from __future__ import annotations
 
@@ -42,8 +45,7 @@ class KernelLaunch:
     ) -> None:
         self._kernel, self._tiles, self._numbers = kernel, tiles, tuple(numbers)
         self._named = {**constants, **options}
-        # What follows the tensors; Triton passes the constants as well, and its launcher skips
-        # them.
+        # Follow the tensors. Triton passes the constants as well, and its launcher skips them.
         self._others = (
             *numbers,
             *(constants[name] for name in kernel.arg_names[-len(constants) :]),
@@ -75,8 +77,8 @@ class KernelLaunch:
             if isinstance(launched, CompiledKernel):
                 self._compiled[key] = launched
             return
-        # As `JITFunction.run` (Triton 3.6 to 3.9). Its launcher takes addresses in place of
-        # tensors.
+        # The arguments are those of `JITFunction.run` (Triton 3.6 to 3.9), with addresses in place
+        # of tensors, and no hooks.
         stream = driver.active.get_current_stream(max(device, 0))
         function, metadata = compiled.function, compiled.packed_metadata
         compiled.run(

@@ -136,7 +136,7 @@ def cast_to_fp4() -> Any:
     return nvfp4.cast_nvfp4(x, along, along, (bits, bits))
 
 
-CALLS = [transposes, cast, cast_in_blocks, cast_in_mx_blocks, amax]
+CALLS: list[Any] = [transposes, cast, cast_in_blocks, cast_in_mx_blocks, amax]
 CALLS += [pytest.param(cast_to_fp4, marks=pytest.mark.slow)]
 
 
@@ -175,6 +175,10 @@ def launch_of(name: str) -> tuple[Any, list[Tensor]]:
     from fp8stack.layers.kernels import triton_kernels, triton_nvfp4
     from fp8stack.layers.kernels.launch import KernelLaunch
 
+    kernel: Any
+    variant: Any
+    constants: dict[str, Any]
+    numbers: tuple[int, ...]
     if name == "transpose_bytes":
         tensors = [aligned(4096, torch.float8_e4m3fn) for _ in range(2)]
         kernel, constants, numbers = triton_kernels.transpose_bytes, {"SIZE": 128}, (64, 64)
@@ -230,13 +234,13 @@ def test_a_hook_sees_every_launch(launches):
     launch, tensors = launch_of("transpose_bytes")
     for _ in range(2):
         launch(tensors)
-    seen: list[Any] = []
+    hooked: list[Any] = []
     for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        chain.add(seen.append)
+        chain.add(hooked.append)
         try:
             launch(tensors)
         finally:
-            chain.remove(seen.append)
+            chain.remove(hooked.append)
         _, metadata, enter, leave, *_ = launches.passed[-1][6:]
         assert chain in (enter, leave)
         assert metadata.get()["name"] == "transpose_bytes"
