@@ -112,7 +112,8 @@ class _CrossEntropy(torch.autograd.Function):
             losses += _losses(layer, x_rows, w_rows, targets_chunk, chunks)
         count = (targets != IGNORED).sum()
         ctx.layer, ctx.chunks, ctx.needs, ctx.call = layer, chunks, needs, call
-        ctx.weight_dtype, ctx.forms, saved = weight.dtype, [], []
+        saved: list[Tensor | None] = []
+        ctx.weight_dtype, ctx.forms = weight.dtype, []
         for copy in copies:
             ctx.forms.append(None if copy is None else (type(copy), copy[2]))
             saved += () if copy is None else (*copy[:2], *copy[3:])
@@ -218,31 +219,29 @@ def _losses(
         layer.backend.observer.report_chunk(layer, "output", logits)
     return [
         F.cross_entropy(
-            logits[part, : chunks.vocabulary].float(),
-            targets[part],
+            logits[places, : chunks.vocabulary].float(),
+            targets[places],
             reduction="none",
             ignore_index=IGNORED,
         )
-        for part in _softmax_slices(len(logits), chunks)
+        for places in _softmax_slices(len(logits), chunks)
     ]
 
 
-def _gradient_of_logits(
-    logits: Tensor, targets: Tensor, factor: Tensor, chunks: Chunks
-) -> Tensor:
+def _gradient_of_logits(logits: Tensor, targets: Tensor, factor: Tensor, chunks: Chunks) -> Tensor:
     """The gradient of `factor` times the sum of a chunk's cross-entropies: [rows, P] in the dtype
     of the logits, computed in float32 by the operators of torch's own backward pass. In eager code,
     it overwrites the logits."""
     padding = logits.shape[1] - chunks.vocabulary
-    for part in _softmax_slices(len(logits), chunks):
-        log_p = torch.log_softmax(logits[part, : chunks.vocabulary].float(), 1)
+    for places in _softmax_slices(len(logits), chunks):
+        log_p = torch.log_softmax(logits[places, : chunks.vocabulary].float(), 1)
         of_log_p = _ATEN.nll_loss_backward(
-            factor, log_p, targets[part], None, _SUM, IGNORED, factor
+            factor, log_p, targets[places], None, _SUM, IGNORED, factor
         )
         gradient = _ATEN._log_softmax_backward_data(of_log_p, log_p, 1, torch.float32)
         if torch.compiler.is_compiling():
             return F.pad(gradient.to(logits.dtype), (0, padding))
-        logits[part, : chunks.vocabulary] = gradient
+        logits[places, : chunks.vocabulary] = gradient
     logits[:, chunks.vocabulary :] = 0
     return logits
 

@@ -85,8 +85,8 @@ def head_loss(
             module, vocabulary, rows, targets_N, inputs, *parameters
         )
         return loss
-    chunks = zip(torch.split(inputs, rows), torch.split(targets_N, rows), strict=True)
-    losses = [checkpoint(_loss, module, vocabulary, *c, use_reentrant=False) for c in chunks]
+    pairs = zip(torch.split(inputs, rows), torch.split(targets_N, rows), strict=True)
+    losses = [checkpoint(_loss, module, vocabulary, *pair, use_reentrant=False) for pair in pairs]
     return torch.stack(losses).sum() / _count(targets_N)
 
 

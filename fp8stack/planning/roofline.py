@@ -21,7 +21,7 @@ from fp8stack.common.tables import markdown
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.planning.meta import kinds_of
 from fp8stack.planning.trace import Trace, trace
-from fp8stack.planning.tracer import Operator, Rate, Slice
+from fp8stack.planning.tracer import Rate, Slice
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.gpus import Gpu, find_gpu
@@ -29,8 +29,10 @@ from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Rates, achievable
 
 LINEARS = ("qkv", "output", "up", "down", "lm_head")
-LOSS = ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data")
-LOSS += ("copy_", "fill_", "add_")
+LOSS = (
+    *("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
+    *("copy_", "fill_", "add_"),
+)
 """Operators of a loss in chunks, which the head computes, and of the sum of its gradients."""
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
 
@@ -134,7 +136,9 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
     first layer, and operators of linears other than GEMMs, except sums and the rounding of
     activations and their gradients to two bytes."""
     categories: list[str] = []
-    in_chunks = any(x.name == "aten::_log_softmax" and x.path == "lm_head" for x in traced.operators)
+    in_chunks = any(
+        x.name == "aten::_log_softmax" and x.path == "lm_head" for x in traced.operators
+    )
     for operator in traced.operators:
         module = operator.path.rpartition(".")[2]
         sources = [writer[piece.value] for piece in operator.reads if piece.value in writer]
@@ -210,8 +214,8 @@ def predict(
 ) -> Prediction:
     """Predict a step of `batch` sequences of `context` tokens. The layers of `plan` are decided,
     and no FP8 of it is emulated. `rates` are the rates that the GPU is assumed to reach, by default
-    `achievable` ones; MFU divides by its peak. `free_casts` leaves out all casts and the chunks of an
-    FP8 head's loss, for a bound that no implementation passes."""
+    `achievable` ones; MFU divides by its peak. `free_casts` leaves out casts and the chunks of
+    an FP8 head's loss, for a bound that no implementation passes."""
     rates = rates or achievable(gpu)
     if not plan.runs_fp8:  # its casts write one copy and no amax, like any other kernel
         rates = replace(rates, casts=rates.memory)

@@ -95,9 +95,7 @@ LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU: M K N = 4e9 on an H200."""
 
 
-def least_ratio(
-    gpu: Gpu, quantizers: Quantizers, gemms: int = 3, in_chunks: bool = False
-) -> float:
+def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3, in_chunks: bool = False) -> float:
     """The K N / (K + N) above which so many FP8 GEMMs of a linear save more time than the casts of
     x and dy take.
 

@@ -1329,6 +1329,7 @@ def test_a_head_with_its_loss_in_chunks_pays_if_it_makes_up_for_one_more_gemm():
     """Computed independently: a GEMM more, and 16 bytes per element of the weight for each chunk of
     4096 rows, to add its gradients."""
     gpu = gpu_named("H200")
+    assert gpu.fp8_tflops
     half, fp8 = gpu.half_tflops * 700 / 989, gpu.fp8_tflops * 1300 / 1979
     memory = gpu.memory_tb_per_s * 4.1 / 4.8
     saved = 6 / half - 6 / fp8
@@ -1345,7 +1346,9 @@ def test_a_head_with_its_loss_in_chunks_pays_if_it_makes_up_for_one_more_gemm():
             assert "K N / (K + N)" not in wide.layer("lm_head").doubt
             in_chunks = tokens == 8192 and backend == "torch"
             doubt = narrow.layer("lm_head").doubt
-            assert (f"with the loss in chunks: K N / (K + N) = {size / 2 - 32:.0f}" in doubt) is in_chunks
+            assert (
+                f"with the loss in chunks: K N / (K + N) = {size / 2 - 32:.0f}" in doubt
+            ) is in_chunks
 
 
 @pytest.mark.parametrize(("tokens", "pays"), [(4096, False), (6700, False), (6800, True)])
