@@ -152,7 +152,7 @@ def _rows(base: str, tokens: int, case: str, timings: dict[str, Timing]) -> list
 def table(data: Report) -> str:
     text = (
         "Text is written token by token, with a cache of keys and values; transformers writes it "
-        "with the same weights. Emulated recipes round each weight once. `eval --agree` "
+        "with the same weights. `eval --agree` "
         "compares the predictions of two recipes, then runs the model once more for each layer "
         "that differs. tokens/s and ratios are of the fastest rounds."
     )
