@@ -419,7 +419,10 @@ FAULTS: dict[str, tuple[str, Put]] = {
     ),
     "the bias is left out": (
         "gemms: current by torch*",
-        instead(torch, "_scaled_mm", lambda exact, a, b, **o: exact(a, b, **o | {"bias": None})),
+        instead(
+            scaled_gemm, "scaled_gemm",
+            lambda exact, *operands, **options: exact(*operands, **options | {"bias": None}),
+        ),
     ),
     "a document sees the one before it": (
         "attention: documents*",
