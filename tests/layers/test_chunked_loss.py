@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -245,6 +246,28 @@ def test_a_graph_that_is_kept_gives_the_gradient_again():
     once = grad(x).clone()
     loss.backward()
     assert torch.equal(grad(x), 2 * once)
+
+
+def test_an_observer_sees_the_chunks_and_changes_no_bit():
+    results, places = [], list[tuple[str, int]]()
+
+    def see(path: str, layer: nn.Module, place: str, tensor: Tensor) -> None:
+        places.append((place, len(tensor)))
+
+    for observes in (False, True):
+        model, (x, targets) = Head("delayed", "emulate", "fp32"), inputs()
+        with observing(model, see, outputs=True) if observes else nullcontext():
+            model(x, targets).backward()
+        results.append((grad(x), grad(model.lm_head.weight)))
+    assert all(map(torch.equal, *results))
+    chunks = [128, 128, 44]
+    assert places == [
+        ("input", N),
+        ("weight", P),
+        *(("output", rows) for rows in chunks),
+        *(("grad_output", rows) for rows in chunks),
+        ("grad_input", N),
+    ]
 
 
 # Memory
