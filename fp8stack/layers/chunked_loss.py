@@ -30,7 +30,7 @@ _SUM = 2  # the number of reduction="sum"
 
 
 class Chunks(NamedTuple):
-    """How a loss is divided.
+    """The division of a loss into chunks.
 
     Attributes:
         vocabulary: V.
@@ -171,7 +171,7 @@ def _gradients(
             addend = backend.matmul(dy_columns, x_columns, torch.float32)
             before = dw = addend if dw is None else _add(dw, addend)
             del addend
-        del dy_rows, dy_columns  # or they would exist beside the next chunk's logits
+        del dy_rows, dy_columns  # frees them before the next chunk's logits
     if not torch.compiler.is_compiling():
         backend.gemm_count += len(of_chunks) // 2 * (needs_dx + needs_dw)
     return torch.cat(dx) if dx else None, dw
@@ -246,8 +246,8 @@ def _gradient_of_logits(logits: Tensor, targets: Tensor, factor: Tensor, chunks:
     return logits
 
 
-# Without this operator, compiled code would save the logits of the forward pass, which equal those
-# that the backward pass computes again, and might compute the logits of several chunks together.
+# An operator, because compiled code would otherwise save the logits of the forward pass, equal to
+# those that the backward pass computes again, and might compute several chunks together.
 @operator_on_any_device("after", lambda x, before: torch.empty_like(x))
 def _after(x: Tensor, before: Tensor) -> Tensor:
     """A copy of `x` that is made after `before` was computed."""
