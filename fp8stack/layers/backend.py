@@ -224,11 +224,9 @@ class Backend:
         """Compile the casts of weights that run outside of compiled blocks, by torch.compile's
         `backend` in its `mode`."""
 
-    def note_compiled_call(self) -> None:
-        """Note what compiled layers note. Called before code in which a compiler allows no change
-        of attributes."""
-        if not torch.compiler.is_compiling():
-            return
+    def note_compiled_calls(self) -> None:
+        """Note what layers note when they are compiled, where the compiler would not let them: in
+        checkpointed code, attributes must not change."""
         for backend in (self, *self._delegates.values()):
             backend.weights.note_compiled_call()
             if backend.delayed is not None:

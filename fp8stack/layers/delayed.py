@@ -115,10 +115,6 @@ class Slot:
         delayed = self._delayed
         return delayed.weight_scales if self.operand == "weight" else delayed.history.scales
 
-    def note_compiled_call(self) -> None:
-        """Called by each compiled layer, whose backward pass runs no callback."""
-        self._compiled = True
-
     @property
     def is_recording(self) -> bool:
         """Whether a forward pass that records amaxes is running."""

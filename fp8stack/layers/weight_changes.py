@@ -140,9 +140,8 @@ class WeightChanges:
             self.fresh = False
 
     def note_compiled_call(self) -> None:
-        """Called by each layer: a compiled layer does not call `backward_ran`."""
-        if torch.compiler.is_compiling():
-            self._compiled = True
+        """Called by each compiled layer, which does not call `backward_ran`."""
+        self._compiled = True
 
     def mark_copied(self) -> None:
         """Called after all weights were quantized and cached."""

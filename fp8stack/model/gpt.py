@@ -151,7 +151,6 @@ class Block(Compilable):
         """[B, T, D] -> [B, T, D] in the same dtype, and with experts the `Routing`; for other
         arguments see `Attention.forward`."""
         if self.selective and torch.is_grad_enabled():
-            self.backend.note_compiled_call()
             output: Tensor | tuple[Tensor, Routing] = checkpoint(
                 self._run, x_BTD, rotation, mask, None, use_reentrant=False, context_fn=contexts
             )
@@ -360,6 +359,7 @@ class GPT(nn.Module):
         selective = self.recompute == "selective" and block.is_compiled
         if block.selective != selective:
             block.selective = selective
+            self.backend.note_compiled_calls()
         return selective
 
     def update_biases(self, counts: Tensor, skips: Tensor) -> None:
