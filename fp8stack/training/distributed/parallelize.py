@@ -78,7 +78,9 @@ def spread(
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
-    wrapped.register_comm_hook(None, _sum_in_bf16 if config.grad_compression == "bf16" else _sum)
+    one_by_one = _sums_one_by_one(config, accelerator.device, accelerator.num_processes)
+    hook = _sum_in_bf16 if config.grad_compression == "bf16" else _sum
+    wrapped.register_comm_hook(one_by_one, hook)
     return wrapped
 
 
@@ -134,27 +136,34 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
                     parameter.__dict__.pop("_unsharded_param", None)
 
 
-def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A communication hook that sums gradients over ranks; DDP's default averages them.
+def _sums_one_by_one(config: RunConfig, device: torch.device, ranks: int) -> bool:
+    """Whether to reduce every gradient separately, so that a resumed run matches to the bit.
 
-    It reduces every gradient separately. With three or more ranks, the order in which a value is
-    summed depends on its position in the reduced tensor, and DDP rebuilds its buckets after the
-    first step of every process. If buckets were reduced, a resumed run would not match to the bit.
+    With three or more ranks, the order in which a value is summed depends on its position in the
+    reduced tensor, and DDP rebuilds its buckets after the first step of every process.
     """
+    repeats = device.type == "cpu" if config.deterministic is None else config.deterministic
+    return repeats and ranks > 2
+
+
+def _sum(one_by_one: bool, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook that sums the gradients of a bucket over ranks, by one all-reduce or
+    `one_by_one`; DDP's default averages them."""
     buffer = bucket.buffer()
-    works: list[Any] = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    tensors = bucket.gradients() if one_by_one else [buffer]
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     done = torch.futures.collect_all([work.get_future() for work in works])
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def _sum_in_bf16(one_by_one: bool, bucket: dist.GradBucket) -> Future[Tensor]:
     """A communication hook that sums gradients rounded to bfloat16, which sends half the bytes.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' dtype. (The result of
     torch's wrapper cannot be registered itself: DDP decides by its name that it needs NCCL. gloo
     can add bfloat16 as well.)
     """
-    return bf16_compress_wrapper(_sum)(state, bucket)
+    return bf16_compress_wrapper(_sum)(one_by_one, bucket)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
