@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
 from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
 from fp8stack.layers.linear import (
+    CastLinear,
     LowPrecisionLayer,
     LowPrecisionLinear,
     Size,
@@ -203,11 +205,16 @@ class Backend:
     def register_hooks(self, model: nn.Module) -> None:
         """Register hooks on `model` for the layers that this backend built."""
 
-    def prepare_sharding(self, module: nn.Module | None) -> None:
-        """Prepare the weights of `module` for sharding by FSDP2; None: all weights are gathered in
-        float32."""
+    def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
+        """Prepare the weights of `module`, which has no tied weight, for sharding by FSDP2; `in_root`
+        if the root gathers them. Weights of linears are gathered in FP8 where a rank can cast its
+        rows as the full weight, or else in the compute dtype if the layer is not in FP8; other
+        parameters in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
+        for layer in module.modules():
+            if type(layer) is CastLinear and layer.compute_dtype != torch.float32:
+                layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
 
     def before_all_gather(self) -> None:
         """Called on all ranks before each pass of a model that is sharded by FSDP2."""

@@ -63,18 +63,13 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
 
 
 def spread(
-    model: nn.Module,
-    backend: Backend,
-    accelerator: Accelerator,
-    config: RunConfig,
-    *,
-    compiled: bool = False,
+    model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
 ) -> nn.Module:
-    """Wrap the model, which may be `compiled`, for training on several ranks. FSDP2 turns its
+    """Wrap the model, which may be compiled, for training on several ranks. FSDP2 turns its
     parameters into DTensors that are sharded by rows: build the optimizer after this call."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
-        _fully_shard(model, backend, accelerator, compiled=compiled)
+        _fully_shard(model, backend, accelerator)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
@@ -84,7 +79,7 @@ def spread(
     return wrapped
 
 
-def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
+def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None:
     """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
     path.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -92,10 +87,11 @@ def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator, compile
     for module in (*root_layers, *model.blocks, model):
         if module is not model:  # block by block: the full model may not fit on the device
             module.to(accelerator.device)
+        tied = module is model.lm_head and model.config.tied
+        if module is not model and not tied:
+            backend.prepare_sharding(module, in_root=module in root_layers)
         if module in root_layers:  # sharded with the root
             continue
-        # Compiled code and the root's layers take full weights in float32.
-        backend.prepare_sharding(None if compiled or module is model else module)
         # For the root as well: else its parameters stay gathered after an evaluation.
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)

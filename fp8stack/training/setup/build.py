@@ -128,8 +128,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     if ranks.count > 1:
         _require_same_machines(planned, hardware, ranks)
         with losing_ranks():
-            first = variants[0]
-            wrapped = spread(wrapped, first.backend, accelerator, config, compiled=first.compiled)
+            wrapped = spread(wrapped, variants[0].backend, accelerator, config)
     with ranks.together():
         # After `spread`, because FSDP2 replaces the parameters.
         optimizer = build_optimizer(variants[0].model, config)
