@@ -8,7 +8,6 @@ other layouts the copies differ, and both are gathered: two bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,19 @@ def is_gathered_in_fp8(operand: TorchOperand, rows: int, ranks: int) -> bool:
     one_quantizer = operand.across == operand.quantizer and not operand.quantizer.hadamard
     block_rows = _BLOCK_ROWS.get(operand.kind)
     return one_quantizer and block_rows is not None and -(-rows // ranks) % block_rows == 0
+
+
+def gathered_bytes(operand: TorchOperand, rows: int, columns: int) -> int:
+    """The bytes of a full weight [rows, columns] that is gathered in FP8, with its scales."""
+    assert isinstance(operand, ScaledOperand)
+    elements, kind = rows * columns, operand.kind
+    if kind is ScaleLayout.PER_TENSOR:
+        return elements
+    if kind is ScaleLayout.PER_ROW:
+        return 2 * elements + 4 * rows
+    copies = 1 if kind is ScaleLayout.SQUARES else 2
+    height, width = operand.quantizer.blocks or (1, 1)
+    return copies * (elements + operand.quantizer.scale_bytes * elements // (height * width))
 
 
 def share_amaxes(operands: Sequence[ScaledOperand], shards: Sequence[Tensor]) -> None:
@@ -115,11 +127,11 @@ def copies_of_parts(
     kind, across = operand.kind, parts[2:]
     if kind is ScaleLayout.PER_TENSOR:
         data, scale = parts
-        turned = data.t().contiguous() if with_columns else None
-        return scaled_pair(data, turned, scale, None)
+        return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
     rows = Scaled(parts[0], pack_scales(parts[1], kind), kind)
     if not with_columns:
         return rows, None
     data, scales = across or parts
-    bytes_across: Any = transpose_bytes(data.view(torch.uint8))
-    return rows, Scaled(bytes_across.view(data.dtype), pack_scales(scales.t(), kind), kind)
+    turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+    scales = scales.view(-1, 1) if kind is ScaleLayout.PER_ROW else scales.t()
+    return rows, Scaled(turned, pack_scales(scales, kind), kind)
