@@ -120,9 +120,10 @@ _KEEPS = {
 
 
 class ShardedWeight(_Wrapper):
-    """This rank's shard `held` of a layer's weight: float32 [rows, in]."""
+    """This rank's shard `held` of a layer's weight: float32 [rows, in]. In compiled code, such as an
+    optimizer's step, there is no layer."""
 
-    def __init__(self, held: Tensor, layer: GatheredLayer) -> None:
+    def __init__(self, held: Tensor, layer: GatheredLayer | None = None) -> None:
         self._held = held
         self._layer = layer
 
@@ -138,8 +139,16 @@ class ShardedWeight(_Wrapper):
         """This shard, detached."""
         return self.like(self._held.detach())
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], *_: Any) -> ShardedWeight:
+        return ShardedWeight(inner["_held"])
+
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Parts]:
         """The tensors to gather, and their dtypes and the other data of the full weight."""
+        assert self._layer is not None
         # FSDP2 shards as torch.chunk: the last ranks may have fewer rows, or none.
         missing = -(-self._layer.out_features // mesh.size()) - len(self._held)
         rows = F.pad(self._held, (0, 0, 0, missing)) if missing else self._held
@@ -157,6 +166,7 @@ class ShardedWeight(_Wrapper):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The full weight, from the gathered shards of all ranks and this rank's parts."""
+        assert self._layer is not None
         # From the second time on, FSDP2 has gathered into the memory of `out`.
         if isinstance(out, FullWeight):
             assert out.parts.gathered[0].data_ptr() == gathered[0].data_ptr()

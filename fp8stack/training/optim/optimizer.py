@@ -5,30 +5,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import require_tools
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
-from fp8stack.training.optim.chained import ChainedOptimizer, first_state
+from fp8stack.training.optim.chained import BLOCK, ChainedOptimizer, first_state
+from fp8stack.training.optim.sharded_muon import ShardedMuon
 
-BLOCK = 256  # elements that share a scale in torchao's moments
 SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 moments
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """Raise a UserError if the optimizer needs something that this machine lacks, or is not tested
-    with FSDP2. Call this before anything is built or written."""
+    """Raise a UserError if the optimizer needs something that this machine lacks, or torch lacks it
+    for FSDP2. Call this before anything is built or written."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
-    if name == "adamw":
-        return
-    if ranks > 1 and config.parallel == "fsdp":
+    if name == "sgd" and ranks > 1 and config.parallel == "fsdp":
         raise UserError(
-            f"optimizer {name} is not tested with --parallel fsdp. Choose --parallel ddp, or "
-            f"{instead[7:]}."
+            "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD takes no sharded "
+            "parameters. Choose --parallel ddp, or another optimizer."
         )
-    if name in ("sgd", "muon"):
+    if name in ("adamw", "sgd", "muon"):
         return
     low_bit_optimizers()
     require_tools(hardware.device, f"optimizer {name}", instead)
@@ -47,7 +46,9 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     `adamw8bit` and `adamwfp8`, train the matrices of the blocks; fused AdamW with float32 moments
     trains all other parameters. 8-bit moments are codes of a table of 256 values, or E4M3, with a
     float32 scale per 256 elements. Muon's steps are scaled to the size of AdamW's (Liu et al. 2025,
-    arXiv:2502.16982), so that both can use the same learning rate and weight decay.
+    arXiv:2502.16982), so that both can use the same learning rate and weight decay. Parameters that
+    FSDP2 shards are updated by the ranks that hold them, to the same values; 8-bit moments need
+    matrices that all ranks share equally, in whole blocks.
 
     Pass `fused=False` to inspect the groups and states only, for instance on the meta device.
 
@@ -67,7 +68,8 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     outer = [(name, p) for name, p in named if id(p) not in chosen]
     rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
-        first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
+        muon = ShardedMuon if isinstance(inner[0], DTensor) else Muon
+        first: Optimizer = muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
     else:
         betas, make = (config.beta1, config.beta2), low_bit_optimizers()[config.optimizer]
         first = make(inner, **rates, betas=betas, eps=config.adam_eps, block_size=BLOCK)
@@ -77,8 +79,11 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
 def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
     if not name.startswith("blocks.") or parameter.ndim != 2 or name.endswith(".bias"):
         return False
-    size = parameter.numel()
-    return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
+    if config.optimizer == "muon":
+        return True
+    ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    size = parameter.numel() // ranks
+    return len(parameter) % ranks == 0 and size >= SMALLEST and size % BLOCK == 0
 
 
 Named = Sequence[tuple[str, Tensor]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.optim import Optimizer
 
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
@@ -40,19 +41,31 @@ def _model(recipe: str, backend: str, compiled: str | None) -> GPT:
     return model
 
 
-def _train(model: GPT, tokens: Tensor, scale: int) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights of steps on the same tokens on each rank; `scale` times the gradients."""
+def _train(
+    model: GPT, tokens: Tensor, ranks: int, optimizer: Optimizer | None = None
+) -> tuple[list[float], list[Tensor]]:
+    """Losses and weights of steps on the same tokens on each of so many ranks."""
     losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * scale)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         loss = model(tokens[step, :, :-1], tokens[step, :, 1:])
         loss.backward()
         losses.append(loss.item())
+        for parameter in model.parameters() if ranks > 1 else ():
+            assert parameter.grad is not None
+            parameter.grad *= ranks  # ranks sum their gradients
         optimizer.step()
         optimizer.zero_grad()
         if model.backend.delayed is not None:
             model.backend.delayed.apply_pending_update()
     return losses, [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def sharded(model: GPT) -> GPT:
+    """The model, sharded over two ranks."""
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+    _fully_shard(model, model.backend, accelerator)
+    return model
 
 
 class _Counter(DefaultAllGather):
@@ -78,9 +91,7 @@ def _gathered(rank: int, *, recipe: str, backend: str, compiled: str | None) -> 
         if alone.backend.delayed is not None:
             alone.backend.delayed.sharing.group = None
         expected = _train(alone, tokens, 2)
-    model = _model(recipe, backend, compiled)
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
-    _fully_shard(model, model.backend, accelerator)
+    model = sharded(_model(recipe, backend, compiled))
     counter = _Counter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
