@@ -57,10 +57,12 @@ class Backend:
             phases.
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
+        compiles_whole: whether torch.compile traces all layers; else code is compiled around some.
         grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
+    compiles_whole = True
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # the class of `delayed`
     observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
     after_norm = False  # whether a norm computed the input of the linear that is called

@@ -15,13 +15,9 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
 """The type of torch.compile's `backend`."""
-# TE 2.20: LayerNormLinear and LayerNormMLP are no_torch_dynamo; Linear falls back to eager where
-# weights are cached (is_first_microbatch), and raises in delayed scaling.
-_TE = (
-    "Transformer Engine's layers other than Linear, and its delayed scaling, do not compile into "
-    "one graph"
-)
-TE_COMPILED = f"--compile: {_TE}"
+# TE 2.20.2: LayerNormLinear, LayerNormMLP and GroupedLinear are no_torch_dynamo; Linear runs eagerly
+# where weights are cached (is_first_microbatch), and autocast raises in delayed scaling.
+TE_COMPILED = "--compile: Transformer Engine's modules stay outside of compiled code"
 
 
 def require_compiler(plan: Plan, recompute: str = "none") -> None:
@@ -55,6 +51,11 @@ def is_compiled(
         return bool(requested), ""
     if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
+    if plan.backend == "te":
+        return True, (
+            "training is compiled (torch.compile) around Transformer Engine's modules; --backend "
+            "torch compiles linears as well, and --no-compile turns compilation off"
+        )
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 
@@ -70,8 +71,6 @@ def require_compilable(plan: Plan, recompute: str = "none") -> None:
 
 def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
     """The reason why a model cannot be compiled, and the remedy; both "" if it can be."""
-    if plan.backend == "te":
-        return _TE, "choose --backend torch"
     if recompute == "selective":
         reason = "activation_checkpointing selective has no say in what compiled code keeps"
         return reason, "choose none, or block for less memory"
@@ -111,10 +110,13 @@ def require_tools(device: str, feature: str, instead: str) -> None:
         raise UserError(f"{feature}: {problem}, or {instead}.")
 
 
-def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
-    """`function` compiled by torch.compile, as one graph per shape. Inductor rounds intermediate
-    results like eager code, so that casts to FP8 have the same inputs."""
-    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+def compiled(
+    function: Function, backend: CompileBackend, mode: str = "default", *, whole: bool = True
+) -> Function:
+    """`function` compiled by torch.compile, for each shape; `whole` as one graph, else around the
+    functions that torch.compile does not trace. Inductor rounds intermediate results like eager
+    code, so that casts to FP8 have the same inputs."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": whole, "dynamic": False}
     if backend == "inductor":  # others take no options
         from torch._inductor import list_mode_options
 

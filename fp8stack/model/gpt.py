@@ -112,9 +112,12 @@ class MLP(nn.Module):
 class Compilable(nn.Module):
     """A module whose forward pass can be compiled; copies of it are not compiled."""
 
-    def compile_forward(self, backend: CompileBackend, mode: str = "default") -> None:
-        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
-        self.forward = compiled(self.forward, backend, mode)
+    def compile_forward(
+        self, backend: CompileBackend, mode: str = "default", *, whole: bool = True
+    ) -> None:
+        """Compile `forward` alone, see `compiled`: hooks on the module, such as FSDP2's, stay
+        outside."""
+        self.forward = compiled(self.forward, backend, mode, whole=whole)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "forward"}
@@ -348,16 +351,17 @@ class GPT(nn.Module):
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
     def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
-        """Compile the model in place, without graph breaks: the loss, the casts of weights, and
-        each block separately, so that equal blocks share a compilation. `backend` and `mode` are
-        torch.compile's. Raises a UserError if `recompute` is "selective"."""
+        """Compile the model in place, without graph breaks except around Transformer Engine's
+        modules: the loss, the casts of weights, and each block separately, so that equal blocks
+        share a compilation. `backend` and `mode` are torch.compile's. Raises a UserError if
+        `recompute` is "selective"."""
         if self.recompute == "selective":
             # A compiled block may reuse the memory of the outputs that "selective" saves.
             require_compilable(self.backend.plan, self.recompute)
         allow_many_compilations()
         for module in self.modules():
             if isinstance(module, Compilable):
-                module.compile_forward(backend, mode)
+                module.compile_forward(backend, mode, whole=self.backend.compiles_whole)
         self.backend.compile_casts(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
