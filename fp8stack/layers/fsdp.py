@@ -10,7 +10,8 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,10 +121,11 @@ _KEEPS = {
 
 
 class ShardedWeight(_Wrapper):
-    """This rank's shard `held` of a layer's weight: float32 [rows, in]. In compiled code, such as an
-    optimizer's step, there is no layer."""
+    """This rank's shard `held` of a layer's weight: float32 [rows, in]."""
 
-    def __init__(self, held: Tensor, layer: GatheredLayer | None = None) -> None:
+    detaches_plain = False
+
+    def __init__(self, held: Tensor, layer: GatheredLayer) -> None:
         self._held = held
         self._layer = layer
 
@@ -136,19 +138,12 @@ class ShardedWeight(_Wrapper):
         return ShardedWeight(tensor, self._layer)
 
     def same(self) -> Tensor:
-        """This shard, detached."""
-        return self.like(self._held.detach())
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_held"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], *_: Any) -> ShardedWeight:
-        return ShardedWeight(inner["_held"])
+        """This shard, detached; a plain tensor within `plain_shards`."""
+        held = self._held.detach()
+        return held if ShardedWeight.detaches_plain else self.like(held)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Parts]:
         """The tensors to gather, and their dtypes and the other data of the full weight."""
-        assert self._layer is not None
         # FSDP2 shards as torch.chunk: the last ranks may have fewer rows, or none.
         missing = -(-self._layer.out_features // mesh.size()) - len(self._held)
         rows = F.pad(self._held, (0, 0, 0, missing)) if missing else self._held
@@ -166,7 +161,6 @@ class ShardedWeight(_Wrapper):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The full weight, from the gathered shards of all ranks and this rank's parts."""
-        assert self._layer is not None
         # From the second time on, FSDP2 has gathered into the memory of `out`.
         if isinstance(out, FullWeight):
             assert out.parts.gathered[0].data_ptr() == gathered[0].data_ptr()
@@ -182,6 +176,16 @@ class ShardedWeight(_Wrapper):
         if parts[0].dtype == torch.float32:
             return parts[0], gathered
         return FullWeight(mine._replace(gathered=parts)), gathered
+
+
+@contextmanager
+def plain_shards() -> Iterator[None]:
+    """A context in which `detach` gives plain shards, for an optimizer that compiles its step."""
+    ShardedWeight.detaches_plain = True
+    try:
+        yield
+    finally:
+        ShardedWeight.detaches_plain = False
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -164,7 +164,12 @@ def estimate(setting: Setting) -> Estimate:
     return Estimate(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_bytes(shards, setting.optimizer, setting.momentum),
+        optimizer=optimizer_bytes(
+            shapes,
+            setting.optimizer,
+            setting.momentum,
+            setting.ranks if setting.shares_out else 1,
+        ),
         fp8_weights=0 if setting.shares_out else traced.fp8_weights,
         buffers=_buffers(config, plan),
         gathered=_gathered(setting, shapes) if setting.shares_out else 0,
@@ -307,25 +312,31 @@ def float_bytes(shapes: Shapes) -> int:
     return FLOAT * sum(map(math.prod, shapes.values()))
 
 
-def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 0.9) -> int:
-    """The bytes of an optimizer's state after a step, for parameters of these shapes.
+def optimizer_bytes(
+    shapes: Shapes, optimizer: OptimizerName, momentum: float = 0.9, ranks: int = 1
+) -> int:
+    """The bytes of an optimizer's state after a step, for parameters of these shapes that so many
+    ranks share.
 
     AdamW (fused) has two float32 moments and a step count for each tensor; SGD one float32 buffer,
     or nothing if `momentum` is 0. The others handle the matrices of the blocks and leave the rest
     to AdamW: Muon has one float32 buffer, torchao's AdamW two moments of a byte per value, with
     their scales.
     """
+    shards = sharded(shapes, ranks)
     if optimizer == "sgd":
-        return float_bytes(shapes) if momentum else 0
-    return sum(_state_of(name, shape, optimizer) for name, shape in shapes.items())
+        return float_bytes(shards) if momentum else 0
+    return sum(_state_of(name, shape, shards[name], optimizer) for name, shape in shapes.items())
 
 
-def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
-    count = math.prod(shape)
+def _state_of(
+    name: str, shape: tuple[int, ...], shard: tuple[int, ...], optimizer: OptimizerName
+) -> int:
+    count, whole = math.prod(shard), math.prod(shape)
     inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
-    if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:
+    if inner and optimizer != "adamw" and whole >= SMALLEST and whole % BLOCK == 0:
         table = FLOAT * TABLE if optimizer == "adamw8bit" else 0
         return 2 * (count + FLOAT * count // BLOCK + table) + STEP
     return 2 * FLOAT * count + STEP

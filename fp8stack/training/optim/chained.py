@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Muon, Optimizer
 
+from fp8stack.layers.fsdp import plain_shards
+
 BLOCK = 256  # elements that share a scale in torchao's moments
 
 
@@ -38,7 +40,8 @@ class ChainedOptimizer(Optimizer):
             if found_inf is not None and not by_itself and bool(found_inf):
                 _begin(optimizer)
             else:
-                optimizer.step()
+                with plain_shards():  # torchao's step is compiled, which takes no other shards
+                    optimizer.step()
 
 
 def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:

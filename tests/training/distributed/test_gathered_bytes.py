@@ -32,16 +32,17 @@ OUT_ROWS = sum(o for name, (_, o) in LINEARS.items() if name.startswith("blocks.
 NORMS = 4 * 2 * WIDTH  # bytes, of a block
 
 
-def _model(recipe: str, backend: str, compiled: str | None) -> GPT:
-    plan = plan_for(CONFIG, recipe, Hardware("cpu"), backend)
-    model = GPT(CONFIG, build_backend(plan))
+def model_of(recipe: str, backend: str, compiled: str | None = None, width: int = WIDTH) -> GPT:
+    """A model on the CPU, compiled by a backend of torch.compile if it is given."""
+    config = CONFIG.model_copy(update={"width": width})
+    model = GPT(config, build_backend(plan_for(config, recipe, Hardware("cpu"), backend)))
     model.backend.weights.only_tracked_changes = True
     if compiled:
         model.compile_blocks(compiled)
     return model
 
 
-def _train(
+def train(
     model: GPT, tokens: Tensor, ranks: int, optimizer: Optimizer | None = None
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and weights of steps on the same tokens on each of so many ranks."""
@@ -87,16 +88,16 @@ def _gathered(rank: int, *, recipe: str, backend: str, compiled: str | None) -> 
     tokens = torch.randint(VOCABULARY, (3, 2, 17), generator=torch.Generator().manual_seed(0))
     expected: Any = None
     if rank == 0:
-        alone = _model(recipe, backend, compiled)
+        alone = model_of(recipe, backend, compiled)
         if alone.backend.delayed is not None:
             alone.backend.delayed.sharing.group = None
-        expected = _train(alone, tokens, 2)
-    model = sharded(_model(recipe, backend, compiled))
+        expected = train(alone, tokens, 2)
+    model = sharded(model_of(recipe, backend, compiled))
     counter = _Counter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(counter)
-    losses, weights = _train(model, tokens, 1)
+    losses, weights = train(model, tokens, 1)
     answer: dict[str, Any] = {"sent": counter.sent, "losses": losses}
     if expected is not None:
         pairs = zip(model.named_parameters(), weights, expected[1], strict=True)

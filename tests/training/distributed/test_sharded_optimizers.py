@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8stack.common.errors import UserError
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.distributed.parallelize import full_tensor
 from fp8stack.training.distributed.process_group import join
@@ -18,7 +19,7 @@ from tests.faults.processes import difference, in_ranks, run_ranks
 from tests.faults.rank_rows import Way, go_way
 from tests.faults.twins import SMALL, TEXT
 from tests.support.cases import case
-from tests.training.distributed.test_gathered_bytes import VOCABULARY, _model, _train, sharded
+from tests.training.distributed.test_gathered_bytes import VOCABULARY, model_of, sharded, train
 
 CHAINED = ("muon", "adamw8bit", "adamwfp8")
 
@@ -32,13 +33,13 @@ def _stepped(rank: int, *, name: Any, recipe: str, backend: str) -> dict[str, An
     config = RunConfig(optimizer=name, lr=0.01)
     answers = {}
     for kind in ("alone", "sharded") if rank == 0 else ("sharded",):
-        model = _model(recipe, backend, None)
+        model = model_of(recipe, backend, width=32 if name == "muon" else 128)  # large enough for 8 bits
         if kind == "sharded":
             sharded(model)
         elif model.backend.delayed is not None:
             model.backend.delayed.sharing.group = None
         optimizer = build_optimizer(model, config)
-        losses, weights = _train(model, tokens, 2 if kind == "alone" else 1, optimizer)
+        losses, weights = train(model, tokens, 2 if kind == "alone" else 1, optimizer)
         states = {}
         for path, parameter in model.named_parameters():
             for key, value in plain(optimizer.state[parameter]).items():
@@ -92,6 +93,23 @@ def test_a_sharded_run_resumes_to_the_bit(name, recipe, tmp_path):
             ended = run_ranks([*words, "--out", run], tmp_path, 2, fault, timeout_s=500)
             assert [rank.code for rank in ended] == [code, code], ended
     assert difference(tmp_path / "halves", tmp_path / "whole") == ""
+
+
+def _built(rank: int) -> str:
+    """The message of an optimizer whose moments ranks cannot share."""
+    join("cpu", 60)
+    model = sharded(model_of("fp32", "reference", width=48))
+    try:
+        build_optimizer(model, RunConfig(optimizer="adamw8bit"))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_are_no_whole_blocks_are_refused():
+    for message in in_ranks(_built, 2):
+        assert message.startswith("optimizer adamw8bit with --parallel fsdp: 2 ranks cannot share ")
+        assert "in whole blocks of 256 elements. Choose --parallel ddp" in message
 
 
 @pytest.mark.slow
