@@ -208,10 +208,10 @@ class Backend:
         """Register hooks on `model` for the layers that this backend built."""
 
     def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
-        """Prepare the weights of `module`, which has no tied weight, for sharding by FSDP2; `in_root`
-        if the root gathers them. Weights of linears are gathered in FP8 where a rank can cast its
-        rows as the full weight, or else in the compute dtype if the layer is not in FP8; other
-        parameters in float32."""
+        """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2; `in_root`
+        if the root gathers them. A linear's weight is gathered in FP8 if a rank can cast its rows
+        as the full weight is cast, and in the compute dtype if the layer is not in FP8; everything
+        else in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
         for layer in module.modules():

@@ -15,8 +15,8 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
 """The type of torch.compile's `backend`."""
-# TE 2.20.2: LayerNormLinear, LayerNormMLP and GroupedLinear are no_torch_dynamo; Linear runs eagerly
-# where weights are cached (is_first_microbatch), and autocast raises in delayed scaling.
+# TE 2.20.2: LayerNormLinear, LayerNormMLP and GroupedLinear are no_torch_dynamo; Linear runs
+# eagerly where weights are cached (is_first_microbatch), and autocast raises in delayed scaling.
 TE_COMPILED = "--compile: Transformer Engine's modules stay outside of compiled code"
 
 
@@ -111,12 +111,12 @@ def require_tools(device: str, feature: str, instead: str) -> None:
 
 
 def compiled(
-    function: Function, backend: CompileBackend, mode: str = "default", *, whole: bool = True
+    function: Function, backend: CompileBackend, mode: str = "default", *, fullgraph: bool = True
 ) -> Function:
-    """`function` compiled by torch.compile, for each shape; `whole` as one graph, else around the
-    functions that torch.compile does not trace. Inductor rounds intermediate results like eager
-    code, so that casts to FP8 have the same inputs."""
-    options: dict[str, Any] = {"backend": backend, "fullgraph": whole, "dynamic": False}
+    """`function` compiled by torch.compile, for each shape: as one graph, or without `fullgraph`
+    around the functions that torch.compile does not trace. Inductor rounds intermediate results
+    like eager code, so that casts to FP8 have the same inputs."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": False}
     if backend == "inductor":  # others take no options
         from torch._inductor import list_mode_options
 

@@ -1,8 +1,8 @@
 """Sharded weights that FSDP2 gathers in the bytes that a GEMM multiplies, not in float32.
 
-Each rank casts its shard with the scales of the full weight, so that the gathered bytes equal a cast
-of the full weight: the float32 shards remain the master weights. A layer without FP8 gathers its
-weight in the compute dtype.
+Each rank casts its shard with the scales of the full weight, so that the gathered bytes equal a
+cast of the full weight: the float32 shards remain the master weights. A layer without FP8 gathers
+its weight in the compute dtype.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter's local tensor:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
@@ -24,7 +24,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.numerics.operators import operator
 
 
-class Parts(NamedTuple):
+class WeightTensors(NamedTuple):
     """A weight as it is gathered.
 
     Attributes:
@@ -45,7 +45,7 @@ class GatheredLayer(Protocol):
     in_fp8: bool
     out_features: int
 
-    def cast_shard(self, rows: Tensor) -> Parts:
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
         """Cast a shard of the weight, float32 [rows, in]. float32 `gathered` stands for itself."""
 
 
@@ -55,8 +55,8 @@ class _Wrapper(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor | Parts, *args: Any) -> _Wrapper:
-        like = held.gathered[0] if isinstance(held, Parts) else held
+    def __new__(cls, held: Tensor | WeightTensors, *args: Any) -> _Wrapper:
+        like = held.gathered[0] if isinstance(held, WeightTensors) else held
         wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
@@ -91,13 +91,15 @@ class _Wrapper(Tensor):
         if func is _aten.detach.default or func is _aten.alias.default:
             return first.same()
         if isinstance(first, FullWeight):
-            if func is _parts_op:
-                return [part.detach() for part in (*first.parts.gathered, *first.parts.shared)]
+            if func is _tensors_op:
+                return [
+                    tensor.detach() for tensor in (*first.tensors.gathered, *first.tensors.shared)
+                ]
             if func is _aten.as_strided.default:
                 assert tuple(args[1]) == first.shape, "FSDP2 takes no other view of it"
                 return first.same()
-            values = first.parts.gathered[0]
-            is_cast = func is _aten._to_copy.default and first.parts.quantizer is None
+            values = first.tensors.gathered[0]
+            is_cast = func is _aten._to_copy.default and first.tensors.quantizer is None
             if is_cast and dict(kwargs or {}) == {"dtype": values.dtype}:
                 # No copy: FSDP2 frees the memory after the forward pass, and gathers it again.
                 return values.detach()
@@ -142,40 +144,43 @@ class ShardedWeight(_Wrapper):
         held = self._held.detach()
         return held if ShardedWeight.detaches_plain else self.like(held)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Parts]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], WeightTensors]:
         """The tensors to gather, and their dtypes and the other data of the full weight."""
         # FSDP2 shards as torch.chunk: the last ranks may have fewer rows, or none.
         missing = -(-self._layer.out_features // mesh.size()) - len(self._held)
         rows = F.pad(self._held, (0, 0, 0, missing)) if missing else self._held
-        parts = self._layer.cast_shard(rows)
+        tensors = self._layer.cast_shard(rows)
         # As bytes, because not every operation knows the dtypes of 8 bits.
-        sent = [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts.gathered]
-        return tuple(sent), parts
+        sent = [
+            tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            for tensor in tensors.gathered
+        ]
+        return tuple(sent), tensors
 
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor, ...],
-        mine: Parts,
+        mine: WeightTensors,
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The full weight, from the gathered shards of all ranks and this rank's parts."""
+        """The full weight, from the gathered shards of all ranks and this rank's tensors."""
         # From the second time on, FSDP2 has gathered into the memory of `out`.
         if isinstance(out, FullWeight):
-            assert out.parts.gathered[0].data_ptr() == gathered[0].data_ptr()
-            out.set_parts(out.parts._replace(shared=mine.shared))
+            assert out.tensors.gathered[0].data_ptr() == gathered[0].data_ptr()
+            out.set_tensors(out.tensors._replace(shared=mine.shared))
         if out is not None:
             return None
         rows, full = len(mine.gathered[0]), self._layer.out_features
         # Without the rows that fill up the last shards. A block may have several rows.
-        parts = [
-            part.view(own.dtype)[: -(-full * len(own) // rows)]
-            for part, own in zip(gathered, mine.gathered, strict=True)
+        tensors = [
+            tensor.view(shard.dtype)[: -(-full * len(shard) // rows)]
+            for tensor, shard in zip(gathered, mine.gathered, strict=True)
         ]
-        if parts[0].dtype == torch.float32:
-            return parts[0], gathered
-        return FullWeight(mine._replace(gathered=parts)), gathered
+        if tensors[0].dtype == torch.float32:
+            return tensors[0], gathered
+        return FullWeight(mine._replace(gathered=tensors)), gathered
 
 
 @contextmanager
@@ -206,25 +211,25 @@ def first_row(tensor: Tensor) -> int:
 
 
 class FullWeight(_Wrapper):
-    """A gathered weight, float32 [out, in] to autograd; `parts` hold it."""
+    """A gathered weight, float32 [out, in] to autograd; `tensors` hold it."""
 
-    parts: Parts
+    tensors: WeightTensors
 
-    def __init__(self, parts: Parts) -> None:
-        self.set_parts(parts)
+    def __init__(self, tensors: WeightTensors) -> None:
+        self.set_tensors(tensors)
 
-    def set_parts(self, parts: Parts) -> None:
-        """Set `parts`, also as the attributes that torch.compile reads."""
-        self.parts = parts
-        for name, part in zip(self._names(), (*parts.gathered, *parts.shared), strict=True):
-            setattr(self, name, part)
+    def set_tensors(self, tensors: WeightTensors) -> None:
+        """Set `tensors`, also as the attributes that torch.compile reads."""
+        self.tensors = tensors
+        for name, tensor in zip(self._names(), (*tensors.gathered, *tensors.shared), strict=True):
+            setattr(self, name, tensor)
 
     def _names(self) -> list[str]:
-        return [f"part{n}" for n in range(len(self.parts.gathered) + len(self.parts.shared))]
+        return [f"tensor{n}" for n in range(len(self.tensors.gathered) + len(self.tensors.shared))]
 
     def plain(self) -> Tensor:
         """The weight's values, float32."""
-        (data, *_), shared, quantizer = self.parts
+        (data, *_), shared, quantizer = self.tensors
         if quantizer is None:
             return data.float()
         assert quantizer.per_tensor, "only GEMMs take a weight in blocks"
@@ -232,31 +237,31 @@ class FullWeight(_Wrapper):
 
     def same(self) -> Tensor:
         """This weight, detached."""
-        return FullWeight(self.parts)
+        return FullWeight(self.tensors)
 
     # torch.compile takes the inner tensors in the place of the weight. It reuses code for weights
     # with equal contexts.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, Quantizer | None]]:
-        return self._names(), (len(self.parts.gathered), self.parts.quantizer)
+        return self._names(), (len(self.tensors.gathered), self.tensors.quantizer)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], context: tuple[int, Quantizer | None], *_: Any
     ) -> FullWeight:
         (count, quantizer), tensors = context, list(inner.values())
-        return FullWeight(Parts(tensors[:count], tensors[count:], quantizer))
+        return FullWeight(WeightTensors(tensors[:count], tensors[count:], quantizer))
 
 
-def _no_parts(weight: Tensor) -> list[Tensor]:
-    raise NotImplementedError("Only a gathered weight has parts.")
+def _no_tensors(weight: Tensor) -> list[Tensor]:
+    raise NotImplementedError("Only a gathered weight has tensors.")
 
 
 # An operator, since torch.compile does not trace attributes of tensors in autograd functions.
-_parts_op = operator("weight_parts(Tensor weight) -> Tensor[]", _no_parts, _no_parts)
+_tensors_op = operator("weight_tensors(Tensor weight) -> Tensor[]", _no_tensors, _no_tensors)
 
 
-def parts_of(weight: Tensor) -> list[Tensor]:
+def tensors_of(weight: Tensor) -> list[Tensor]:
     """The `gathered` and `shared` tensors of a `FullWeight`, in this order."""
-    parts: list[Tensor] = _parts_op(weight)
-    return parts
+    tensors: list[Tensor] = _tensors_op(weight)
+    return tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
-from fp8stack.layers.fsdp import Parts
+from fp8stack.layers.fsdp import WeightTensors
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
 from fp8stack.layers.kernels.variants import transpose_bytes
@@ -88,9 +88,9 @@ def _column_amaxes(rows: Tensor) -> Tensor:
     return magnitude(rows).amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
 
 
-def cast_per_tensor(operand: ScaledOperand, rows: Tensor) -> Parts:
+def cast_per_tensor(operand: ScaledOperand, rows: Tensor) -> WeightTensors:
     """Cast a shard, float32 [rows, in], with the scale of the full weight: from the amax history,
-    or in current scaling from `share_amaxes`. The parts are float8 [rows, in] and the scale."""
+    or in current scaling from `share_amaxes`. The tensors are float8 [rows, in] and the scale."""
     slot = operand.slot
     scale = operand.shared if slot is None else slot.scale()
     record = slot is not None and slot.is_recording
@@ -99,15 +99,15 @@ def cast_per_tensor(operand: ScaledOperand, rows: Tensor) -> Parts:
     )
     if slot is not None and amax is not None:
         slot.record(amax)  # of this shard: updates take the maximum over ranks
-    return Parts([data], [scale], operand.quantizer)
+    return WeightTensors([data], [scale], operand.quantizer)
 
 
 def cast_in_blocks(
     rows: Tensor, quantizer: Quantizer, kind: ScaleLayout, column_amaxes: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Cast a shard, float32 [rows, in], with scales per row or block. Returns `Parts.gathered`: the
-    row copy and its scales and, except in squares, the column copy, not transposed, and its scales;
-    in scales per row they are in `Parts.shared`."""
+    """Cast a shard, float32 [rows, in], with scales per row or block. Returns `gathered` and
+    `shared` of its `WeightTensors`: the row copy and its scales and, except in squares, the column
+    copy, not transposed, and its scales. These are shared if they are scales per row."""
     data, scales = numerics.quantize(rows, quantizer)[:2]
     if kind is ScaleLayout.SQUARES:
         return [data, scales], []
@@ -120,18 +120,18 @@ def cast_in_blocks(
     return [data, scales, across, scales_across], []
 
 
-def copies_of_parts(
-    parts: list[Tensor], operand: ScaledOperand, with_columns: bool
+def copies_of_gathered(
+    tensors: list[Tensor], operand: ScaledOperand, with_columns: bool
 ) -> tuple[Scaled, Scaled | None]:
-    """The row copy and, if needed, the column copy of a weight, from its gathered parts."""
-    kind, across = operand.kind, parts[2:]
+    """The row copy and, if needed, the column copy of a weight, from its gathered tensors."""
+    kind, across = operand.kind, tensors[2:]
     if kind is ScaleLayout.PER_TENSOR:
-        data, scale = parts
+        data, scale = tensors
         return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
-    rows = Scaled(parts[0], pack_scales(parts[1], kind), kind)
+    rows = Scaled(tensors[0], pack_scales(tensors[1], kind), kind)
     if not with_columns:
         return rows, None
-    data, scales = across or parts
+    data, scales = across or tensors
     turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
     scales = scales.view(-1, 1) if kind is ScaleLayout.PER_ROW else scales.t()
     return rows, Scaled(turned, pack_scales(scales, kind), kind)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Operand
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.fsdp import FullWeight, Parts, parts_of
+from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
 
@@ -139,9 +139,9 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
     def multiply(self, x: Tensor) -> Tensor:
         """Apply the linear in FP8: [rows, in] -> [rows, out], both in the compute dtype."""
 
-    def cast_shard(self, rows: Tensor) -> Parts:
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
         """See `GatheredLayer.cast_shard`."""
-        return Parts([rows.to(self.compute_dtype)], [])
+        return WeightTensors([rows.to(self.compute_dtype)], [])
 
     def multiply_plain(self, x: Tensor) -> Tensor:
         """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
@@ -278,13 +278,13 @@ class GemmBackend(Protocol):
         """a b^T + bias: [M, K], [N, K], [N] -> [M, N] in `out_dtype`. `fast_accumulation` allows
         hardware to accumulate in fewer bits."""
 
-    def cast_shard(self, layer: Any, rows: Tensor) -> Parts:
+    def cast_shard(self, layer: Any, rows: Tensor) -> WeightTensors:
         """See `GatheredLayer.cast_shard`; for weights that `prepare_sharding` prepared."""
 
     def gathered_copies(
-        self, parts: list[Tensor], quantizers: Any, with_columns: bool
+        self, tensors: list[Tensor], quantizers: Any, with_columns: bool
     ) -> tuple[Any, Any | None]:
-        """The row copy and, if needed, the column copy of a weight, from its `parts_of`."""
+        """The row copy and, if needed, the column copy of a weight, from its `tensors_of`."""
 
 
 Saved = tuple[Tensor | None, ...]
@@ -310,7 +310,7 @@ class ForwardPass(NamedTuple):
         layer: the linear.
         call: the call.
         forms: the class and the layout of the column copies of x and w, None for a missing copy.
-        gathers: whether the parts of a gathered weight were saved instead of its column copy.
+        gathers: whether the tensors of a gathered weight were saved instead of its column copy.
         weight_dtype: the dtype of the weight's gradient.
     """
 
@@ -339,7 +339,7 @@ def multiply_forward(
         y, the tensors to save for the backward pass, and its other data.
     """
     backend, (needs_dx, needs_dw) = layer.backend, needs
-    gathered = parts_of(weight) if isinstance(weight, FullWeight) else None
+    gathered = tensors_of(weight) if isinstance(weight, FullWeight) else None
     quantizers = layer.quantizers
     x_rows, x_columns = backend.cast(x, quantizers["input"], needs_dw, call)
     if gathered is not None:
@@ -378,8 +378,8 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     if w_form is not None:
         w_columns = _restored(w_form, saved[size:])
     elif forward_pass.gathers:
-        parts = list(saved[size:])
-        w_columns = backend.gathered_copies(parts, quantizers["weight"], True)[1]
+        tensors = list(saved[size:])
+        w_columns = backend.gathered_copies(tensors, quantizers["weight"], True)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
     if x_form is not None:
@@ -452,12 +452,12 @@ class QuantizedLinear(LowPrecisionLinear):
         self.quantizers = dict(quantizers)
         self.row_multiple = row_multiple
 
-    def cast_shard(self, rows: Tensor) -> Parts:
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
         """See `GatheredLayer.cast_shard`."""
         if not self.in_fp8:
             return super().cast_shard(rows)
-        parts: Parts = self.backend.cast_shard(self, rows)
-        return parts
+        tensors: WeightTensors = self.backend.cast_shard(self, rows)
+        return tensors
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`."""

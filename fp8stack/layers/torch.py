@@ -22,11 +22,11 @@ from fp8stack.common.formats import OPERANDS, Quantizer
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
 from fp8stack.layers.emulate import EmulateBackend, Emulated, in_bf16
-from fp8stack.layers.fsdp import Parts, ShardedWeight
+from fp8stack.layers.fsdp import ShardedWeight, WeightTensors
 from fp8stack.layers.gathered_weights import (
     cast_in_blocks,
     cast_per_tensor,
-    copies_of_parts,
+    copies_of_gathered,
     is_gathered_in_fp8,
     share_amaxes,
 )
@@ -445,20 +445,20 @@ class TorchBackend(Backend):
         shards = [layer.weight.to_local().plain() for layer in self._sharded_layers]  # type: ignore[attr-defined]
         share_amaxes([layer.quantizers["weight"] for layer in self._sharded_layers], shards)
 
-    def cast_shard(self, layer: QuantizedLinear, rows: Tensor) -> Parts:
+    def cast_shard(self, layer: QuantizedLinear, rows: Tensor) -> WeightTensors:
         """See `GemmBackend.cast_shard`."""
         operand = layer.quantizers["weight"]
         if operand.kind is ScaleLayout.PER_TENSOR:
             return cast_per_tensor(operand, rows)
         cast = self._compiled(cast_in_blocks, rows, operand)
         gathered, shared = cast(rows, operand.quantizer, operand.kind, operand.shared)
-        return Parts(gathered, shared, operand.quantizer)
+        return WeightTensors(gathered, shared, operand.quantizer)
 
     def gathered_copies(
-        self, parts: list[Tensor], quantizers: ScaledOperand, with_columns: bool
+        self, tensors: list[Tensor], quantizers: ScaledOperand, with_columns: bool
     ) -> Copies:
         """See `GemmBackend.gathered_copies`."""
-        return copies_of_parts(parts, quantizers, with_columns)
+        return copies_of_gathered(tensors, quantizers, with_columns)
 
     def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:

@@ -113,11 +113,11 @@ class Compilable(nn.Module):
     """A module whose forward pass can be compiled; copies of it are not compiled."""
 
     def compile_forward(
-        self, backend: CompileBackend, mode: str = "default", *, whole: bool = True
+        self, backend: CompileBackend, mode: str = "default", *, fullgraph: bool = True
     ) -> None:
         """Compile `forward` alone, see `compiled`: hooks on the module, such as FSDP2's, stay
         outside."""
-        self.forward = compiled(self.forward, backend, mode, whole=whole)
+        self.forward = compiled(self.forward, backend, mode, fullgraph=fullgraph)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "forward"}
@@ -361,7 +361,7 @@ class GPT(nn.Module):
         allow_many_compilations()
         for module in self.modules():
             if isinstance(module, Compilable):
-                module.compile_forward(backend, mode, whole=self.backend.compiles_whole)
+                module.compile_forward(backend, mode, fullgraph=self.backend.compiles_whole)
         self.backend.compile_casts(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -332,11 +332,11 @@ def optimizer_bytes(
 def _state_of(
     name: str, shape: tuple[int, ...], shard: tuple[int, ...], optimizer: OptimizerName
 ) -> int:
-    count, whole = math.prod(shard), math.prod(shape)
+    count, full_count = math.prod(shard), math.prod(shape)
     inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
-    if inner and optimizer != "adamw" and whole >= SMALLEST and whole % BLOCK == 0:
+    if inner and optimizer != "adamw" and full_count >= SMALLEST and full_count % BLOCK == 0:
         table = FLOAT * TABLE if optimizer == "adamw8bit" else 0
         return 2 * (count + FLOAT * count // BLOCK + table) + STEP
     return 2 * FLOAT * count + STEP

@@ -11,8 +11,7 @@ from torch import nn
 
 from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
-from fp8stack.layers.fsdp import FullWeight, Parts, ShardedWeight, parts_of
-
+from fp8stack.layers.fsdp import FullWeight, ShardedWeight, WeightTensors, tensors_of
 
 FP8 = torch.float8_e4m3fn
 QUANTIZER = Quantizer(format="e4m3")
@@ -27,10 +26,12 @@ class Layer:
         self.scale = torch.tensor(scale)
         self.out_features = out_features
 
-    def cast_shard(self, rows: torch.Tensor) -> Parts:
+    def cast_shard(self, rows: torch.Tensor) -> WeightTensors:
         if not self.in_fp8:
-            return Parts([rows.bfloat16()], [])
-        return Parts([numerics.cast_to_fp8(rows, self.scale, "e4m3")], [self.scale], QUANTIZER)
+            return WeightTensors([rows.bfloat16()], [])
+        return WeightTensors(
+            [numerics.cast_to_fp8(rows, self.scale, "e4m3")], [self.scale], QUANTIZER
+        )
 
 
 class Mesh:
@@ -80,7 +81,7 @@ def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
     weight = weight[:rows]
     full = gathered(shards_of(weight, ranks))
     expected = numerics.cast_to_fp8(weight, torch.tensor(3.5), "e4m3")
-    data, scale = parts_of(full)
+    data, scale = tensors_of(full)
     assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
     assert (full.shape, full.dtype, scale.item()) == (weight.shape, torch.float32, 3.5)
 
@@ -97,21 +98,21 @@ def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
     layer: Any = sharded._layer
     layer.in_fp8 = False
     full = gathered([sharded])
-    assert torch.equal(parts_of(full)[0], weight.bfloat16())
+    assert torch.equal(tensors_of(full)[0], weight.bfloat16())
     cast = full.to(torch.bfloat16)
     assert type(cast) is torch.Tensor
     assert torch.equal(cast, weight.bfloat16())
-    assert cast.data_ptr() == parts_of(full)[0].data_ptr()  # memory that FSDP2 frees
+    assert cast.data_ptr() == tensors_of(full)[0].data_ptr()  # memory that FSDP2 frees
     assert torch.equal(full + 0.0, weight.bfloat16().float())
 
 
 def test_rows_that_no_cast_changes_are_gathered_as_they_are(weight: torch.Tensor) -> None:
     layer = Layer(1.0)
-    layer.cast_shard = lambda rows: Parts([rows], [])  # type: ignore[method-assign]
+    layer.cast_shard = lambda rows: WeightTensors([rows], [])  # type: ignore[method-assign]
     sharded = ShardedWeight(weight, layer)
-    (data,), parts = sharded.fsdp_pre_all_gather(Mesh(1))
+    (data,), tensors = sharded.fsdp_pre_all_gather(Mesh(1))
     assert torch.equal(data, weight)
-    outputs = sharded.fsdp_post_all_gather((data,), parts, torch.float32)
+    outputs = sharded.fsdp_post_all_gather((data,), tensors, torch.float32)
     assert outputs is not None
     assert type(outputs[0]) is torch.Tensor
 
@@ -137,7 +138,7 @@ def test_parts_of_the_rows_are_views_of_them(sharded: ShardedWeight) -> None:
 
 def test_a_whole_weight_stands_for_what_its_bytes_do(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
-    back = parts_of(full)[0].float() / 3.5
+    back = tensors_of(full)[0].float() / 3.5
     assert torch.equal(full + 0.0, back)
     assert torch.equal(copy.copy(full).plain(), back)
 
@@ -146,16 +147,16 @@ def test_a_second_gathering_brings_its_own_scale(sharded: ShardedWeight) -> None
     full = gathered([sharded])
     layer: Any = sharded._layer
     layer.scale = torch.tensor(2.0)
-    (data,), parts = sharded.fsdp_pre_all_gather(Mesh(1))
-    memory = full.parts.gathered[0].view(torch.uint8)
+    (data,), tensors = sharded.fsdp_pre_all_gather(Mesh(1))
+    memory = full.tensors.gathered[0].view(torch.uint8)
     memory.copy_(data)  # FSDP2 gathers into the same memory
-    assert sharded.fsdp_post_all_gather((memory,), parts, torch.float32, out=full) is None
-    assert parts_of(full)[1].item() == 2.0
+    assert sharded.fsdp_post_all_gather((memory,), tensors, torch.float32, out=full) is None
+    assert tensors_of(full)[1].item() == 2.0
     names, _ = full.__tensor_flatten__()
     assert getattr(full, names[1]).item() == 2.0
 
 
-def test_compiled_code_takes_the_parts_of_a_weight(weight: torch.Tensor) -> None:
+def test_compiled_code_takes_the_tensors_of_a_weight(weight: torch.Tensor) -> None:
     parameters = [nn.Parameter(gathered(shards_of(weight, 2))) for _ in range(2)]
     compiled: list[Any] = []
 
@@ -164,7 +165,7 @@ def test_compiled_code_takes_the_parts_of_a_weight(weight: torch.Tensor) -> None
         return graph.forward
 
     def values(weight: torch.Tensor) -> torch.Tensor:
-        data, scale = parts_of(weight)
+        data, scale = tensors_of(weight)
         return data.float() / scale
 
     function: Any = torch.compile(values, backend=count, fullgraph=True)

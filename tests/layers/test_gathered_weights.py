@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers import build_backend, gathered_weights
-from fp8stack.layers.fsdp import ShardedWeight, parts_of
+from fp8stack.layers.fsdp import ShardedWeight, tensors_of
 from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8, share_amaxes
 from fp8stack.layers.linear import Call
 from fp8stack.layers.scaled_operands import ScaledOperand
@@ -19,13 +19,13 @@ from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.layers.test_fsdp import Mesh
 
 CALL = Call(record=False, rows=0, has_bias=False)
-B200 = Hardware("cuda", (10, 0), cuda_version=(13, 0), torch_version="2.15.0")
+SOFTWARE: Any = {"cuda_version": (13, 0), "torch_version": "2.15.0"}
 IN, OUT = 256, 512
 
 
 def layer_of(recipe: str, rows: int = OUT) -> tuple[TorchBackend, Any]:
     """A backend and its layer, planned for a GPU and built on the CPU."""
-    gpu = Hardware("cuda", (9, 0), cuda_version=(13, 0), torch_version="2.15.0") if recipe == "block" else B200
+    gpu = Hardware("cuda", (9, 0) if recipe == "block" else (10, 0), **SOFTWARE)
     plan = resolve(load_recipe(recipe), gpu, "torch").for_layers({"layer": (IN, rows)})
     backend = build_backend(plan)
     assert isinstance(backend, TorchBackend)
@@ -36,7 +36,7 @@ def layer_of(recipe: str, rows: int = OUT) -> tuple[TorchBackend, Any]:
 
 
 def gathered(layer: Any, weight: Tensor, ranks: int) -> list[Tensor]:
-    """The parts of the weight that `ranks` ranks gather."""
+    """The tensors of the weight that `ranks` ranks gather."""
     operand, shards = layer.quantizers["weight"], torch.chunk(weight, ranks)
     operands = [operand]
     largest: list[Tensor] = []
@@ -48,12 +48,12 @@ def gathered(layer: Any, weight: Tensor, ranks: int) -> list[Tensor]:
         with patch.object(gathered_weights.dist, "all_reduce", lambda x, op: x.copy_(reduced)):
             share_amaxes(operands, [shards[0]])
     sent = [ShardedWeight(shard, layer).fsdp_pre_all_gather(Mesh(ranks)) for shard in shards]
-    together = tuple(torch.cat(parts) for parts in zip(*(parts for parts, _ in sent), strict=True))
-    full = ShardedWeight(shards[0], layer).fsdp_post_all_gather(
-        together, sent[0][1], torch.float32
+    together = tuple(
+        torch.cat(tensors) for tensors in zip(*(tensors for tensors, _ in sent), strict=True)
     )
+    full = ShardedWeight(shards[0], layer).fsdp_post_all_gather(together, sent[0][1], torch.float32)
     assert full is not None
-    return parts_of(full[0])
+    return tensors_of(full[0])
 
 
 def bytes_of(copy: Any) -> list[Tensor]:
@@ -69,11 +69,11 @@ def test_shards_give_the_bytes_and_scales_of_the_full_weight(recipe, ranks):
     weight[7, 5], weight[300, 9] = torch.nan, 3e4
     operand = layer.quantizers["weight"]
     assert is_gathered_in_fp8(operand, OUT, ranks)
-    parts = gathered(layer, weight, ranks)
+    tensors = gathered(layer, weight, ranks)
     expected = backend.copies(weight, operand, True, CALL)
-    alone = backend.gathered_copies(parts, operand, False)
+    alone = backend.gathered_copies(tensors, operand, False)
     assert alone[1] is None
-    for copy, full in zip(backend.gathered_copies(parts, operand, True), expected, strict=True):
+    for copy, full in zip(backend.gathered_copies(tensors, operand, True), expected, strict=True):
         assert copy is not None
         assert full is not None
         assert copy[2] == full[2]
@@ -91,7 +91,7 @@ def test_a_weight_is_gathered_in_one_byte_per_element_or_two(recipe, per_element
     weight = layer.weight.detach()
     gathered(layer, weight, 2)  # shares amaxes
     sent, _ = ShardedWeight(weight, layer).fsdp_pre_all_gather(Mesh(1))
-    total = sum(part.nbytes for part in sent)
+    total = sum(tensor.nbytes for tensor in sent)
     assert total == gathered_bytes(layer.quantizers["weight"], OUT, IN)
     assert per_element * IN * OUT <= total <= 1.04 * per_element * IN * OUT
 

@@ -77,8 +77,8 @@ def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state as plain tensors or DTensors of plain tensors, without copies: a quantized
-    tensor of torchao becomes `exp_avg.codes`, `exp_avg.scale` and so on."""
+    """A parameter's state as plain tensors or DTensors of plain tensors, without copies: a
+    quantized tensor of torchao becomes `exp_avg.codes`, `exp_avg.scale` and so on."""
     tensors = {}
     for key, value in state.items():
         local = value.to_local() if isinstance(value, DTensor) else value

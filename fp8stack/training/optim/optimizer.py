@@ -25,8 +25,8 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
     name, instead = config.optimizer, "choose --set optimizer=adamw"
     if name == "sgd" and ranks > 1 and config.parallel == "fsdp":
         raise UserError(
-            "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD takes no sharded "
-            "parameters. Choose --parallel ddp, or another optimizer."
+            "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD takes no "
+            "sharded parameters. Choose --parallel ddp, or another optimizer."
         )
     if name in ("adamw", "sgd", "muon"):
         return
@@ -86,6 +86,10 @@ def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
     return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
 
 
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters and their names."""
+
+
 def _require_whole_blocks(named: Named, optimizer: str) -> None:
     """Raise a UserError if the shards of a parameter are no whole blocks: one rank has others."""
     for name, parameter in named:
@@ -96,10 +100,6 @@ def _require_whole_blocks(named: Named, optimizer: str) -> None:
                 f"'{name}', {tuple(parameter.shape)}, in whole blocks of {BLOCK} elements. Choose "
                 "--parallel ddp, another number of ranks, or --set optimizer=adamw."
             )
-
-
-Named = Sequence[tuple[str, Tensor]]
-"""Parameters and their names."""
 
 
 def _groups(parameters: Named, config: RunConfig) -> list[dict[str, Any]]:

@@ -18,11 +18,11 @@ from fp8stack.layers.fsdp import local_shard
 class ShardedMuon(Muon):
     """torch's Muon with the same results, for DTensors that are sharded by rows over one mesh.
 
-    Each matrix has an owner among the ranks. The other ranks send it their rows of the momentum, in
-    bfloat16, to which Muon rounds it; it orthogonalizes the full matrix and sends the rows back. The
-    ranks own matrices in turn, so that each orthogonalizes its share of them. (By DTensors, torch's
-    Muon would gather every operand of every GEMM. The private functions are those of torch 2.10 to
-    2.13; delete this class when torch's Muon distributes matrices.)
+    Each matrix has an owner among the ranks. The other ranks send the owner their rows of the
+    momentum, in bfloat16, to which Muon rounds it; the owner orthogonalizes the full matrix and
+    sends the rows back. The ranks own matrices in turn, so that each orthogonalizes its share.
+    (With DTensors, torch's Muon would gather the operands of every GEMM. The private functions are
+    torch 2.13's; delete this class when torch's Muon distributes matrices.)
     """
 
     @torch.no_grad()

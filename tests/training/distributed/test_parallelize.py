@@ -121,13 +121,13 @@ def test_a_bucket_is_one_message_and_two_ranks_sum_the_same_bits(compressed):
     of_ranks = in_ranks(partial(_buckets, compressed=compressed), 2)
     for answer in of_ranks:
         assert [answer[hook][:2] for hook in ("False", "True")] == [(0, 1), (0, 6)]
-        for bucket, single, *parts in zip(
+        for bucket, single, *mine in zip(
             answer["False"][2], answer["True"][2], *(of["alone"] for of in of_ranks), strict=True
         ):
             assert np.array_equal(bucket, single)
             if compressed:
-                parts = [part.astype(ml_dtypes.bfloat16).astype(np.float32) for part in parts]
-            expected = parts[0] + parts[1]
+                mine = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in mine]
+            expected = mine[0] + mine[1]
             if compressed:
                 expected = expected.astype(ml_dtypes.bfloat16).astype(np.float32)
             assert np.array_equal(bucket, expected)

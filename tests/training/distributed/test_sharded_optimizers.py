@@ -33,7 +33,8 @@ def _stepped(rank: int, *, name: Any, recipe: str, backend: str) -> dict[str, An
     config = RunConfig(optimizer=name, lr=0.01)
     answers = {}
     for kind in ("alone", "sharded") if rank == 0 else ("sharded",):
-        model = model_of(recipe, backend, width=32 if name == "muon" else 128)  # large enough for 8 bits
+        width = 32 if name == "muon" else 128  # large enough for whole blocks in 8 bits
+        model = model_of(recipe, backend, width=width)
         if kind == "sharded":
             sharded(model)
         elif model.backend.delayed is not None:
