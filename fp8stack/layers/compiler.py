@@ -47,15 +47,16 @@ def is_compiled(
         no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
     if requested and no_bf16:
         raise _refusal(no_bf16, "choose residual = 'fp32'")
+    around_te = (
+        "training is compiled (torch.compile) around Transformer Engine's modules; --backend torch "
+        "compiles linears as well"
+    )
     if requested is not None or hardware.device != "cuda":
-        return bool(requested), ""
+        return bool(requested), around_te if requested and plan.backend == "te" else ""
     if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
     if plan.backend == "te":
-        return True, (
-            "training is compiled (torch.compile) around Transformer Engine's modules; --backend "
-            "torch compiles linears as well, and --no-compile turns compilation off"
-        )
+        return True, f"{around_te}, and --no-compile turns compilation off"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 

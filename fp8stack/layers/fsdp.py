@@ -52,7 +52,7 @@ class GatheredLayer(Protocol):
 class _Wrapper(Tensor):
     """A float32 tensor subclass that wraps another tensor. Operators take `plain()` instead."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor | WeightTensors, *args: Any) -> _Wrapper:

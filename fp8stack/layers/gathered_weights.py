@@ -76,7 +76,7 @@ def share_amaxes(operands: Sequence[ScaledOperand], shards: Sequence[Tensor]) ->
         largest = torch.cat(mine)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     sizes = [len(amaxes) for amaxes in mine]
-    for (operand, _), amaxes in zip(shared, largest.split(sizes), strict=True):
+    for (operand, _), amaxes in zip(shared, torch.split(largest, sizes), strict=True):
         if operand.kind is ScaleLayout.PER_ROW:
             operand.shared = amaxes
         else:

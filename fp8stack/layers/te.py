@@ -337,7 +337,8 @@ class TEBackend(Backend):
         """See `Backend.norm_linear`; by TE's LayerNormLinear if possible."""
         if not _is_fp8(linear) or not self._fuses(x, norm):
             return super().norm_linear(x, norm, linear)
-        return self._norm_linear(x, norm, linear)
+        y: Tensor = self._norm_linear(x, norm, linear)
+        return y
 
     @_eager  # type: ignore[untyped-decorator]
     def _norm_linear(self, x: Tensor, norm: nn.Module, linear: TELinear) -> Tensor:
@@ -353,7 +354,8 @@ class TEBackend(Backend):
         activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
         if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
-        return self._norm_mlp(x, norm, mlp, activation)
+        y: Tensor = self._norm_mlp(x, norm, mlp, activation)
+        return y
 
     @_eager  # type: ignore[untyped-decorator]
     def _norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any, activation: str) -> Tensor:

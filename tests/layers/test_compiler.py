@@ -259,7 +259,8 @@ NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: 
         (H200, "delayed", "none", False, False, ""),
         (H200, "delayed", "none", True, True, ""),
         (H200, "delayed", "selective", None, False, "not compiled: activation_checkpointing"),
-        (H200_WITH_TE, "delayed", "none", None, False, "not compiled: Transformer Engine"),
+        (H200_WITH_TE, "delayed", "none", None, True, "around Transformer Engine's modules"),
+        (H200_WITH_TE, "delayed", "selective", None, False, "not compiled: activation"),
         (H200_WITH_TE, "bf16", "none", None, True, "--no-compile turns that off"),
         (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
         (CPU, "delayed", "none", None, False, ""),
@@ -280,7 +281,7 @@ def test_a_gpu_compiles_by_default_what_can_be_compiled(
 
 
 @pytest.mark.parametrize(
-    ("hardware", "recompute"), [(H200_WITH_TE, "none"), (H200, "selective"), (H200, "none")]
+    ("hardware", "recompute"), [(H200_WITH_TE, "selective"), (H200, "selective"), (H200, "none")]
 )
 def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
     hardware, recompute, monkeypatch

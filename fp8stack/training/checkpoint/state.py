@@ -44,7 +44,7 @@ def capture(
 
 def first_rows(model: GPT) -> dict[str, int]:
     """The index of the first row that `capture` returns, for each sharded tensor."""
-    rows = {}
+    rows: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue

@@ -26,7 +26,7 @@ class ShardedMuon(Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Take a step. A closure is not supported."""
         assert closure is None
         for group in self.param_groups:
@@ -57,7 +57,7 @@ class ShardedMuon(Muon):
             update = _zeropower_via_newtonschulz(full, *coefficients)
             rows = len(gathered[0])
             filled = F.pad(update, (0, 0, 0, mesh.size() * rows - len(update)))
-            shards = [*filled.contiguous().split(rows)]
+            shards = [*torch.split(filled.contiguous(), rows)]
         works = [
             dist.scatter(
                 momentum,

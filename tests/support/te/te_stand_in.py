@@ -487,7 +487,7 @@ class GroupedLinear(Module):
             for name, shape in _plain_shapes(arguments):
                 yield f"{name}{number}", shape
 
-    @_no_torch_dynamo  # type: ignore[untyped-decorator]
+    @_no_torch_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
         self.splits = arguments["m_splits"]
