@@ -6,10 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.common.formats import Quantizer
-from fp8stack.layers import build_backend, gathered_weights
+from fp8stack.layers import build_backend
 from fp8stack.layers.fsdp import ShardedWeight, tensors_of
 from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8, share_amaxes
 from fp8stack.layers.linear import Call
@@ -41,11 +42,11 @@ def gathered(layer: Any, weight: Tensor, ranks: int) -> list[Tensor]:
     operands = [operand]
     largest: list[Tensor] = []
     for shard in shards:  # the all-reduce of each rank
-        with patch.object(gathered_weights.dist, "all_reduce", lambda x, op: largest.append(x)):
+        with patch.object(dist, "all_reduce", lambda x, op: largest.append(x)):
             share_amaxes(operands, [shard])
     if largest:
         reduced = torch.stack(largest).amax(0)
-        with patch.object(gathered_weights.dist, "all_reduce", lambda x, op: x.copy_(reduced)):
+        with patch.object(dist, "all_reduce", lambda x, op: x.copy_(reduced)):
             share_amaxes(operands, [shards[0]])
     sent = [ShardedWeight(shard, layer).fsdp_pre_all_gather(Mesh(ranks)) for shard in shards]
     together = tuple(

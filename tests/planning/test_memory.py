@@ -370,7 +370,7 @@ def test_fsdp_gathers_weights_in_fp8_where_the_bytes_are_those_of_the_full_weigh
     two_bytes = bytes_of("rowwise")
     assert one_byte < two_bytes < in_float32
     assert two_bytes > bytes_of("bf16", "reference") > one_byte  # scales of rows; no norms
-    no_wgrad = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+    no_wgrad: Any = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
     assert bytes_of("current", **no_wgrad) == one_byte
     assert bytes_of("current", backward="high_precision") >= in_float32  # a padded head
     assert bytes_of("rowwise_wgrad_hp", weight={"fprop": {"block": "tensor"}}) == one_byte
