@@ -139,7 +139,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     for plan in plans:
         require_possible(plan, config, ranks)
         if config.compile:
-            require_compilable(plan)
+            require_compilable(plan, config.activation_checkpointing)
     trained = [plans[place] for place in schedule.variants]
     kinds = CHECKPOINTING if memory is not None else ()
     largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}

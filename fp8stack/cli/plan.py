@@ -72,7 +72,7 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
     tokens = config.batch // config.accumulate * context_of(config, shape)
     plan = plan_recipe(config.recipe, config, shape, hardware, tokens)
     if config.compile:
-        require_compilable(plan)
+        require_compilable(plan, config.activation_checkpointing)
     table = make_table(shape, plan, config, str(hardware))
     recipes = sorted({phase.recipe for phase in config.phases if phase.recipe} - {config.recipe})
     if recipes and not note:

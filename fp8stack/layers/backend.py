@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.layers.compiler import CompileBackend
 from fp8stack.layers.delayed import DelayedScaling
+from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.grouped import GroupedBackend, GroupedLinear, GroupedSize
 from fp8stack.layers.kernels.attention import Mask, attend
 from fp8stack.layers.kernels.eager import RMSNorm
 from fp8stack.layers.kernels.matmul_precision import MatmulPrecision
 from fp8stack.layers.linear import (
+    CastLinear,
     LowPrecisionLayer,
     LowPrecisionLinear,
     Size,
@@ -56,11 +58,13 @@ class Backend:
         weights: detects changes of the weights.
         caches_weights: whether quantized weights are cached until they change.
         chunks_loss: whether an FP8 head computes the loss chunk by chunk, see `chunked_loss`.
+        compiles_whole: whether torch.compile traces all layers; else code is compiled around some.
         grouped: builds grouped linears in FP8.
     """
 
     caches_weights = False
     chunks_loss = True
+    compiles_whole = True
     delayed_scaling: type[DelayedScaling] = DelayedScaling  # the class of `delayed`
     observer: Any = None  # is passed the tensors that are cast, see `observe.observing`
     after_norm = False  # whether a norm computed the input of the linear that is called
@@ -205,11 +209,16 @@ class Backend:
     def register_hooks(self, model: nn.Module) -> None:
         """Register hooks on `model` for the layers that this backend built."""
 
-    def prepare_sharding(self, module: nn.Module | None) -> None:
-        """Prepare the weights of `module` for sharding by FSDP2; None: all weights are gathered in
-        float32."""
+    def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
+        """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2; `in_root`
+        if the root gathers them. A linear's weight is gathered in FP8 if a rank can cast its rows
+        as the full weight is cast, and in the compute dtype if the layer is not in FP8; everything
+        else in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
+        for layer in module.modules():
+            if type(layer) is CastLinear and layer.compute_dtype != torch.float32:
+                layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
 
     def before_all_gather(self) -> None:
         """Called on all ranks before each pass of a model that is sharded by FSDP2."""

@@ -17,28 +17,27 @@ from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 Function = TypeVar("Function", bound=Callable[..., Any])
 CompileBackend = str | Callable[..., Any]
 """The type of torch.compile's `backend`."""
-# TE 2.20: LayerNormLinear and LayerNormMLP are no_torch_dynamo; Linear falls back to eager where
-# weights are cached (is_first_microbatch), and raises in delayed scaling.
-_TE = (
-    "Transformer Engine's layers other than Linear, and its delayed scaling, do not compile into "
-    "one graph"
-)
-TE_COMPILED = f"--compile: {_TE}"
+# TE 2.20.2: LayerNormLinear, LayerNormMLP and GroupedLinear are no_torch_dynamo; Linear runs
+# eagerly where weights are cached (is_first_microbatch), and autocast raises in delayed scaling.
+TE_COMPILED = "--compile: Transformer Engine's modules stay outside of compiled code"
 
 
-def require_compiler(plan: Plan) -> None:
-    """Check that a model with this plan can be compiled.
+def require_compiler(plan: Plan, recompute: str = "none") -> None:
+    """Check that a model with this plan and this activation checkpointing can be compiled.
 
     Raises:
         UserError: it cannot, or a compiler or its headers are missing.
     """
-    require_compilable(plan)
+    require_compilable(plan, recompute)
     require_tools(plan.device, "--compile", "leave --compile out")
 
 
-def is_compiled(requested: bool | None, plan: Plan, hardware: Hardware) -> tuple[bool, str]:
-    """Whether to compile a model with this plan for training, and a note on that decision or "". By
-    default (`requested` is None), it is compiled on a GPU of NVIDIA if possible.
+def is_compiled(
+    requested: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
+) -> tuple[bool, str]:
+    """Whether to compile a model with this plan and this activation checkpointing for training, and
+    a note on that decision or "". By default (`requested` is None), it is compiled on a GPU of
+    NVIDIA if possible.
 
     Raises:
         UserError: it was requested, and torch does not compile it for this GPU.
@@ -50,30 +49,40 @@ def is_compiled(requested: bool | None, plan: Plan, hardware: Hardware) -> tuple
         no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
     if requested and no_bf16:
         raise _refusal(no_bf16, "choose residual = 'fp32'")
+    around_te = (
+        "training is compiled (torch.compile) around Transformer Engine's modules; --backend torch "
+        "compiles linears as well"
+    )
     if requested is not None or hardware.device == "cpu":
-        return bool(requested), ""
+        return bool(requested), around_te if requested and plan.backend == "te" else ""
     if hardware.other_gpu:
         untried = f"no compiled code of fp8stack has run on {hardware.other_gpu}"
         return False, f"training is not compiled: {untried}; --compile turns it on"
-    if problem := no_bf16 or _obstacle(plan)[0] or hardware.compiler_problem:
+    if problem := no_bf16 or _obstacle(plan, recompute)[0] or hardware.compiler_problem:
         return False, f"training is not compiled: {problem}"
+    if plan.backend == "te":
+        return True, f"{around_te}, and --no-compile turns compilation off"
     return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 
-def require_compilable(plan: Plan) -> None:
-    """Check that this version of torch can compile this backend.
+def require_compilable(plan: Plan, recompute: str = "none") -> None:
+    """Check that this version of torch can compile this backend with this activation checkpointing.
 
     Raises:
         UserError: it cannot.
     """
-    if (obstacle := _obstacle(plan))[0]:
+    if (obstacle := _obstacle(plan, recompute))[0]:
         raise _refusal(*obstacle)
 
 
-def _obstacle(plan: Plan) -> tuple[str, str]:
+def _obstacle(plan: Plan, recompute: str) -> tuple[str, str]:
     """The reason why a model cannot be compiled, and the remedy; both "" if it can be."""
-    if plan.backend == "te":
-        return _TE, "choose --backend torch"
+    if recompute == "selective" and plan.backend == "te":
+        reason = (
+            "activation_checkpointing selective has no say in what Transformer Engine's modules, "
+            "which stay outside of compiled code, keep"
+        )
+        return reason, "choose none, block for less memory, or --backend torch"
     # Scales of gradients would never change. Observed with torch 2.11, not with 2.13; 2.12 is not
     # tested.
     backends = {plan.backend, *(backend for _, backend, _ in plan.delegated)}
@@ -111,10 +120,13 @@ def require_tools(device: str, feature: str, instead: str) -> None:
         raise UserError(f"{feature}: {problem}, or {instead}.")
 
 
-def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
-    """`function` compiled by torch.compile, as one graph per shape. Inductor rounds intermediate
-    results like eager code, so that casts to FP8 have the same inputs."""
-    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+def compiled(
+    function: Function, backend: CompileBackend, mode: str = "default", *, fullgraph: bool = True
+) -> Function:
+    """`function` compiled by torch.compile, for each shape: as one graph, or without `fullgraph`
+    around the functions that torch.compile does not trace. Inductor rounds intermediate results
+    like eager code, so that casts to FP8 have the same inputs."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": False}
     options["options"] = {"guard_filter_fn": needed_guards}
     if backend == "inductor":  # others take no options
         from torch._inductor import list_mode_options

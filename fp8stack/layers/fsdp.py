@@ -1,8 +1,8 @@
-"""Sharded weights that FSDP2 gathers as FP8 bytes, a quarter of the traffic of float32.
+"""Sharded weights that FSDP2 gathers in the bytes that a GEMM multiplies, not in float32.
 
-Each rank casts its shard with the scale of the full weight, so that the gathered bytes equal a cast
-of the full weight. The float32 shards remain the master weights. Only for one scale per tensor: a
-block could span the shards of two ranks.
+Each rank casts its shard with the scales of the full weight, so that the gathered bytes equal a
+cast of the full weight: the float32 shards remain the master weights. A layer without FP8 gathers
+its weight in the compute dtype.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter's local tensor:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
@@ -10,35 +10,60 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from fp8stack.common.formats import Quantizer
+from fp8stack.numerics.operators import operator
+
+
+class WeightTensors(NamedTuple):
+    """A weight as it is gathered.
+
+    Attributes:
+        gathered: tensors that begin with the rows of the weight, or with blocks of its rows: a
+            rank's, or those of all ranks, one below the other. The first one is [rows, in].
+        shared: tensors that are the same on all ranks.
+        quantizer: the quantizer of the bytes; None for values in the compute dtype.
+    """
+
+    gathered: list[Tensor]
+    shared: list[Tensor]
+    quantizer: Quantizer | None = None
+
 
 class GatheredLayer(Protocol):
-    """A layer with a sharded weight: a `QuantizedLinear`. `quantizers["weight"]` is a
-    `ScaledOperand`, which casts a shard with the scale of the full weight."""
+    """A layer with a sharded weight, [out_features, in_features]."""
 
     in_fp8: bool
-    quantizers: Any
+    out_features: int
+
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
+        """Cast a shard of the weight, float32 [rows, in]. float32 `gathered` stands for itself."""
 
 
 class _Wrapper(Tensor):
     """A float32 tensor subclass that wraps another tensor. Operators take `plain()` instead."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @staticmethod
-    def __new__(cls, held: Tensor, *args: Any) -> _Wrapper:
+    def __new__(cls, held: Tensor | WeightTensors, *args: Any) -> _Wrapper:
+        like = held.gathered[0] if isinstance(held, WeightTensors) else held
         wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
-            held.size(),
-            held.stride(),
-            held.storage_offset(),
+            like.size(),
+            like.stride(),
+            like.storage_offset(),
             dtype=torch.float32,
-            device=held.device,
+            device=like.device,
         )
         return wrapper
 
@@ -63,11 +88,21 @@ class _Wrapper(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         first = args[0]
-        if func is _aten.detach.default:
+        if func is _aten.detach.default or func is _aten.alias.default:
             return first.same()
-        if func is _aten.as_strided.default and isinstance(first, FullWeight):
-            assert tuple(args[1]) == first.shape, "FSDP2 takes no other view of it"
-            return first.same()
+        if isinstance(first, FullWeight):
+            if func is _tensors_op:
+                return [
+                    tensor.detach() for tensor in (*first.tensors.gathered, *first.tensors.shared)
+                ]
+            if func is _aten.as_strided.default:
+                assert tuple(args[1]) == first.shape, "FSDP2 takes no other view of it"
+                return first.same()
+            values = first.tensors.gathered[0]
+            is_cast = func is _aten._to_copy.default and first.tensors.quantizer is None
+            if is_cast and dict(kwargs or {}) == {"dtype": values.dtype}:
+                # No copy: FSDP2 frees the memory after the forward pass, and gathers it again.
+                return values.detach()
         plain_args, plain_kwargs = tree_map_only(
             _Wrapper, lambda wrapper: wrapper.plain(), (args, kwargs or {})
         )
@@ -88,8 +123,9 @@ _KEEPS = {
 
 
 class ShardedWeight(_Wrapper):
-    """This rank's shard `held` of a layer's weight: float32 [rows, in]. Gathered as FP8 bytes if
-    the layer is `in_fp8`, else as float32."""
+    """This rank's shard `held` of a layer's weight: float32 [rows, in]."""
+
+    detaches_plain = False
 
     def __init__(self, held: Tensor, layer: GatheredLayer) -> None:
         self._held = held
@@ -104,38 +140,57 @@ class ShardedWeight(_Wrapper):
         return ShardedWeight(tensor, self._layer)
 
     def same(self) -> Tensor:
-        """This shard, detached."""
-        return self.like(self._held.detach())
+        """This shard, detached; a plain tensor within `plain_shards`."""
+        held = self._held.detach()
+        return held if ShardedWeight.detaches_plain else self.like(held)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor | None]]:
-        """The tensors to gather, and the data to pass to `fsdp_post_all_gather`."""
-        if not self._layer.in_fp8:
-            return (self._held,), (None,)
-        data, scale = self._layer.quantizers["weight"].cast_rows(self._held)
-        return (data.view(torch.uint8),), (scale,)
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], WeightTensors]:
+        """The tensors to gather, and their dtypes and the other data of the full weight."""
+        # FSDP2 shards as torch.chunk: the last ranks may have fewer rows, or none.
+        missing = -(-self._layer.out_features // mesh.size()) - len(self._held)
+        rows = F.pad(self._held, (0, 0, 0, missing)) if missing else self._held
+        tensors = self._layer.cast_shard(rows)
+        # As bytes, because not every operation knows the dtypes of 8 bits.
+        sent = [
+            tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            for tensor in tensors.gathered
+        ]
+        return tuple(sent), tensors
 
     def fsdp_post_all_gather(
         self,
-        gathered: tuple[Tensor],
-        local: tuple[Tensor | None],
+        gathered: tuple[Tensor, ...],
+        mine: WeightTensors,
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The full weight, from the gathered shards."""
-        (data,), (scale,) = gathered, local
-        if out is None:
-            if scale is None:
-                return data, (data,)
-            dtype8 = self._layer.quantizers["weight"].target.dtype
-            assert dtype8 is not None
-            return FullWeight(data.view(dtype8), scale), (data,)
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The full weight, from the gathered shards of all ranks and this rank's tensors."""
         # From the second time on, FSDP2 has gathered into the memory of `out`.
         if isinstance(out, FullWeight):
-            assert scale is not None
-            assert out.data8.data_ptr() == data.data_ptr()
-            out.scale = scale
-        return None
+            assert out.tensors.gathered[0].data_ptr() == gathered[0].data_ptr()
+            out.set_tensors(out.tensors._replace(shared=mine.shared))
+        if out is not None:
+            return None
+        rows, full = len(mine.gathered[0]), self._layer.out_features
+        # Without the rows that fill up the last shards. A block may have several rows.
+        tensors = [
+            tensor.view(shard.dtype)[: -(-full * len(shard) // rows)]
+            for tensor, shard in zip(gathered, mine.gathered, strict=True)
+        ]
+        if tensors[0].dtype == torch.float32:
+            return tensors[0], gathered
+        return FullWeight(mine._replace(gathered=tensors)), gathered
+
+
+@contextmanager
+def plain_shards() -> Iterator[None]:
+    """A context in which `detach` gives plain shards, for an optimizer that compiles its step."""
+    ShardedWeight.detaches_plain = True
+    try:
+        yield
+    finally:
+        ShardedWeight.detaches_plain = False
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -156,16 +211,57 @@ def first_row(tensor: Tensor) -> int:
 
 
 class FullWeight(_Wrapper):
-    """A gathered weight: `data8`, float8 [out, in], cast with `scale`, float32 and 0-dim."""
+    """A gathered weight, float32 [out, in] to autograd; `tensors` hold it."""
 
-    def __init__(self, data8: Tensor, scale: Tensor) -> None:
-        self.data8 = data8
-        self.scale = scale
+    tensors: WeightTensors
+
+    def __init__(self, tensors: WeightTensors) -> None:
+        self.set_tensors(tensors)
+
+    def set_tensors(self, tensors: WeightTensors) -> None:
+        """Set `tensors`, also as the attributes that torch.compile reads."""
+        self.tensors = tensors
+        for name, tensor in zip(self._names(), (*tensors.gathered, *tensors.shared), strict=True):
+            setattr(self, name, tensor)
+
+    def _names(self) -> list[str]:
+        return [f"tensor{n}" for n in range(len(self.tensors.gathered) + len(self.tensors.shared))]
 
     def plain(self) -> Tensor:
-        """The dequantized weight, float32."""
-        return self.data8.float() / self.scale
+        """The weight's values, float32."""
+        (data, *_), shared, quantizer = self.tensors
+        if quantizer is None:
+            return data.float()
+        assert quantizer.per_tensor, "only GEMMs take a weight in blocks"
+        return data.float() / shared[0]
 
     def same(self) -> Tensor:
         """This weight, detached."""
-        return FullWeight(self.data8, self.scale)
+        return FullWeight(self.tensors)
+
+    # torch.compile takes the inner tensors in the place of the weight. It reuses code for weights
+    # with equal contexts.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, Quantizer | None]]:
+        return self._names(), (len(self.tensors.gathered), self.tensors.quantizer)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], context: tuple[int, Quantizer | None], *_: Any
+    ) -> FullWeight:
+        (count, quantizer), tensors = context, list(inner.values())
+        return FullWeight(WeightTensors(tensors[:count], tensors[count:], quantizer))
+
+
+def _no_tensors(weight: Tensor) -> list[Tensor]:
+    raise NotImplementedError("Only a gathered weight has tensors.")
+
+
+# An operator, since torch.compile does not trace attributes of tensors in autograd functions.
+_tensors_op = operator("weight_tensors(Tensor weight) -> Tensor[]", _no_tensors, _no_tensors)
+
+
+def tensors_of(weight: Tensor) -> list[Tensor]:
+    """The `gathered` and `shared` tensors of a `FullWeight`, in this order."""
+    tensors: list[Tensor] = _tensors_op(weight)
+    return tensors

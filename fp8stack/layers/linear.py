@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fp8stack.common.errors import UserError
 from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.delayed import DelayedScaling
-from fp8stack.layers.fsdp import FullWeight
+from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
 
@@ -150,6 +150,10 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
         """Apply the linear in FP8: [rows, in] -> [rows, out], both in the compute dtype."""
+
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
+        """See `GatheredLayer.cast_shard`."""
+        return WeightTensors([rows.to(self.compute_dtype)], [])
 
     def multiply_plain(self, x: Tensor) -> Tensor:
         """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
@@ -288,6 +292,14 @@ class GemmBackend(Protocol):
         """a b^T + bias: [M, K], [N, K], [N] -> [M, N] in `out_dtype`. `fast_accumulation` allows
         hardware to accumulate in fewer bits."""
 
+    def cast_shard(self, layer: Any, rows: Tensor) -> WeightTensors:
+        """See `GatheredLayer.cast_shard`; for weights that `prepare_sharding` prepared."""
+
+    def gathered_copies(
+        self, tensors: list[Tensor], quantizers: Any, with_columns: bool
+    ) -> tuple[Any, Any | None]:
+        """The row copy and, if needed, the column copy of a weight, from its `tensors_of`."""
+
 
 Saved = tuple[Tensor | None, ...]
 Form = tuple[type, Any]
@@ -312,7 +324,7 @@ class ForwardPass(NamedTuple):
         layer: the linear.
         call: the call.
         forms: the class and the layout of the column copies of x and w, None for a missing copy.
-        gathers: whether the backward pass casts the gathered weight again.
+        gathers: whether the tensors of a gathered weight were saved instead of its column copy.
         weight_dtype: the dtype of the weight's gradient.
     """
 
@@ -341,12 +353,13 @@ def multiply_forward(
         y, the tensors to save for the backward pass, and its other data.
     """
     backend, (needs_dx, needs_dw) = layer.backend, needs
-    # FSDP2 frees a gathered weight and gathers it again for the backward pass; a saved copy would
-    # keep the memory.
-    gathers = needs_dx and isinstance(weight, FullWeight)
+    gathered = tensors_of(weight) if isinstance(weight, FullWeight) else None
     quantizers = layer.quantizers
     x_rows, x_columns = backend.cast(x, quantizers["input"], needs_dw, call)
-    w_rows, w_columns = backend.cast(weight, quantizers["weight"], needs_dx and not gathers, call)
+    if gathered is not None:
+        w_rows, w_columns = backend.gathered_copies(gathered, quantizers["weight"], False)
+    else:
+        w_rows, w_columns = backend.cast(weight, quantizers["weight"], needs_dx, call)
     y = backend.matmul(x_rows, w_rows, layer.compute_dtype, bias=bias, fast_accumulation=True)
     if not torch.compiler.is_compiling():
         backend.gemm_count += 1
@@ -355,6 +368,11 @@ def multiply_forward(
     for copy in (x_columns, w_columns):
         forms.append(None if copy is None else (type(copy), copy[2]))
         saved += () if copy is None else (*copy[:2], *copy[3:])
+    gathers = needs_dx and gathered is not None
+    if gathered is not None and gathers:
+        # FSDP2 frees this memory and gathers the weight again for the backward pass. A column copy
+        # would stay.
+        saved += (*gathered,)
     return y, saved, ForwardPass(layer, call, (forms[0], forms[1]), gathers, weight.dtype)
 
 
@@ -374,8 +392,8 @@ def multiply_backward(forward_pass: ForwardPass, dy: Any, saved: Saved) -> Gradi
     if w_form is not None:
         w_columns = restored(w_form, saved[size:])
     elif forward_pass.gathers:
-        unrecorded = call._replace(record=False)
-        w_columns = backend.cast(layer.weight, quantizers["weight"], True, unrecorded)[1]
+        tensors = list(saved[size:])
+        w_columns = backend.gathered_copies(tensors, quantizers["weight"], True)[1]
     if w_columns is not None:
         dx = backend.matmul(dy_rows, w_columns, layer.compute_dtype)
     if x_form is not None:
@@ -452,6 +470,13 @@ class QuantizedLinear(LowPrecisionLinear):
         self.operands = operands
         self.quantizers = dict(quantizers)
         self.row_multiple = row_multiple
+
+    def cast_shard(self, rows: Tensor) -> WeightTensors:
+        """See `GatheredLayer.cast_shard`."""
+        if not self.in_fp8:
+            return super().cast_shard(rows)
+        tensors: WeightTensors = self.backend.cast_shard(self, rows)
+        return tensors
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`."""

@@ -227,7 +227,7 @@ class Observer:
     def _report(
         self, layer: nn.Module, operand: Place, x: Tensor, ends: Tensor | None = None
     ) -> None:
-        if isinstance(x, FullWeight):  # gathered as FP8 bytes: no rank has the full float32 weight
+        if isinstance(x, FullWeight):  # no rank has the full float32 weight
             return
         if not self.active or layer not in self._paths:
             return

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.emulate import EmulatedOperand
-from fp8stack.layers.kernels.fused_casts import cast_transpose
-from fp8stack.layers.kernels.scaled_gemm import MULTIPLES, ScaleLayout
+from fp8stack.layers.kernels.scaled_gemm import MULTIPLES, Scaled, ScaleLayout
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.operands import LayerOperands, OperandQuantizers
 from fp8stack.layers.weight_cache import CachedWeight
@@ -45,7 +45,8 @@ class ScaledOperand(OperandQuantizers):
         target: the FP8 or FP4 format.
         cached: the cached copies of a weight, valid until it changes.
         in_batched_cast: whether the kernel that casts many weights supports this quantizer.
-        shared_scale: the scale of a sharded weight in current scaling, the same on all ranks.
+        shared: of a sharded weight, the same on all ranks: in current scaling its scale, in scales
+            per row the amaxes of its columns.
         layer: the layer, if the operand is its weight.
     """
 
@@ -67,7 +68,7 @@ class ScaledOperand(OperandQuantizers):
             ScaleLayout.SQUARES,
             ScaleLayout.MX,
         )
-        self.shared_scale = torch.ones(())
+        self.shared = torch.ones(())
         self.layer: QuantizedLinear | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,25 +78,6 @@ class ScaledOperand(OperandQuantizers):
     def layouts(self) -> list[ScaleLayout]:
         """The layouts of the scales of its copies for scaled GEMMs."""
         return [self.kind]
-
-    @property
-    def is_gathered_in_fp8(self) -> bool:
-        """Whether FSDP2 gathers a weight as the bytes of both copies."""
-        return self.quantizer.per_tensor
-
-    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cast a shard of the weight, float32 [rows, in]. Returns float8 [rows, in] and the scale
-        of the full weight: from the amax history, or in current scaling from
-        `before_all_gather`."""
-        slot = self.slot
-        scale = self.shared_scale if slot is None else slot.scale()
-        record = slot is not None and slot.is_recording
-        data, _, amax = cast_transpose(
-            rows, scale, self.quantizer.format, across=False, record=record
-        )
-        if slot is not None and amax is not None:
-            slot.record(amax)  # of this shard: updates take the maximum over ranks
-        return data, scale
 
 
 class MixedOperand:
@@ -109,7 +91,6 @@ class MixedOperand:
     """
 
     in_batched_cast = False
-    is_gathered_in_fp8 = False
 
     def __init__(
         self,
@@ -135,6 +116,15 @@ class MixedOperand:
 
 
 TorchOperand = ScaledOperand | MixedOperand
+
+
+def scaled_pair(
+    data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
+) -> tuple[Scaled, Scaled | None]:
+    """The row copy and the column copy of an operand that was cast with one scale."""
+    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
+    columns = None if transposed is None else rows._replace(data=transposed, sums=None)
+    return rows, columns
 
 
 def operand_of(

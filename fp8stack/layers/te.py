@@ -8,6 +8,9 @@ scales of our `AmaxHistory` and records amaxes, which are moved into it; TE's ow
 
 Every call enters TE's autocast itself, so that it is active under DDP, under FSDP2, and when
 activation checkpointing recomputes a block in the backward pass.
+
+torch.compile traces none of these calls (`_eager`): TE refuses delayed scaling and most modules in
+compiled code, and our hooks around them copy scales and amaxes. What is between them is compiled.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ from fp8stack.precision.fp8_attention import FP8_ATTENTION, SEQUENCE_MULTIPLE
 from fp8stack.precision.native_gemms import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import Recipe
+
+_eager: Any = torch.compiler.disable
 
 # TE's names of a module's two states, for the casts of the forward and of the backward pass.
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"
@@ -264,6 +269,8 @@ class TELinear(LowPrecisionLinear):
             type, StatelessTEModule
         ] = {}  # TE modules whose first linear this is, by TE's class
 
+    forward = _eager(LowPrecisionLinear.forward)
+
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; rows are padded to a multiple that TE accepts."""
         backend, rows = self.backend, len(x)
@@ -286,6 +293,7 @@ class TEBackend(Backend):
     """Builds linears on Transformer Engine's modules."""
 
     caches_weights = True
+    compiles_whole = False
     delayed_scaling = TEDelayedScaling
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
@@ -329,6 +337,11 @@ class TEBackend(Backend):
         """See `Backend.norm_linear`; by TE's LayerNormLinear if possible."""
         if not _is_fp8(linear) or not self._fuses(x, norm):
             return super().norm_linear(x, norm, linear)
+        y: Tensor = self._norm_linear(x, norm, linear)
+        return y
+
+    @_eager  # type: ignore[untyped-decorator]
+    def _norm_linear(self, x: Tensor, norm: nn.Module, linear: TELinear) -> Tensor:
         parameters = _norm_parameters(norm) | linear.parameters_for("")
         y = self.run(te.LayerNormLinear, x, [linear], parameters, norm)
         if self.observer is not None:
@@ -341,6 +354,12 @@ class TEBackend(Backend):
         activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
         if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
+        y: Tensor = self._norm_mlp(x, norm, mlp, activation)
+        return y
+
+    @_eager  # type: ignore[untyped-decorator]
+    def _norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any, activation: str) -> Tensor:
+        up, down = mlp.up, mlp.down
         linears = up.parameters_for("fc1_") | down.parameters_for("fc2_")
         parameters = _norm_parameters(norm) | linears
         y = self.run(te.LayerNormMLP, x, [up, down], parameters, norm, activation=activation)
@@ -365,8 +384,18 @@ class TEBackend(Backend):
         """See `Backend.attention`. In recipes with FP8 attention, by TE's DotProductAttention,
         which takes full sequences of a multiple of 128 tokens; otherwise, as in generation, in the
         compute dtype."""
+        if not self.plan.recipe.fp8_attention:
+            return super().attention(q, k, v, dropout=dropout, mask=mask)
+        # Compiled code must not read the path, by which it would be compiled for each block.
+        y: Tensor = self._fp8_attention(q, k, v, dropout, mask, path)
+        return y
+
+    @_eager  # type: ignore[untyped-decorator]
+    def _fp8_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask | None, path: str | None
+    ) -> Tensor:
         is_whole = q.shape[2] == k.shape[2] and q.shape[2] % SEQUENCE_MULTIPLE == 0 and mask is None
-        if not self.plan.recipe.fp8_attention or path is None or not is_whole:
+        if path is None or not is_whole:
             return super().attention(q, k, v, dropout=dropout, mask=mask)
         core = self._attention_core(path, q.shape[1], k.shape[1], q.shape[3])
         # Modules with slots are always in training mode: else TE could choose FlashAttention 3, if
@@ -571,6 +600,7 @@ class _LayerNorm(te.LayerNorm):  # type: ignore[misc]
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+    forward = _eager(te.LayerNorm.forward)
 
 
 class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
@@ -578,6 +608,7 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+    forward = _eager(te.RMSNorm.forward)
 
 
 def _cudnn_norms(x: Tensor) -> bool:

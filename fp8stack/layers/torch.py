@@ -23,7 +23,14 @@ from fp8stack.common.quantizer_table import OPERANDS
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.compiler import CompileBackend, compiled
 from fp8stack.layers.emulate import EmulateBackend, Emulated, in_bf16
-from fp8stack.layers.fsdp import FullWeight, ShardedWeight
+from fp8stack.layers.fsdp import ShardedWeight, WeightTensors
+from fp8stack.layers.gathered_weights import (
+    cast_in_blocks,
+    cast_per_tensor,
+    copies_of_gathered,
+    is_gathered_in_fp8,
+    share_amaxes,
+)
 from fp8stack.layers.grouped import QuantizedGroupedLinear
 from fp8stack.layers.grouped_torch import CachedGroups, GroupedTorch
 from fp8stack.layers.kernels.fused_casts import (
@@ -56,6 +63,7 @@ from fp8stack.layers.scaled_operands import (
     TorchOperand,
     operand_of,
     rows_multiple,
+    scaled_pair,
 )
 from fp8stack.layers.weight_cache import CachedWeight, WeightCache
 from fp8stack.layers.weight_changes import version_of, weight_matrix
@@ -107,15 +115,6 @@ class _MultiplyTwice(torch.autograd.Function):
                 gradient = Product(ctx.activation, hidden, of_down[0])
                 of_up = multiply_backward(ctx.up, gradient, tuple(saved[: ctx.split]))
         return *of_up, *of_down[1:], None, None, None, None, None
-
-
-def _scaled_pair(
-    data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
-) -> Copies:
-    """The row copy and the column copy of an operand that was cast with one scale."""
-    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
-    columns = None if transposed is None else rows._replace(data=transposed, sums=None)
-    return rows, columns
 
 
 _BY_BLOCKS = {ScaleLayout.ROWS, ScaleLayout.MX}  # a kernel makes both copies
@@ -208,9 +207,6 @@ class TorchBackend(Backend):
         self, x: Tensor | Product, quantizers: TorchOperand, with_columns: bool, call: Call
     ) -> tuple[Copy, Copy | None]:
         """See `GemmBackend.cast`; the copies of a weight are cached until it changes."""
-        if isinstance(x, FullWeight):
-            turned = x.data8.t().contiguous() if with_columns else None
-            return _scaled_pair(x.data8, turned, x.scale, None)
         if quantizers.cached is not None and self.is_current(quantizers, quantizers.cached):
             rows, columns = quantizers.cached.copies
             return rows, columns if with_columns else None
@@ -321,7 +317,7 @@ class TorchBackend(Backend):
             turned = data.t().clone(memory_format=torch.contiguous_format) if with_columns else None
             if recorded is not None:
                 record_amax(recorded, numerics.amax(x), counts)
-            return _scaled_pair(data, turned, scale, total)
+            return scaled_pair(data, turned, scale, total)
         product = Product("cast", x) if isinstance(x, Tensor) else x
         options = {"across": with_columns, "sums": sums and total is None}
         options["record"] = recorded is not None
@@ -329,7 +325,7 @@ class TorchBackend(Backend):
         if copies.amax is not None and recorded is not None:
             record_amax(recorded, copies.amax, counts)
         sums_of_rows = copies.sums if total is None else total
-        return _scaled_pair(copies.data, copies.transposed, scale, sums_of_rows)
+        return scaled_pair(copies.data, copies.transposed, scale, sums_of_rows)
 
     def _compiled(self, cast: Any, x: Tensor, quantizers: ScaledOperand) -> Any:
         """`cast`, compiled if it casts a weight outside of compiled code on a GPU."""
@@ -353,12 +349,12 @@ class TorchBackend(Backend):
         assert dtype is not None
         if not (by_kernel and reduced):
             data = numerics.cast_to_fp8(x, scale, format).contiguous()
-            return _scaled_pair(data, data.t().contiguous() if with_columns else None, scale, total)
+            return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, total)
         codes = codes_of_cast(x, scale, format)
         turned = transpose_bytes(
             codes
         )  # of the codes, before the view: inductor then reads them from memory
-        return _scaled_pair(codes.view(dtype), turned.view(dtype), scale, total)
+        return scaled_pair(codes.view(dtype), turned.view(dtype), scale, total)
 
     def cache_weight(self, layer: QuantizedLinear, record: bool) -> None:
         """Quantize the weight of a layer and cache the copies."""
@@ -432,34 +428,39 @@ class TorchBackend(Backend):
             )
             return y.view(*x.shape[:-1], down.out_features)
 
-    def prepare_sharding(self, module: nn.Module | None) -> None:
-        """See `Backend.prepare_sharding`. A weight with one scale per tensor, whose rows divide
-        evenly among ranks, is gathered as FP8 bytes."""
-        super().prepare_sharding(module)
-        within = set() if module is None else set(module.modules())
+    def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
+        """See `Backend.prepare_sharding`."""
+        super().prepare_sharding(module, in_root=in_root)
+        within, ranks = set(module.modules()), dist.get_world_size()
         for layer in self._layers:
-            in_fp8 = layer.quantizers["weight"].is_gathered_in_fp8
-            equal = layer.weight.shape[0] % dist.get_world_size() == 0
-            if layer in within and equal and in_fp8:
+            operand = layer.quantizers["weight"]
+            if layer not in within or not is_gathered_in_fp8(operand, layer.out_features, ranks):
+                continue
+            # FSDP2 gathers the root's weights before their scales are updated.
+            if not (in_root and operand.quantizer.delayed):
                 layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
                 self._sharded_layers.append(layer)
 
     def before_all_gather(self) -> None:
-        """See `Backend.before_all_gather`: compute the scales of sharded weights in current
-        scaling, with one all-reduce."""
-        shared = [
-            layer for layer in self._sharded_layers if not layer.quantizers["weight"].along.delayed
-        ]
-        if not shared:
-            return
+        """See `Backend.before_all_gather`."""
         # DTensors, whose local tensors are `ShardedWeight`s.
-        rows = [layer.weight.to_local().plain() for layer in shared]  # type: ignore[attr-defined]
-        with torch.no_grad():
-            largest = torch.stack([numerics.amax(weight_rows) for weight_rows in rows])
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        for layer, amax in zip(shared, largest.unbind(), strict=True):
-            quantizers = layer.quantizers["weight"]
-            quantizers.shared_scale = numerics.current_scale(amax, quantizers.quantizer)
+        shards = [layer.weight.to_local().plain() for layer in self._sharded_layers]  # type: ignore[attr-defined]
+        share_amaxes([layer.quantizers["weight"] for layer in self._sharded_layers], shards)
+
+    def cast_shard(self, layer: QuantizedLinear, rows: Tensor) -> WeightTensors:
+        """See `GemmBackend.cast_shard`."""
+        operand = layer.quantizers["weight"]
+        if operand.kind is ScaleLayout.PER_TENSOR:
+            return cast_per_tensor(operand, rows)
+        cast = self._compiled(cast_in_blocks, rows, operand)
+        gathered, shared = cast(rows, operand.quantizer, operand.kind, operand.shared)
+        return WeightTensors(gathered, shared, operand.quantizer)
+
+    def gathered_copies(
+        self, tensors: list[Tensor], quantizers: ScaledOperand, with_columns: bool
+    ) -> Copies:
+        """See `GemmBackend.gathered_copies`."""
+        return copies_of_gathered(tensors, quantizers, with_columns)
 
     def _cache_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:

@@ -107,9 +107,12 @@ class MLP(nn.Module):
 class Compilable(nn.Module):
     """A module whose forward pass can be compiled; copies of it are not compiled."""
 
-    def compile_forward(self, backend: CompileBackend, mode: str = "default") -> None:
-        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
-        self.forward = compiled(self.forward, backend, mode)
+    def compile_forward(
+        self, backend: CompileBackend, mode: str = "default", *, fullgraph: bool = True
+    ) -> None:
+        """Compile `forward` alone, see `compiled`: hooks on the module, such as FSDP2's, stay
+        outside."""
+        self.forward = compiled(self.forward, backend, mode, fullgraph=fullgraph)
 
     @property
     def is_compiled(self) -> bool:
@@ -381,14 +384,16 @@ class GPT(nn.Module):
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
     def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
-        """Compile the model in place, without graph breaks: the loss, the casts of weights, and
-        each block separately, so that equal blocks share a compilation. `backend` and `mode` are
-        torch.compile's."""
+        """Compile the model in place, without graph breaks except around Transformer Engine's
+        modules: the loss, the casts of weights, and each block separately, so that equal blocks
+        share a compilation. `backend` and `mode` are torch.compile's. Raises a UserError if
+        Transformer Engine's modules are to be checkpointed selectively."""
+        require_compilable(self.backend.plan, self.recompute)
         allow_many_compilations()
         hide_warning_of_in_place_operations()
         for module in self.modules():
             if isinstance(module, Compilable):
-                module.compile_forward(backend, mode)
+                module.compile_forward(backend, mode, fullgraph=self.backend.compiles_whole)
         self.backend.compile_casts(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:

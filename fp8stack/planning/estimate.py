@@ -105,7 +105,7 @@ class Answer:
             ways = "a shorter --context, --activation-checkpointing block"
         return (
             f"No batch fits into {gib(self.memory)}: {needs}. Use more memory or a smaller model, "
-            f"{ways}, or shard the model: --ranks N --parallel fsdp (with adamw)."
+            f"{ways}, or shard the model: --ranks N --parallel fsdp."
         )
 
 

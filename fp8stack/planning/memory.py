@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+
 from fp8stack.layers.backend import DTYPES
+from fp8stack.layers.gathered_weights import gathered_bytes, is_gathered_in_fp8
+from fp8stack.layers.operands import LayerOperands
+from fp8stack.layers.scaled_operands import operand_of
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
@@ -159,7 +164,12 @@ def estimate(setting: Setting) -> Estimate:
     return Estimate(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_bytes(shards, setting.optimizer, setting.momentum),
+        optimizer=optimizer_bytes(
+            shapes,
+            setting.optimizer,
+            setting.momentum,
+            setting.ranks if setting.shares_out else 1,
+        ),
         fp8_weights=0 if setting.shares_out else traced.fp8_weights,
         buffers=_buffers(config, plan),
         gathered=_gathered(setting, shapes) if setting.shares_out else 0,
@@ -274,26 +284,35 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
 
 def _gathered(setting: Setting, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
-    time; a block's whole gradient exists until it is summed over ranks. Linears' weights with one
-    scale per tensor are gathered as FP8 bytes by `torch`. The last block is as large as any."""
+    time; a block's whole gradient exists until it is summed over ranks. The last block is as large
+    as any."""
     block = f"blocks.{setting.config.layers - 1}."
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
-    as_bytes = 0
+    in_root, in_last = float_bytes(root), float_bytes(last)
     for layer in setting.plan.layers:
-        low = setting.plan.backend_of(layer) == "torch" and _gathered_in_fp8(layer)
-        if low and layer.name.startswith(block) and layer.out_features % setting.ranks == 0:
-            as_bytes += 3 * layer.in_features * layer.out_features
-    return float_bytes(root) + 2 * (float_bytes(last) - as_bytes) + float_bytes(last)
+        if layer.name.startswith(block):
+            in_last -= _saved_by_gathering(setting, layer, in_root=False)
+        elif layer.name == "lm_head" and not setting.config.tied:
+            in_root -= _saved_by_gathering(setting, layer, in_root=True)
+    return in_root + 2 * in_last + float_bytes(last)
 
 
-def _gathered_in_fp8(layer: LayerPlan) -> bool:
-    """Whether one cast with a scale per tensor makes both copies of a layer's weight."""
-    weight = None if layer.quantizers is None else layer.quantizers.weight
-    if layer.quantizers is None or weight is None or not weight.per_tensor or layer.groups:
-        return False
-    scaled = {"fprop", "dgrad"}.isdisjoint(layer.plain_gemms)
-    return scaled and layer.quantizers.turned("weight")
+def _saved_by_gathering(setting: Setting, layer: LayerPlan, *, in_root: bool) -> int:
+    """The bytes of a layer's float32 weight less those of the weight as FSDP2 gathers it."""
+    if layer.groups:
+        return 0
+    elements = layer.in_features * layer.out_features
+    if layer.quantizers is None:
+        in_float32 = layer.precision in ("fp32", "tf32")  # a router's
+        dtype = torch.float32 if in_float32 else DTYPES[setting.plan.compute_dtype]
+        return (FLOAT - dtype.itemsize) * elements
+    if setting.plan.backend_of(layer) != "torch" or (in_root and setting.plan.delayed):
+        return 0
+    operand = operand_of("weight", LayerOperands(layer.quantizers), layer, in_bf16=False)
+    if not is_gathered_in_fp8(operand, layer.out_features, setting.ranks):
+        return 0
+    return FLOAT * elements - gathered_bytes(operand, layer.out_features, layer.in_features)
 
 
 # Parameters and optimizer state
@@ -309,25 +328,31 @@ def float_bytes(shapes: Shapes) -> int:
     return FLOAT * sum(map(math.prod, shapes.values()))
 
 
-def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 0.9) -> int:
-    """The bytes of an optimizer's state after a step, for parameters of these shapes.
+def optimizer_bytes(
+    shapes: Shapes, optimizer: OptimizerName, momentum: float = 0.9, ranks: int = 1
+) -> int:
+    """The bytes of an optimizer's state after a step, for parameters of these shapes that so many
+    ranks share.
 
     AdamW (fused) has two float32 moments and a step count for each tensor; SGD one float32 buffer,
     or nothing if `momentum` is 0. The others handle the matrices of the blocks and leave the rest
     to AdamW: Muon has one float32 buffer, torchao's AdamW two moments of a byte per value, with
     their scales.
     """
+    shards = sharded(shapes, ranks)
     if optimizer == "sgd":
-        return float_bytes(shapes) if momentum else 0
-    return sum(_state_of(name, shape, optimizer) for name, shape in shapes.items())
+        return float_bytes(shards) if momentum else 0
+    return sum(_state_of(name, shape, shards[name], optimizer) for name, shape in shapes.items())
 
 
-def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
-    count = math.prod(shape)
+def _state_of(
+    name: str, shape: tuple[int, ...], shard: tuple[int, ...], optimizer: OptimizerName
+) -> int:
+    count, full_count = math.prod(shard), math.prod(shape)
     inner = name.startswith("blocks.") and len(shape) == 2 and not name.endswith(".bias")
     if inner and optimizer == "muon":
         return FLOAT * count
-    if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:
+    if inner and optimizer != "adamw" and full_count >= SMALLEST and full_count % BLOCK == 0:
         table = FLOAT * TABLE if optimizer == "adamw8bit" else 0
         return 2 * (count + FLOAT * count // BLOCK + table) + STEP
     return 2 * FLOAT * count + STEP

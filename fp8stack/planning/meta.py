@@ -15,6 +15,7 @@ and Transformer Engine:
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
@@ -31,11 +32,12 @@ from fp8stack.common.quantizer_table import OPERANDS, Quantizers
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.backend import DTYPES
 from fp8stack.layers.delayed import Slot
+from fp8stack.layers.gathered_weights import is_gathered_in_fp8
 from fp8stack.layers.grouped import GroupedSize
 from fp8stack.layers.kernels.activations import TRANSFORMER_ENGINES
 from fp8stack.layers.kernels.eager import _Normalize
 from fp8stack.layers.kernels.scaled_gemm import Scaled
-from fp8stack.layers.linear import QuantizedLinear, Size, _Multiply
+from fp8stack.layers.linear import CastLinear, QuantizedLinear, Size, _Multiply
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.scaled_operands import ScaledOperand
 from fp8stack.layers.torch import TorchBackend
@@ -149,15 +151,21 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
     return backend
 
 
-def gather_weights(backend: Backend) -> None:
-    """Quantize weights in each pass, except linears' weights with one scale per tensor: they are
-    gathered as FP8 bytes, and are not saved."""
+def gather_weights(model: nn.Module, backend: Backend) -> None:
+    """Quantize and cast weights in each pass, except linears' weights that are gathered in FP8 or
+    in the compute dtype, and are not saved."""
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
-                x for x in delegate._layers if x.quantizers["weight"].is_gathered_in_fp8
+                x
+                for x in delegate._layers
+                if is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
             ]
             delegate._grouped_layers = []
+    tied = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for layer in model.modules():
+        if type(layer) is CastLinear and tied[id(layer.weight)] == 1:
+            layer.weight = nn.Parameter(layer.weight.detach().to(layer.compute_dtype))
 
 
 def _grouped_linear(

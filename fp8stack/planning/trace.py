@@ -147,9 +147,9 @@ def _traced(
     with meta.without_memory(plan):
         model = gpt.GPT(small, meta.backend_of(blocks_plan, save_fp8=save_fp8), seed=None)
         model.loss.chunk_rows = chunk
-        tracer = Tracer(model, blocks_plan, composed=composed)
         if gathers:
-            meta.gather_weights(model.backend)
+            meta.gather_weights(model, model.backend)
+        tracer = Tracer(model, blocks_plan, composed=composed)
         tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
         with tracer.recording():
             loss = model(tokens[:, :-1], tokens[:, 1:])

@@ -146,7 +146,7 @@ def plan_recipe(
     )
     if plan.recipe.fp8_attention:
         _require_whole_sequences(plan.recipe.attention, config, model)
-    _, note = is_compiled(config.compile, plan, hardware)
+    _, note = is_compiled(config.compile, plan, hardware, config.activation_checkpointing)
     return replace(plan, reasons=(*plan.reasons, note)) if note else plan
 
 

@@ -208,7 +208,7 @@ def run_ranks(
         return ranks.wait(timeout_s)
 
 
-def in_ranks(work: Callable[[int], Any], count: int) -> list[Any]:
+def in_ranks(work: Callable[[int], Any], count: int, timeout_s: float = 60.0) -> list[Any]:
     """The results of `work`, a module's function, on each rank."""
     context = _server()
     ends, processes = [], []
@@ -220,7 +220,7 @@ def in_ranks(work: Callable[[int], Any], count: int) -> list[Any]:
         ends.append(receiver)
         processes.append(process)
     try:
-        assert all(end.poll(60) for end in ends)
+        assert all(end.poll(timeout_s) for end in ends)
         return [end.recv() for end in ends]
     finally:
         for process in processes:

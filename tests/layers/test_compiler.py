@@ -282,41 +282,45 @@ NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: 
 
 
 @pytest.mark.parametrize(
-    ("hardware", "recipe", "compile_flag", "expected", "note"),
+    ("hardware", "recipe", "recompute", "compile_flag", "expected", "note"),
     [
-        (H200, "delayed", None, True, "--no-compile turns that off"),
-        (H200, "delayed", False, False, ""),
-        (H200, "delayed", True, True, ""),
-        (H200_WITH_TE, "delayed", None, False, "not compiled: Transformer Engine"),
-        (H200_WITH_TE, "bf16", None, True, "--no-compile turns that off"),
-        (NO_TRITON, "delayed", None, False, "not compiled: triton is not installed"),
-        (CPU, "delayed", None, False, ""),
-        (CPU, "delayed", True, True, ""),
+        (H200, "delayed", "none", None, True, "--no-compile turns that off"),
+        (H200, "delayed", "none", False, False, ""),
+        (H200, "delayed", "none", True, True, ""),
+        (H200, "delayed", "selective", None, True, "--no-compile turns that off"),
+        (H200_WITH_TE, "delayed", "none", None, True, "around Transformer Engine's modules"),
+        (H200_WITH_TE, "delayed", "selective", None, False, "not compiled: activation"),
+        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile turns that off"),
+        (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
+        (CPU, "delayed", "none", None, False, ""),
+        (CPU, "delayed", "none", True, True, ""),
     ],
 )
 def test_a_gpu_compiles_by_default_what_can_be_compiled(
-    hardware, recipe, compile_flag, expected, note
+    hardware, recipe, recompute, compile_flag, expected, note
 ):
     keys: dict[str, Any] = {"model": "gpt-nano", "recipe": recipe, "compile": compile_flag}
-    keys |= {"parallel": "ddp"}
+    keys |= {"activation_checkpointing": recompute, "parallel": "ddp"}
     config = RunConfig(**{key: value for key, value in keys.items() if value is not None})
     plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 4096)
-    compiled, message = is_compiled(compile_flag, plan, hardware)
+    compiled, message = is_compiled(compile_flag, plan, hardware, recompute)
     assert compiled == expected
     assert (note in message) if note else message == ""
     assert [reason for reason in plan.reasons if "compile" in reason] == [message] * bool(message)
 
 
-@pytest.mark.parametrize("hardware", [H200_WITH_TE, H200])
-def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(hardware, monkeypatch):
+@pytest.mark.parametrize(("hardware", "recompute"), [(H200_WITH_TE, "selective"), (H200, "none")])
+def test_what_is_refused_is_refused_for_the_reason_that_a_note_would_give(
+    hardware, recompute, monkeypatch
+):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     backend = "emulate" if hardware is H200 else "auto"
     plan = resolve("delayed", hardware, backend)
-    compiled, note = is_compiled(None, plan, hardware)
+    compiled, note = is_compiled(None, plan, hardware, recompute)
     assert not compiled
     reason = re.escape(note.removeprefix("training is not compiled: "))
     with pytest.raises(UserError, match=f"^--compile: {reason}. Leave --compile out, or "):
-        require_compilable(plan)
+        require_compilable(plan, recompute)
 
 
 def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fp8stack import numerics
-from fp8stack.layers.fsdp import FullWeight, ShardedWeight
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.fsdp import FullWeight, ShardedWeight, WeightTensors, tensors_of
+
+FP8 = torch.float8_e4m3fn
+QUANTIZER = Quantizer(format="e4m3")
 
 
 class Layer:
-    """Casts its weight with a given scale."""
+    """Casts a weight of `out_features` rows with a given scale; out of FP8, to bfloat16."""
 
     in_fp8 = True
-    target = numerics.FORMATS["e4m3"]
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, out_features: int = 64) -> None:
         self.scale = torch.tensor(scale)
-        self.quantizers = {"weight": self}
+        self.out_features = out_features
 
-    def cast_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return numerics.cast_to_fp8(rows, self.scale, "e4m3"), self.scale
+    def cast_shard(self, rows: torch.Tensor) -> WeightTensors:
+        if not self.in_fp8:
+            return WeightTensors([rows.bfloat16()], [])
+        return WeightTensors(
+            [numerics.cast_to_fp8(rows, self.scale, "e4m3")], [self.scale], QUANTIZER
+        )
+
+
+class Mesh:
+    """A mesh of so many ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks
 
 
 @pytest.fixture
@@ -38,8 +56,8 @@ def sharded(weight: torch.Tensor) -> ShardedWeight:
 
 def gathered(shards: list[ShardedWeight]) -> FullWeight:
     """The full weight that FSDP2 gathers from the shards of all ranks."""
-    sent = [shard.fsdp_pre_all_gather(None) for shard in shards]
-    assert all(data.dtype == torch.uint8 for (data,), _ in sent)
+    sent = [shard.fsdp_pre_all_gather(Mesh(len(shards))) for shard in shards]
+    assert len({data.shape for (data,), _ in sent}) == 1
     data = torch.cat([data for (data,), _ in sent])
     outputs = shards[0].fsdp_post_all_gather((data,), sent[0][1], torch.float32)
     assert outputs is not None
@@ -48,29 +66,53 @@ def gathered(shards: list[ShardedWeight]) -> FullWeight:
     return outputs[0]
 
 
+def shards_of(weight: torch.Tensor, ranks: int) -> list[ShardedWeight]:
+    """Shards as FSDP2 makes them; the last ranks may have no rows."""
+    chunks = [*torch.chunk(weight, ranks)]
+    chunks += [weight[:0]] * (ranks - len(chunks))
+    return [ShardedWeight(chunk, Layer(3.5, len(weight))) for chunk in chunks]
+
+
+@pytest.mark.parametrize("rows", [64, 50, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_bytes_of_all_ranks_are_those_of_the_whole_cast(
-    weight: torch.Tensor, sharded: ShardedWeight, ranks: int
+    weight: torch.Tensor, ranks: int, rows: int
 ) -> None:
-    shards = torch.chunk(sharded, ranks)
-    full = gathered([shard for shard in shards if isinstance(shard, ShardedWeight)])
+    weight = weight[:rows]
+    full = gathered(shards_of(weight, ranks))
     expected = numerics.cast_to_fp8(weight, torch.tensor(3.5), "e4m3")
-    assert torch.equal(full.data8.view(torch.uint8), expected.view(torch.uint8))
-    assert (full.shape, full.dtype, full.scale.item()) == (weight.shape, torch.float32, 3.5)
+    data, scale = tensors_of(full)
+    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+    assert (full.shape, full.dtype, scale.item()) == (weight.shape, torch.float32, 3.5)
 
 
 def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
-    ((data,), _) = sharded.fsdp_pre_all_gather(None)
+    ((data,), _) = sharded.fsdp_pre_all_gather(Mesh(1))
+    assert data.dtype == torch.uint8
     assert data.numel() * data.element_size() * 4 == sharded.numel() * 4
 
 
-def test_a_layer_out_of_fp8_gathers_the_rows_themselves(
+def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
     weight: torch.Tensor, sharded: ShardedWeight
 ) -> None:
-    sharded._layer.in_fp8 = False
-    (data,), metadata = sharded.fsdp_pre_all_gather(None)
+    layer: Any = sharded._layer
+    layer.in_fp8 = False
+    full = gathered([sharded])
+    assert torch.equal(tensors_of(full)[0], weight.bfloat16())
+    cast = full.to(torch.bfloat16)
+    assert type(cast) is torch.Tensor
+    assert torch.equal(cast, weight.bfloat16())
+    assert cast.data_ptr() == tensors_of(full)[0].data_ptr()  # memory that FSDP2 frees
+    assert torch.equal(full + 0.0, weight.bfloat16().float())
+
+
+def test_rows_that_no_cast_changes_are_gathered_as_they_are(weight: torch.Tensor) -> None:
+    layer = Layer(1.0)
+    layer.cast_shard = lambda rows: WeightTensors([rows], [])  # type: ignore[method-assign]
+    sharded = ShardedWeight(weight, layer)
+    (data,), tensors = sharded.fsdp_pre_all_gather(Mesh(1))
     assert torch.equal(data, weight)
-    outputs = sharded.fsdp_post_all_gather((data,), metadata, torch.float32)
+    outputs = sharded.fsdp_post_all_gather((data,), tensors, torch.float32)
     assert outputs is not None
     assert type(outputs[0]) is torch.Tensor
 
@@ -96,16 +138,38 @@ def test_parts_of_the_rows_are_views_of_them(sharded: ShardedWeight) -> None:
 
 def test_a_whole_weight_stands_for_what_its_bytes_do(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
-    back = full.data8.float() / 3.5
+    back = tensors_of(full)[0].float() / 3.5
     assert torch.equal(full + 0.0, back)
     assert torch.equal(copy.copy(full).plain(), back)
 
 
 def test_a_second_gathering_brings_its_own_scale(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
-    sharded._layer.quantizers["weight"].scale = torch.tensor(2.0)
-    (data,), metadata = sharded.fsdp_pre_all_gather(None)
-    full.data8.view(torch.uint8).copy_(data)  # FSDP2 gathers into the same memory
-    same = full.data8.view(torch.uint8)
-    assert sharded.fsdp_post_all_gather((same,), metadata, torch.float32, out=full) is None
-    assert full.scale.item() == 2.0
+    layer: Any = sharded._layer
+    layer.scale = torch.tensor(2.0)
+    (data,), tensors = sharded.fsdp_pre_all_gather(Mesh(1))
+    memory = full.tensors.gathered[0].view(torch.uint8)
+    memory.copy_(data)  # FSDP2 gathers into the same memory
+    assert sharded.fsdp_post_all_gather((memory,), tensors, torch.float32, out=full) is None
+    assert tensors_of(full)[1].item() == 2.0
+    names, _ = full.__tensor_flatten__()
+    assert getattr(full, names[1]).item() == 2.0
+
+
+def test_compiled_code_takes_the_tensors_of_a_weight(weight: torch.Tensor) -> None:
+    parameters = [nn.Parameter(gathered(shards_of(weight, 2))) for _ in range(2)]
+    compiled: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def values(weight: torch.Tensor) -> torch.Tensor:
+        data, scale = tensors_of(weight)
+        return data.float() / scale
+
+    function: Any = torch.compile(values, backend=count, fullgraph=True)
+    with torch.no_grad():
+        for parameter in parameters:  # the second one uses the first one's code
+            assert torch.equal(function(parameter), (weight * 3.5).to(FP8).float() / 3.5)
+    assert len(compiled) == 1

@@ -130,6 +130,8 @@ pytorch/quantization.py:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer
 pytorch/quantization.py:FP8GlobalStateManager.autocast_exit
     if enabled and qstate.autocast_depth == 0 and (not _graph) and torch.is_grad_enabled():
     cls.reduce_and_update_fp8_tensors(forward=True)
+pytorch/quantization.py:check_recipe_support
+    if torch.compiler.is_compiling() and isinstance(recipe, DelayedScaling): raise RuntimeError(
 pytorch/quantization.py:DelayedScalingRecipeState.__init__
     self.scale = torch.ones(num_quantizers, dtype=torch.float32,
     self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers,
@@ -188,6 +190,14 @@ pytorch/module/linear.py:Linear._customize_quantizers_float8_current_scaling
     amax_epsilon = recipe.fp8_quant_bwd_grad.amax_epsilon
 pytorch/module/linear.py:Linear.forward
     cache_name = None if is_first_microbatch is None or self.is_fsdp2 else 'weight'
+    torch._dynamo.graph_break(msg=f'te.Linear falling back to eager: {reason}')
+pytorch/module/linear.py:Linear._compile_eager_fallback_reason
+    if fp8 and is_first_microbatch is not None and (not self.is_fsdp2):
+    return 'FP8 weight caching (is_first_microbatch)'
+pytorch/module/layernorm_linear.py:LayerNormLinear.forward
+    @no_torch_dynamo()
+pytorch/module/grouped_linear.py:GroupedLinear.forward
+    @no_torch_dynamo()
 pytorch/module/linear.py:_linear_forward_impl
     update_ws = is_first_microbatch is None or is_first_microbatch
 pytorch/module/linear.py:_linear_backward_impl
@@ -209,6 +219,7 @@ pytorch/module/layernorm_mlp.py:LayerNormMLP.__init__
     self.register_parameter('fc2_bias',
     fc1_output_features = 2 * self.size_per_partition
 pytorch/module/layernorm_mlp.py:LayerNormMLP.forward
+    @no_torch_dynamo()
     inp = self.prepare_forward(inp, num_gemms=2)
     fc1_bias = self.fc1_bias if self.use_bias else None
 pytorch/module/layernorm_mlp.py:LayerNormMLP._get_quantizers

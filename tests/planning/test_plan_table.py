@@ -335,8 +335,7 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_pa
     [
         (
             "compile=true",
-            "--compile: Transformer Engine's layers other than Linear, and its delayed scaling, do "
-            "not compile into one graph",
+            "--compile: Transformer Engine's modules stay outside of compiled code",
         ),
         ("parallel=fsdp", "--parallel fsdp cannot share out Transformer Engine's layers"),
     ],
@@ -358,17 +357,17 @@ def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
     assert command(*ARGUMENTS, "--no-te", "--set", "compile=false") == 0
     assert "compile" not in capsys.readouterr().out
     assert command(*ARGUMENTS) == 0
-    assert "training is not compiled: Transformer Engine's layers" in capsys.readouterr().out
+    around = "training is compiled (torch.compile) around Transformer Engine's modules; --backend "
+    around += "torch compiles linears as well"
+    assert f"{around}, and --no-compile turns" in capsys.readouterr().out
+    assert command(*ARGUMENTS, "--backend", "te", "--set", "compile=true") == 0
+    assert f"{around}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--recipe mxpf8", "Did you mean 'mxfp8'"),
-        (
-            f"{DELAYED} --backend te --set compile=true",
-            "into one graph. Leave --compile out, or choose --backend torch.",
-        ),
         ("--set recipe_overrides.attention=fp16 --recipe bf16", "attention"),
         ("--set recipe_overrides.attention=fp32", "recipe_overrides needs a recipe by name"),
         ("--capability nine", "no compute capability"),

@@ -299,7 +299,7 @@ def _plan(config: RunConfig, source: str) -> Plan:
     plans, schedule = plan_phases(run_config, model, probe(config.device), Decided(), tokens)
     plan = plans[schedule.variants[-1]]
     if config.compile:
-        require_compiler(plan)
+        require_compiler(plan, config.activation_checkpointing)
     return plan
 
 

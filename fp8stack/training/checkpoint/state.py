@@ -17,7 +17,7 @@ from fp8stack.model.config import PADDED
 from fp8stack.model.gpt import GPT
 from fp8stack.training.checkpoint.sharded import SharedGroup, copy_into, first_row
 from fp8stack.training.distributed.process_group import Ranks
-from fp8stack.training.optim.chained import first_state, optimizers_in, parameters_of, plain
+from fp8stack.training.optim.chained import BLOCK, first_state, optimizers_in, parameters_of, plain
 
 Group = Mapping[str, Tensor]
 
@@ -44,12 +44,17 @@ def capture(
 
 def first_rows(model: GPT) -> dict[str, int]:
     """The index of the first row that `capture` returns, for each sharded tensor."""
-    return {
-        f"{name}{suffix}": first_row(parameter)
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-        for suffix in ("", ".exp_avg", ".exp_avg_sq")
-    }
+    rows: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        row = first_row(parameter)
+        moments = ("exp_avg", "exp_avg_sq")
+        of_rows = (*moments, "momentum_buffer", *(f"{moment}.codes" for moment in moments))
+        rows |= {name: row} | {f"{name}.{key}": row for key in of_rows}
+        scales = row * math.prod(parameter.shape[1:]) // BLOCK
+        rows |= {f"{name}.{moment}.scale": scales for moment in moments}
+    return rows
 
 
 @torch.no_grad()

@@ -63,26 +63,23 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
 
 
 def spread(
-    model: nn.Module,
-    backend: Backend,
-    accelerator: Accelerator,
-    config: RunConfig,
-    *,
-    compiled: bool = False,
+    model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
 ) -> nn.Module:
-    """Wrap the model, which may be `compiled`, for training on several ranks. FSDP2 turns its
+    """Wrap the model, which may be compiled, for training on several ranks. FSDP2 turns its
     parameters into DTensors that are sharded by rows: build the optimizer after this call."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
-        _fully_shard(model, backend, accelerator, compiled=compiled)
+        _fully_shard(model, backend, accelerator)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
-    wrapped.register_comm_hook(None, _sum_in_bf16 if config.grad_compression == "bf16" else _sum)
+    one_by_one = _sums_one_by_one(config, accelerator.device, accelerator.num_processes)
+    hook = _sum_in_bf16 if config.grad_compression == "bf16" else _sum
+    wrapped.register_comm_hook(one_by_one, hook)
     return wrapped
 
 
-def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
+def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None:
     """Shard by FSDP2, block by block. (accelerate's FSDP2 needs a GPU, and has its own FP8
     path.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -90,10 +87,11 @@ def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator, compile
     for module in (*root_layers, *model.blocks, model):
         if module is not model:  # block by block: the full model may not fit on the device
             module.to(accelerator.device)
+        tied = module is model.lm_head and model.config.tied
+        if module is not model and not tied:
+            backend.prepare_sharding(module, in_root=module in root_layers)
         if module in root_layers:  # sharded with the root
             continue
-        # Compiled code and the root's layers take full weights in float32.
-        backend.prepare_sharding(None if compiled or module is model else module)
         # For the root as well: else its parameters stay gathered after an evaluation.
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
@@ -134,27 +132,34 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLayer) -> None:
                     parameter.__dict__.pop("_unsharded_param", None)
 
 
-def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A communication hook that sums gradients over ranks; DDP's default averages them.
+def _sums_one_by_one(config: RunConfig, device: torch.device, ranks: int) -> bool:
+    """Whether to reduce every gradient separately, so that a resumed run matches to the bit.
 
-    It reduces every gradient separately. With three or more ranks, the order in which a value is
-    summed depends on its position in the reduced tensor, and DDP rebuilds its buckets after the
-    first step of every process. If buckets were reduced, a resumed run would not match to the bit.
+    With three or more ranks, the order in which a value is summed depends on its position in the
+    reduced tensor, and DDP rebuilds its buckets after the first step of every process.
     """
+    repeats = device.type == "cpu" if config.deterministic is None else config.deterministic
+    return repeats and ranks > 2
+
+
+def _sum(one_by_one: bool, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook that sums the gradients of a bucket over ranks, by one all-reduce or
+    `one_by_one`; DDP's default averages them."""
     buffer = bucket.buffer()
-    works: list[Any] = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    tensors = bucket.gradients() if one_by_one else [buffer]
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     done = torch.futures.collect_all([work.get_future() for work in works])
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def _sum_in_bf16(one_by_one: bool, bucket: dist.GradBucket) -> Future[Tensor]:
     """A communication hook that sums gradients rounded to bfloat16, which sends half the bytes.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' dtype. (The result of
     torch's wrapper cannot be registered itself: DDP decides by its name that it needs NCCL. gloo
     can add bfloat16 as well.)
     """
-    return bf16_compress_wrapper(_sum)(state, bucket)
+    return bf16_compress_wrapper(_sum)(one_by_one, bucket)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

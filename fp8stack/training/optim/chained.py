@@ -9,6 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Muon, Optimizer
 
+from fp8stack.layers.fsdp import plain_shards
+
+BLOCK = 256  # elements that share a scale in torchao's moments
+
 
 class ChainedOptimizer(Optimizer):
     """Steps all of `optimizers`, which share no parameter. It shares their groups and state.
@@ -36,7 +40,8 @@ class ChainedOptimizer(Optimizer):
             if found_inf is not None and not by_itself and bool(found_inf):
                 _begin(optimizer)
             else:
-                optimizer.step()
+                with plain_shards():  # torchao's step is compiled, which takes no other shards
+                    optimizer.step()
 
 
 def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:
@@ -72,13 +77,24 @@ def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state as plain tensors, without copies: a quantized tensor of torchao becomes
-    `exp_avg.codes`, `exp_avg.scale` and so on."""
+    """A parameter's state as plain tensors or DTensors of plain tensors, without copies: a
+    quantized tensor of torchao becomes `exp_avg.codes`, `exp_avg.scale` and so on."""
     tensors = {}
     for key, value in state.items():
-        if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if not hasattr(local, "__tensor_flatten__"):
             tensors[key] = value
             continue
-        names, _ = value.__tensor_flatten__()
-        tensors |= {f"{key}.{name}": getattr(value, name) for name in names}
+        for name in local.__tensor_flatten__()[0]:
+            inner = getattr(local, name)
+            # Rows are whole blocks, so that codes and scales are sharded as the rows are.
+            is_sharded = isinstance(value, DTensor) and name in ("codes", "scale")
+            tensors[f"{key}.{name}"] = _sharded_like(value, inner) if is_sharded else inner
     return tensors
+
+
+def _sharded_like(like: Any, local: Tensor) -> DTensor:
+    """A DTensor with `local` on this rank, whose first dimension is sharded as that of `like`,
+    equally."""
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, like.placements, run_check=False)

@@ -5,30 +5,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import require_tools
+from fp8stack.layers.fsdp import local_shard
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
-from fp8stack.training.optim.chained import ChainedOptimizer, first_state
+from fp8stack.training.optim.chained import BLOCK, ChainedOptimizer, first_state
+from fp8stack.training.optim.sharded_muon import ShardedMuon
 
-BLOCK = 256  # elements that share a scale in torchao's moments
 SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 moments
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """Raise a UserError if the optimizer needs something that this machine lacks, or is not tested
-    with FSDP2. Call this before anything is built or written."""
+    """Raise a UserError if the optimizer needs something that this machine lacks, or torch lacks it
+    for FSDP2. Call this before anything is built or written."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
-    if name == "adamw":
-        return
-    if ranks > 1 and config.parallel == "fsdp":
+    if name == "sgd" and ranks > 1 and config.parallel == "fsdp":
         raise UserError(
-            f"optimizer {name} is not tested with --parallel fsdp. Choose --parallel ddp, or "
-            f"{instead[7:]}."
+            "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD takes no "
+            "sharded parameters. Choose --parallel ddp, or another optimizer."
         )
-    if name in ("sgd", "muon"):
+    if name in ("adamw", "sgd", "muon"):
         return
     low_bit_optimizers()
     require_tools(hardware.device, f"optimizer {name}", instead)
@@ -48,11 +48,14 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     `adamw8bit` and `adamwfp8`, train the matrices of the blocks; fused AdamW with float32 moments
     trains all other parameters. 8-bit moments are codes of a table of 256 values, or E4M3, with a
     float32 scale per 256 elements. Muon's steps are scaled to the size of AdamW's (Liu et al. 2025,
-    arXiv:2502.16982), so that both can use the same learning rate and weight decay.
+    arXiv:2502.16982), so that both can use the same learning rate and weight decay. Parameters that
+    FSDP2 shards are updated by the ranks that hold them, to the same values; 8-bit moments need
+    shards of whole blocks.
 
     Pass `fused=False` to inspect the groups and states only, for instance on the meta device.
 
-    Raises a UserError if torchao is missing, or no matrix is large enough for 8-bit moments.
+    Raises a UserError if torchao is missing, no matrix is large enough for 8-bit moments, or their
+    shards are no whole blocks.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.optimizer in ("adamw", "sgd"):
@@ -68,8 +71,10 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     outer = [(name, p) for name, p in named if id(p) not in chosen]
     rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
-        first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
+        muon = ShardedMuon if isinstance(inner[0], DTensor) else Muon
+        first: Optimizer = muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
     else:
+        _require_whole_blocks([(name, p) for name, p in named if id(p) in chosen], config.optimizer)
         betas, make = (config.beta1, config.beta2), low_bit_optimizers()[config.optimizer]
         first = make(inner, **rates, betas=betas, eps=config.adam_eps, block_size=BLOCK)
     return ChainedOptimizer([first, _adamw(outer, config, fused)])
@@ -84,6 +89,18 @@ def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
 
 Named = Sequence[tuple[str, Tensor]]
 """Parameters and their names."""
+
+
+def _require_whole_blocks(named: Named, optimizer: str) -> None:
+    """Raise a UserError if the shards of a parameter are no whole blocks: one rank has others."""
+    for name, parameter in named:
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        if len(parameter) % ranks or parameter.numel() // ranks % BLOCK:
+            raise UserError(
+                f"optimizer {optimizer} with --parallel fsdp: {ranks} ranks cannot share "
+                f"'{name}', {tuple(parameter.shape)}, in whole blocks of {BLOCK} elements. Choose "
+                "--parallel ddp, another number of ranks, or --set optimizer=adamw."
+            )
 
 
 def _groups(parameters: Named, config: RunConfig) -> list[dict[str, Any]]:
@@ -161,4 +178,20 @@ def low_bit_optimizers() -> dict[str, Any]:
             "The optimizers adamw8bit and adamwfp8 need torchao: pip install 'torchao>=0.18', or "
             "choose --set optimizer=adamw."
         ) from error
-    return {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
+    return {"adamw8bit": _sharded(AdamW8bit), "adamwfp8": _sharded(AdamWFp8)}
+
+
+def _sharded(base: Any) -> Any:
+    """A class like torchao's `base`, except that a shard with fewer than 4,096 elements, of a
+    parameter with more, has moments in 8 bits, too."""
+    return type(base.__name__, (base,), {"_new_buffer": _new_buffer})
+
+
+def _new_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
+    rows = local_shard(parameter)
+    moment: Tensor = optimizer._subclass_zeros(rows, signed, optimizer.block_size)
+    if not isinstance(parameter, DTensor):
+        return moment
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(moment, mesh, placements, run_check=False, **size)

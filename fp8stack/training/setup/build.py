@@ -128,8 +128,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     if ranks.count > 1:
         _require_same_machines(planned, hardware, ranks)
         with losing_ranks():
-            first = variants[0]
-            wrapped = spread(wrapped, first.backend, accelerator, config, compiled=first.compiled)
+            wrapped = spread(wrapped, variants[0].backend, accelerator, config)
     with ranks.together():
         # After `spread`, because FSDP2 replaces the parameters.
         optimizer = build_optimizer(variants[0].model, config)
@@ -165,11 +164,12 @@ def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
     tokens = config.batch // (config.accumulate * ranks) * context
     decided = decided_in(checkpoint.info) if checkpoint else Decided()
     plans, schedule = plan_phases(config, model, hardware, decided, tokens)
+    kind = config.activation_checkpointing
     for plan in plans:
         require_possible(plan, config, ranks)
         if config.compile:
-            require_compiler(plan)
-    compiled = [is_compiled(config.compile, plan, hardware)[0] for plan in plans]
+            require_compiler(plan, kind)
+    compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
     require_optimizer(config, hardware, ranks)
     trained = [plans[place] for place in schedule.variants]
     free = available_memory(hardware.device)

@@ -177,6 +177,8 @@ class autocast:
     def __enter__(self) -> autocast:
         self._saved = NOW.enabled, NOW.recipe, NOW.is_first_module
         NOW.enabled, NOW.recipe = self._enabled, self._recipe
+        if torch.compiler.is_compiling() and NOW.recipe.delayed():  # `check_recipe_support`
+            raise RuntimeError("DelayedScaling is not supported under torch.compile")
         NOW.is_first_module = NOW.is_first_module or NOW.depth == 0
         NOW.depth += 1
         return self
@@ -453,11 +455,19 @@ class Module(nn.Module):
         return normed if fused else normed.to(dtype)
 
 
+_no_torch_dynamo: Any = torch._dynamo.disable  # as TE's modules but Linear
+
+
 class Linear(Module):
     REAL = "pytorch/module/linear.py:Linear"
 
     def shapes(self, **arguments: Any) -> Shapes:
         return _plain_shapes(arguments)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("the stand-in has no operator for compiled code")
+        return super().forward(*args, **kwargs)
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
         return self.multiply(x, 1, "", first, dtype, dtype)
@@ -477,6 +487,7 @@ class GroupedLinear(Module):
             for name, shape in _plain_shapes(arguments):
                 yield f"{name}{number}", shape
 
+    @_no_torch_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
         self.splits = arguments["m_splits"]
@@ -496,6 +507,7 @@ class GroupedLinear(Module):
 
 class LayerNormLinear(Module):
     REAL = "pytorch/module/layernorm_linear.py:LayerNormLinear"
+    forward = _no_torch_dynamo(Module.forward)
 
     def shapes(self, **arguments: Any) -> Shapes:
         yield from _norm_shapes(arguments["in_features"], arguments["normalization"])
@@ -508,6 +520,7 @@ class LayerNormLinear(Module):
 class LayerNormMLP(Module):
     REAL = "pytorch/module/layernorm_mlp.py:LayerNormMLP"
     GEMMS = 2
+    forward = _no_torch_dynamo(Module.forward)
 
     def shapes(self, **arguments: Any) -> Shapes:
         width, hidden = arguments["hidden_size"], arguments["ffn_hidden_size"]

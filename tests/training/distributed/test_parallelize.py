@@ -48,7 +48,7 @@ def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
     join("cpu", 60)
     layer = nn.Linear(24, 8, bias=False)
     model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, parallelize._sum_in_bf16 if compressed else parallelize._sum)
+    model.register_comm_hook(False, parallelize._sum_in_bf16 if compressed else parallelize._sum)
     sent: list[int] = []
     reduce = dist.all_reduce
 
@@ -87,6 +87,64 @@ def test_half_the_bytes_are_sent(summed):
     uncompressed = in_ranks(partial(_gradients, compressed=False), 2)
     assert [of["bytes"] for of in uncompressed] == [4 * 24 * 8] * 2
     assert [of["bytes"] for of in summed] == [2 * 24 * 8] * 2
+
+
+def _buckets(rank: int, *, compressed: bool) -> dict[str, Any]:
+    """The gradients of two micro-batches, the first of them within `no_sync`, by each hook, and the
+    number of all-reduces before and after the second backward pass."""
+    join("cpu", 60)
+    inputs = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(rank))
+    answers: dict[str, Any] = {}
+    for one_by_one in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+        model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
+        hook = parallelize._sum_in_bf16 if compressed else parallelize._sum
+        model.register_comm_hook(one_by_one, hook)
+        with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+            with model.no_sync():
+                model(inputs[0]).square().mean().backward()
+            within = reduce.call_count
+            model(inputs[1]).square().mean().backward()
+        gradients = [parameter.grad.numpy() for parameter in model.parameters()]
+        answers[str(one_by_one)] = (within, reduce.call_count, gradients)
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+    for rows in inputs:
+        alone(rows).square().mean().backward()
+    answers["alone"] = [parameter.grad.numpy() for parameter in alone.parameters()]
+    return answers
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_bucket_is_one_message_and_two_ranks_sum_the_same_bits(compressed):
+    of_ranks = in_ranks(partial(_buckets, compressed=compressed), 2)
+    for answer in of_ranks:
+        assert [answer[hook][:2] for hook in ("False", "True")] == [(0, 1), (0, 6)]
+        for bucket, single, *mine in zip(
+            answer["False"][2], answer["True"][2], *(of["alone"] for of in of_ranks), strict=True
+        ):
+            assert np.array_equal(bucket, single)
+            if compressed:
+                mine = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in mine]
+            expected = mine[0] + mine[1]
+            if compressed:
+                expected = expected.astype(ml_dtypes.bfloat16).astype(np.float32)
+            assert np.array_equal(bucket, expected)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "device", "ranks", "one_by_one"),
+    [
+        *((None, "cuda", 8, False), (None, "cpu", 3, True), (None, "cpu", 2, False)),
+        *((True, "cuda", 8, True), (True, "cuda", 2, False), (False, "cpu", 3, False)),
+    ],
+)
+def test_gradients_are_summed_one_by_one_only_where_the_order_could_differ(
+    deterministic, device, ranks, one_by_one
+):
+    config = RunConfig(deterministic=deterministic)
+    assert parallelize._sums_one_by_one(config, torch.device(device), ranks) is one_by_one
 
 
 # Whole runs

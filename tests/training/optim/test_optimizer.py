@@ -385,10 +385,12 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
     for name in CHAINED:
-        message = refusal(require_optimizer, RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
-        assert f"optimizer {name} is not tested with --parallel fsdp" in message
-        require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
+        require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
+    sgd = RunConfig(optimizer="sgd", parallel="fsdp")
+    require_optimizer(sgd, cpu, 1)
+    message = refusal(require_optimizer, sgd, cpu, 2)
+    assert "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD" in message
     for gpu in (Hardware("cuda", (8, 0)), Hardware("cuda", other_gpu="AMD gfx942")):
         message = refusal(require_optimizer, RunConfig(optimizer="adamwfp8"), gpu, 1)
         assert "adamwfp8 needs a GPU of NVIDIA that converts to FP8" in message

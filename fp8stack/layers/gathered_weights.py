@@ -1,0 +1,137 @@
+"""The weights of scaled GEMMs as FSDP2 gathers them: in FP8, with the bytes and scales of the full
+weight.
+
+A scale per tensor, or squares of 128 x 128, serve both GEMMs of a weight: one byte per element. In
+other layouts the copies differ, and both are gathered: two bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.common.formats import Quantizer
+from fp8stack.layers.fsdp import WeightTensors
+from fp8stack.layers.kernels.fused_casts import cast_transpose
+from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
+from fp8stack.layers.kernels.variants import transpose_bytes
+from fp8stack.layers.scaled_operands import ScaledOperand, TorchOperand, scaled_pair
+from fp8stack.numerics.cast import magnitude
+
+# The rows of a block in either copy: a block must not span the shards of two ranks. NVFP4 is
+# missing: its upper scale is one of the full weight.
+_BLOCK_ROWS = {
+    ScaleLayout.PER_TENSOR: 1,
+    ScaleLayout.PER_ROW: 1,
+    ScaleLayout.MX: 32,
+    ScaleLayout.ROWS: 128,
+    ScaleLayout.SQUARES: 128,
+}
+
+
+def is_gathered_in_fp8(operand: TorchOperand, rows: int, ranks: int) -> bool:
+    """Whether a weight of `rows` rows, sharded over ranks, is gathered in FP8."""
+    if not isinstance(operand, ScaledOperand) or operand.stochastic:
+        return False
+    one_quantizer = operand.across == operand.quantizer and not operand.quantizer.hadamard
+    block_rows = _BLOCK_ROWS.get(operand.kind)
+    return one_quantizer and block_rows is not None and -(-rows // ranks) % block_rows == 0
+
+
+def gathered_bytes(operand: TorchOperand, rows: int, columns: int) -> int:
+    """The bytes of a full weight [rows, columns] that is gathered in FP8, with its scales."""
+    assert isinstance(operand, ScaledOperand)
+    elements, kind = rows * columns, operand.kind
+    if kind is ScaleLayout.PER_TENSOR:
+        return elements
+    if kind is ScaleLayout.PER_ROW:
+        return 2 * elements + 4 * rows
+    copies = 1 if kind is ScaleLayout.SQUARES else 2
+    height, width = operand.quantizer.blocks or (1, 1)
+    return copies * (elements + operand.quantizer.scale_bytes * elements // (height * width))
+
+
+def share_amaxes(operands: Sequence[ScaledOperand], shards: Sequence[Tensor]) -> None:
+    """Reduce the amaxes of sharded weights over ranks, by one all-reduce for all of them: in
+    current scaling the amax of the weight, and in scales per row the amaxes of its columns."""
+    shared = [
+        (operand, shard)
+        for operand, shard in zip(operands, shards, strict=True)
+        if operand.kind is ScaleLayout.PER_ROW
+        or (operand.kind is ScaleLayout.PER_TENSOR and not operand.quantizer.delayed)
+    ]
+    if not shared:
+        return
+    with torch.no_grad():
+        mine = [
+            _column_amaxes(shard)
+            if operand.kind is ScaleLayout.PER_ROW
+            else numerics.amax(shard)[None]
+            for operand, shard in shared
+        ]
+        largest = torch.cat(mine)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    sizes = [len(amaxes) for amaxes in mine]
+    for (operand, _), amaxes in zip(shared, torch.split(largest, sizes), strict=True):
+        if operand.kind is ScaleLayout.PER_ROW:
+            operand.shared = amaxes
+        else:
+            operand.shared = numerics.current_scale(amaxes[0], operand.quantizer)
+
+
+def _column_amaxes(rows: Tensor) -> Tensor:
+    """The amaxes of the columns, NaN ignored: float32 [columns]; zeros without rows."""
+    return magnitude(rows).amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
+
+
+def cast_per_tensor(operand: ScaledOperand, rows: Tensor) -> WeightTensors:
+    """Cast a shard, float32 [rows, in], with the scale of the full weight: from the amax history,
+    or in current scaling from `share_amaxes`. The tensors are float8 [rows, in] and the scale."""
+    slot = operand.slot
+    scale = operand.shared if slot is None else slot.scale()
+    record = slot is not None and slot.is_recording
+    data, _, amax = cast_transpose(
+        rows, scale, operand.quantizer.format, across=False, record=record
+    )
+    if slot is not None and amax is not None:
+        slot.record(amax)  # of this shard: updates take the maximum over ranks
+    return WeightTensors([data], [scale], operand.quantizer)
+
+
+def cast_in_blocks(
+    rows: Tensor, quantizer: Quantizer, kind: ScaleLayout, column_amaxes: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Cast a shard, float32 [rows, in], with scales per row or block. Returns `gathered` and
+    `shared` of its `WeightTensors`: the row copy and its scales and, except in squares, the column
+    copy, not transposed, and its scales. These are shared if they are scales per row."""
+    data, scales = numerics.quantize(rows, quantizer)[:2]
+    if kind is ScaleLayout.SQUARES:
+        return [data, scales], []
+    if kind is ScaleLayout.PER_ROW:
+        # One more row has the amaxes of the full weight's columns.
+        rows = torch.cat([rows, column_amaxes[None]])
+        across, scales_across = numerics.quantize(rows, quantizer, 0)[:2]
+        return [data, scales, across[:-1]], [scales_across]
+    across, scales_across = numerics.quantize(rows, quantizer, 0)[:2]
+    return [data, scales, across, scales_across], []
+
+
+def copies_of_gathered(
+    tensors: list[Tensor], operand: ScaledOperand, with_columns: bool
+) -> tuple[Scaled, Scaled | None]:
+    """The row copy and, if needed, the column copy of a weight, from its gathered tensors."""
+    kind, across = operand.kind, tensors[2:]
+    if kind is ScaleLayout.PER_TENSOR:
+        data, scale = tensors
+        return scaled_pair(data, data.t().contiguous() if with_columns else None, scale, None)
+    rows = Scaled(tensors[0], pack_scales(tensors[1], kind), kind)
+    if not with_columns:
+        return rows, None
+    data, scales = across or tensors
+    turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+    scales = scales.view(-1, 1) if kind is ScaleLayout.PER_ROW else scales.t()
+    return rows, Scaled(turned, pack_scales(scales, kind), kind)
