@@ -74,7 +74,9 @@ def _disassembled(cubin: bytes, folder: Path) -> tuple[list[Instruction], dict[s
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or "flow analysis is disabled" in done.stderr:
         raise ValueError(f"No life ranges: {done.stderr.strip()}")
-    first, rows, labels = 0, [], {}
+    first = 0
+    rows: list[Instruction] = []
+    labels: dict[str, int] = {}
     for line in done.stdout.splitlines():
         _, bar, ranges = line.rpartition("// |")
         if header := re.match(r"\s+# (0\d+)", ranges):
