@@ -40,9 +40,10 @@ def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
     plus_minus = 1.0 - 2.0 * torch.arange(2, dtype=torch.float32, device=x.device)
     plus_minus = plus_minus.view(1, 2, *[1] * values.ndim)
     for level in range(size.bit_length() - 1):
-        # One sum: a + b above, a - b below; a product with -1 is exact.
-        pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
-        values = (pairs.flip(1) + pairs * plus_minus).flatten(0, 2)
+        # a + b above, a - b below; a product with -1 is exact. Without `flip`, which inductor
+        # computes wrongly where it pads strides (torch 2.11 and 2.13).
+        first, second = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level)).split(1, 1)
+        values = (first + second * plus_minus).flatten(0, 2)
     return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1).contiguous()
 
 

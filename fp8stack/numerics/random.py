@@ -41,7 +41,9 @@ class RandomBits:
     def bits(self, rows: int, columns: int) -> Tensor:
         """The bits of each element: int64 [rows, columns] in [0, 2^32)."""
         device = self.counter.device
-        lanes = torch.arange(-(-columns // 4), device=device)
+        # Masked, a lane is int64 in the code that inductor generates. As an index it is int32, and
+        # Triton 3.6 compiles no product of it with a constant over 2^31.
+        lanes = torch.arange(-(-columns // 4), device=device) & _WORD
         row = (torch.arange(rows, device=device) + (self.first_row & _WORD)) & _WORD
         low, high = self.counter & _WORD, (self.counter >> 32) & _WORD
         key: tuple[int | Tensor, ...] = (self.seed, self.stream)

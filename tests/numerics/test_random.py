@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import operator
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +38,37 @@ COUNTER = 0x0370734413198A2E
 # Counters and first rows whose words, products or sums lie at a limit of int32, uint32 or int64.
 EDGES = (0, 1, 2**31 - 5, 2**31 + 5, 2**32 - 1, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63))
 PLACES = [(counter, 2**31 + 5) for counter in EDGES] + [(2**63 - 1, first) for first in EDGES]
+
+# Prints the code that inductor generates for a GPU; nothing compiles it.
+_CODE_FOR_A_GPU = """
+from unittest.mock import patch
+
+from bench.gpu_code.pretend import CUDA, pretend
+
+pretend((9, 0))
+import torch
+from torch._inductor.graph import GraphLowering
+from torch._subclasses import FakeTensorMode
+
+from fp8stack.numerics import RandomBits
+
+class Generated(Exception):
+    pass
+
+def print_code(graph):
+    print(graph.codegen()[0].value)
+    raise Generated
+
+def draw(stream, counter):
+    return RandomBits(7, stream, counter).bits(64, 256)
+
+with patch.object(GraphLowering, "compile_to_module", print_code), FakeTensorMode():
+    words = [torch.zeros((), dtype=torch.int64, device=CUDA) for _ in range(2)]
+    try:
+        torch.compile(draw, fullgraph=True)(*words)
+    except Exception as error:
+        assert "Generated" in repr(error) + repr(error.__cause__), error
+"""
 
 
 class ExactInt64(TorchDispatchMode):
@@ -167,3 +202,16 @@ def test_compiled_bits_are_those_of_the_oracle_in_every_vector_width(width):
                 drawn = compiled(*map(torch.tensor, (stream, counter, first)))
                 expected = philox(WORD, stream, counter, 9, 150, first)
                 np.testing.assert_array_equal(drawn, expected)
+
+
+@pytest.mark.slow
+def test_a_gpus_code_multiplies_no_index_that_is_int32():
+    """Triton 3.6 compiles no product of an index with a constant that int32 does not hold."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _CODE_FOR_A_GPU],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.lstrip().startswith("#")]
+    assert any("tl.full([1], 3528531795, tl.int64)" in line for line in lines)
+    assert not [line for line in lines if re.search(r"\d{10}\*[xyr]\w*\d", line)]

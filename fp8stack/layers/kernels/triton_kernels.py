@@ -11,6 +11,13 @@ import triton
 import triton.language as tl
 
 MX_BLOCK = tl.constexpr(32)  # elements that share an E8M0 scale
+_PTX = """{{
+.reg .b16 low, high;
+cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
+cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
+mov.b32 $0, {{low, high}};
+}}"""
+_TO_E4M3, _TO_E5M2 = tl.constexpr(_PTX.format("e4m3")), tl.constexpr(_PTX.format("e5m2"))
 
 
 @triton.jit
@@ -317,10 +324,24 @@ def _codes(scaled, HOW: tl.constexpr):
         sign = held.to(tl.int32, bitcast=True) & -0x80000000
         rounded = to_nearest(held, HOW.target.mantissa_bits, HOW.target.min_normal)
         held = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
+    if HOW.assembly:
+        codes = _converted_by_ptx(held, HOW)
+    else:
+        codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
     if not HOW.exact:
         codes = tl.where(scaled == scaled, codes, 0x7F)
     return codes
+
+
+@triton.jit
+def _converted_by_ptx(values, HOW: tl.constexpr):
+    """The bytes of float32 values of the format, four to a register: see
+    `variants.KernelVariant.assembly`."""
+    tl.static_assert(HOW.quantizer.format == "e4m3" or HOW.quantizer.format == "e5m2")
+    ptx: tl.constexpr = _TO_E4M3 if HOW.quantizer.format == "e4m3" else _TO_E5M2
+    return tl.inline_asm_elementwise(
+        ptx, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4
+    )
 
 
 @triton.jit

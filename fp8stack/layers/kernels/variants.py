@@ -90,6 +90,10 @@ class KernelVariant:
         9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
             Triton's interpreter does not round to even (triton issue 8322): there the kernel rounds
             first.
+        assembly: values are converted to FP8 by the kernel's own PTX rather than Triton's cast.
+            Under Triton 3.6 alone (torch 2.10 and 2.11): from the code of its cast, its ptxas makes
+            machine code that stores registers which nothing wrote. To be deleted when no torch that
+            brings Triton 3.6 is supported.
         rows, columns: of a tile.
         across, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.Product`.
@@ -102,6 +106,7 @@ class KernelVariant:
     dtype: Any
     overflow: float
     exact: bool
+    assembly: bool = False
     rows: int = 128
     columns: int = 128
     across: bool = True
@@ -116,6 +121,7 @@ def variant(
     quantizer: Quantizer, scales: str, dtype: torch.dtype, exact: bool, **more: Any
 ) -> KernelVariant:
     """The variant of a kernel that casts tensors of `dtype` by `quantizer`, with `more` fields."""
+    import triton
     import triton.language as tl
 
     largest = FLT_MAX if scales in ("given", "current") else torch.finfo(dtype).max
@@ -127,5 +133,7 @@ def variant(
         dtype=getattr(tl, str(dtype).removeprefix("torch.")),
         overflow=min(largest, FLT_MAX),
         exact=exact,
+        # The interpreter runs no PTX.
+        assembly=triton.__version__.startswith("3.6.") and not triton.knobs.runtime.interpret,
         **more,
     )

@@ -24,7 +24,8 @@ from fp8stack.layers.kernels import nvfp4
 from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.numerics import RandomBits
 from tests.support.cases import case
-from tests.support.triton_code import launched_on_a_cpu, launched_ptx, ptx_of
+from tests.support.sass import unwritten_registers
+from tests.support.triton_code import code_of, launched_on_a_cpu, launched_ptx, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -151,7 +152,7 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
     )
     assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
     copies = ("data", "scales", "transposed", "scales_across")
-    text = ptx_of(
+    code = code_of(
         triton_nvfp4.cast,
         {"x": "*bf16", "amaxes": "*fp32"}
         | dict.fromkeys(copies, "*u8")
@@ -162,6 +163,8 @@ def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, mo
         capability,
         **nvfp4.LAUNCH,
     )
+    text = code["ptx"]
+    assert unwritten_registers(code["cubin"], tmp_path) == []
     assert re.findall(r"ld\.global\.v4\S*", text) == ["ld.global.v4.b32"] * 4
     stores = Counter(re.findall(r"st\.global\S*", text))
     assert stores == {"st.global.v4.b32": 2, "st.global.b16": 2}  # of data, and of scales
