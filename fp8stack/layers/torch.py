@@ -171,6 +171,9 @@ class TorchBackend(Backend):
         self._sharded_layers: list[QuantizedLinear] = []
         # torch.compile's backend and mode, for casts of weights that no Triton kernel does.
         self.compiled_by: tuple[CompileBackend, str] | None = None
+        self.after_norm = (
+            False  # its own from the start, or the first block would be compiled twice
+        )
 
     def compile_casts(self, backend: CompileBackend, mode: str) -> None:
         """See `Backend.compile_casts`."""
