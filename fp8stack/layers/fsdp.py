@@ -150,7 +150,7 @@ class ShardedWeight(_Wrapper):
         missing = -(-self._layer.out_features // mesh.size()) - len(self._held)
         rows = F.pad(self._held, (0, 0, 0, missing)) if missing else self._held
         tensors = self._layer.cast_shard(rows)
-        # As bytes, because not every operation knows the dtypes of 8 bits.
+        # Gather bytes, because not every operation knows the dtypes of 8 bits.
         sent = [
             tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
             for tensor in tensors.gathered
@@ -166,14 +166,14 @@ class ShardedWeight(_Wrapper):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The full weight, from the gathered shards of all ranks and this rank's tensors."""
-        # From the second time on, FSDP2 has gathered into the memory of `out`.
+        # FSDP2 has gathered into the memory of `out`, from the second time on.
         if isinstance(out, FullWeight):
             assert out.tensors.gathered[0].data_ptr() == gathered[0].data_ptr()
             out.set_tensors(out.tensors._replace(shared=mine.shared))
         if out is not None:
             return None
         rows, full = len(mine.gathered[0]), self._layer.out_features
-        # Without the rows that fill up the last shards. A block may have several rows.
+        # Drop the rows that fill up the last shards. A block may have several rows.
         tensors = [
             tensor.view(shard.dtype)[: -(-full * len(shard) // rows)]
             for tensor, shard in zip(gathered, mine.gathered, strict=True)

@@ -10,7 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.activation_checkpoint import contexts, hide_warning_of_in_place_operations
-from fp8stack.layers.compiler import CompileBackend, allow_many_compilations, compiled
+from fp8stack.layers.compiler import (
+    CompileBackend,
+    allow_many_compilations,
+    compiled,
+    require_compilable,
+)
 from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.kernels.attention import Mask, dense_mask, document_mask
 from fp8stack.layers.kernels.kv_cache import KVCache
