@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack import numerics
-from fp8stack.common.formats import Operand, Quantizer
+from fp8stack.common.formats import Quantizer
+from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers import build_backend, fp8_state
 from fp8stack.layers.chunked_loss import Chunks, cross_entropy
 from fp8stack.layers.compiler import compiled
