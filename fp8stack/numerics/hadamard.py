@@ -42,8 +42,8 @@ def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
     for level in range(size.bit_length() - 1):
         # a + b above, a - b below; a product with -1 is exact. Without `flip`, which inductor
         # computes wrongly where it pads strides (torch 2.11 and 2.13).
-        first, second = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level)).chunk(2, 1)
-        values = (first + second * plus_minus).flatten(0, 2)
+        pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
+        values = (pairs[:, :1] + pairs[:, 1:] * plus_minus).flatten(0, 2)
     return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1).contiguous()
 
 
