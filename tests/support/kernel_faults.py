@@ -185,5 +185,18 @@ def planted(fault: Fault) -> Iterator[None]:
         assert spec.loader is not None
         faulty = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(faulty)
-        with patch.object(package, fault.kernels, faulty):
-            yield
+        forget_launches()
+        try:
+            with patch.object(package, fault.kernels, faulty):
+                yield
+        finally:
+            forget_launches()
+
+
+def forget_launches() -> None:
+    """Make the next launches look up their kernels again."""
+    from fp8stack.layers.kernels import fused_casts, nvfp4, variants
+
+    fused_casts._KERNELS.clear()
+    nvfp4._launch.cache_clear()
+    variants._transpose.cache_clear()
