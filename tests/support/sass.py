@@ -19,6 +19,7 @@ _WORD = 0xFFFFFFFF
 _MOVES = re.compile(r"(?:IMAD\.MOV\.U32 (R\d+), RZ, RZ,|MOV (R\d+),) (R\w+)$")
 _BYTES = re.compile(r"PRMT (R\d+), (R\w+), (0x[0-9a-f]+), (R\w+)")
 _PACKED = re.compile(r"F2FP\S*MERGE_C (R\d+), (\S+), (\S+), (R\w+)")
+_BYTE_STORE = re.compile(r"STG\S*\.U8\b.*, (R\d+)$")
 _UPPER = re.compile(
     r"(?:IMAD\.U32|IMAD\.SHL\.U32) (R\d+), (R\d+), 0x10000|SHF\.L\.U32 (R\d+), (R\d+), 0x10,"
 )
@@ -129,8 +130,12 @@ def _executed(row: Instruction, state: int) -> tuple[int, list[str]]:
             (source >> 8 * at & 0xFF) << 8 * i for i, at in enumerate(places)
         )
     elif match := _PACKED.match(row.text):
-        reads = {name: bits(name) for name in (match[2], match[3])}
-        results[_number(match[1])] = (bits(match[4]) & 0xFFFF) << 16
+        # Two numbers become a byte each. Triton leaves one undefined where it converts one number.
+        high, low = (0xFF if bits(name) else 0 for name in (match[2], match[3]))
+        results[_number(match[1])] = (bits(match[4]) & 0xFFFF) << 16 | high << 8 | low
+    elif match := _BYTE_STORE.match(row.text):
+        reads = {f"R{n}": state >> 32 * n & _WORD for n in row.reads}
+        reads[match[1]] = bits(match[1]) & 0xFF
     elif match := _UPPER.match(row.text):
         results[_number(match[1])] = (bits(match[2]) & 0xFFFF) << 16
     elif match := _MOVES.match(row.text):

@@ -25,7 +25,10 @@ from fp8stack.numerics.hadamard import hadamard as transform
 from fp8stack.numerics.operators import operator_on_any_device
 from fp8stack.numerics.scales import OUT_OF_TWO_LEVELS
 
-LAUNCH = OPTIONS | {"num_warps": 16}
+# The size of a kernel's squares, and the warps that treat one. No variant lacks registers, and an
+# SM runs two squares or more, so that one loads while another computes. A square of a cast writes
+# lines of 32 bytes in both directions, a sector of memory.
+SQUARES = {"find_amaxes": (128, 16), "cast": (64, 8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Nvfp4Variant:
 
     Attributes:
         height: rows of a block that shares a scale, 1 or 16.
+        tile: the rows and the columns of a tile, see `SQUARES`.
         hadamard: the size of the second copy's transform, 16 or 0; `minus` are its signs.
         across: whether there is a second copy.
         stochastic: whether rounding is stochastic.
@@ -41,6 +45,7 @@ class Nvfp4Variant:
         exact: see `variants.KernelVariant`.
     """
 
+    tile: int
     hadamard: int
     bf16: bool
     exact: bool
@@ -104,7 +109,7 @@ def _amaxes_op(x: Tensor, hadamard: int) -> Tensor:
         figures = [f for copy in copies for f in (numerics.amax(copy), copy.isnan().any())]
         stacked = torch.stack([figure.to(torch.float32) for figure in figures])
         return stacked.repeat(2 // len(copies))
-    tile_amaxes = x.new_empty((_tiles(x.shape), 4), dtype=torch.float32)
+    tile_amaxes = x.new_empty((_tiles("find_amaxes", x.shape), 4), dtype=torch.float32)
     launch = _launch("find_amaxes", x.dtype, x.device, tuple(x.shape), hadamard=hadamard)
     launch((x, tile_amaxes))
     return tile_amaxes.amax(0)
@@ -178,11 +183,18 @@ def _launch(
     from fp8stack.layers.kernels import triton_nvfp4
     from fp8stack.layers.kernels.launch import KernelLaunch
 
-    compiled_for = Nvfp4Variant(
-        bf16=dtype == torch.bfloat16, exact=converts_exactly(device), **variant
+    options = compiled_for(
+        kernel, bf16=dtype == torch.bfloat16, exact=converts_exactly(device), **variant
     )
-    numbers, constants = (*before, *shape, *after), {"HOW": compiled_for}
-    return KernelLaunch(getattr(triton_nvfp4, kernel), _tiles(shape), numbers, constants, LAUNCH)
+    numbers, constants = (*before, *shape, *after), {"HOW": options.pop("HOW")}
+    tiles = _tiles(kernel, shape)
+    return KernelLaunch(getattr(triton_nvfp4, kernel), tiles, numbers, constants, options)
+
+
+def compiled_for(kernel: str, **variant: Any) -> dict[str, Any]:
+    """The options of a kernel's launch, and as `HOW` its `Nvfp4Variant` with these fields."""
+    tile, warps = SQUARES[kernel]
+    return OPTIONS | {"num_warps": warps, "HOW": Nvfp4Variant(tile=tile, **variant)}
 
 
 def _by_torch(
@@ -203,8 +215,9 @@ def _runs(x: Tensor) -> bool:
     return has_kernel(x.device) and x.numel() > 0
 
 
-def _tiles(shape: Sequence[int]) -> int:
-    return -(-shape[0] // 128) * -(-shape[1] // 128)
+def _tiles(kernel: str, shape: Sequence[int]) -> int:
+    tile, _ = SQUARES[kernel]
+    return -(-shape[0] // tile) * -(-shape[1] // tile)
 
 
 def _room(x: Tensor, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

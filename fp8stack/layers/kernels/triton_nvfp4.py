@@ -1,7 +1,7 @@
 """The Triton kernels of NVFP4, see `nvfp4`: the amaxes of a matrix, and both its copies.
 
 Imported to launch one alone, as `triton_kernels`. What a kernel is compiled for is an
-`nvfp4.Nvfp4Variant`, `HOW`; a matrix is treated in squares of 128.
+`nvfp4.Nvfp4Variant`, `HOW`; a matrix is treated in squares of `HOW.tile`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fp8stack.layers.kernels.triton_kernels import (
     to_nearest,
 )
 
-TILE = tl.constexpr(128)
 BLOCK = tl.constexpr(16)  # elements that share an E4M3 scale, and that a Hadamard transform mixes
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -27,7 +26,7 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 def find_amaxes(x, figures, rows, columns, HOW: tl.constexpr):
     """Store the four numbers of the operator `nvfp4_amaxes` for one tile."""
     tile = tl.program_id(0)
-    values, _, _ = _load(x, tile, rows, columns)
+    values, _, _ = _load(x, tile, rows, columns, HOW)
     amax, has_nan = amax_of(values), tl.max((values != values).to(tl.float32))
     tl.store(figures + tile * 4, amax)
     tl.store(figures + tile * 4 + 1, has_nan)
@@ -44,10 +43,10 @@ def cast(
     columns, half_rows, half_columns, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile to both copies, whose lines have half as many bytes as elements."""
-    values, row, column = _load(x, tl.program_id(0), rows, columns)
+    values, row, column = _load(x, tl.program_id(0), rows, columns, HOW)
     bits = values  # not used
     if HOW.stochastic:
-        bits = _bits(counter, streams, seed, first_row, row, column)
+        bits = _bits(counter, streams, seed, first_row, row, column, HOW)
     tensor_amax = tl.load(amaxes)
     _put(values, bits, row, column, tensor_amax, rows, half_columns, data, scales, HOW)
     if HOW.across:
@@ -55,19 +54,20 @@ def cast(
         if HOW.hadamard:
             values = _transformed(values, HOW)
         if HOW.stochastic:
-            bits = tl.trans(_bits(counter, streams + 1, seed, first_row, row, column))
+            bits = _bits(counter, streams + 1, seed, first_row, row, column, HOW)
+            bits = tl.trans(bits)
         tensor_amax = tl.load(amaxes + 2)
         _put(values, bits, column, row, tensor_amax, columns, half_rows, transposed, scales_across,
              HOW)  # fmt: skip
 
 
 @triton.jit
-def _load(x, tile, rows, columns):
+def _load(x, tile, rows, columns, HOW: tl.constexpr):
     """A tile's values in float32, 0 outside, and its first row and column."""
-    wide = tl.cdiv(columns, TILE)
-    first_row, first_column = tile // wide * TILE, tile % wide * TILE
-    row = (first_row + tl.arange(0, TILE))[:, None]
-    column = (first_column + tl.arange(0, TILE))[None, :]
+    wide = tl.cdiv(columns, HOW.tile)
+    first_row, first_column = tile // wide * HOW.tile, tile % wide * HOW.tile
+    row = (first_row + tl.arange(0, HOW.tile))[:, None]
+    column = (first_column + tl.arange(0, HOW.tile))[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
     return values.to(tl.float32), first_row, first_column
@@ -78,26 +78,27 @@ def _transformed(values, HOW: tl.constexpr):
     """`numerics.hadamard` of a tile's lines, by 16."""
     if not HOW.bf16:
         values = to_bf16(values, HOW)
-    sign = (HOW.minus >> (tl.arange(0, TILE) % BLOCK)) & 1
+    sign = (HOW.minus >> (tl.arange(0, HOW.tile) % BLOCK)) & 1
     values = tl.where((sign != 0)[None, :], -values, values)
-    values = tl.reshape(values, [TILE * TILE // BLOCK, 2, 2, 2, 2])
+    values = tl.reshape(values, [HOW.tile * HOW.tile // BLOCK, 2, 2, 2, 2])
     for _ in tl.static_range(4):  # the last bit of a place comes first: strides 1, 2, 4, 8
         even, odd = tl.split(values)
         values = tl.permute(tl.join(even + odd, even - odd), [0, 4, 1, 2, 3])
-    return to_bf16(tl.reshape(values, [TILE, TILE]) * 0.25, HOW)
+    return to_bf16(tl.reshape(values, [HOW.tile, HOW.tile]) * 0.25, HOW)
 
 
 @triton.jit
-def _bits(counter, stream, seed, first_row, row, column):
+def _bits(counter, stream, seed, first_row, row, column, HOW: tl.constexpr):
     """`RandomBits.bits` of the tile that begins at `row` and `column`: uint32."""
     count = tl.load(counter)
     key = (tl.load(stream) << 32) | seed.to(tl.int64)
-    zero = tl.zeros([TILE, TILE // 4], dtype=tl.uint32)
-    lane = zero + (column // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)[None, :]
-    line = zero + (first_row.to(tl.int64) + row + tl.arange(0, TILE)).to(tl.uint32)[:, None]
+    size: tl.constexpr = HOW.tile
+    zero = tl.zeros([size, size // 4], dtype=tl.uint32)
+    lane = zero + (column // 4 + tl.arange(0, size // 4)).to(tl.uint32)[None, :]
+    line = zero + (first_row.to(tl.int64) + row + tl.arange(0, size)).to(tl.uint32)[:, None]
     low, high = zero + count.to(tl.uint32), zero + (count >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(key, lane, line, low, high)
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [TILE, TILE])
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [size, size])
 
 
 @triton.jit
@@ -105,21 +106,21 @@ def _put(values, bits, line, place, tensor_amax, lines, half, data, scales, HOW:
     """Write one copy of the tile that begins at `line` and `place`, and its scales: `lines` of
     `half` as many bytes as elements. `tensor_amax` is the amax of the matrix. See
     `numerics.scales` for the scales."""
-    blocks: tl.constexpr = TILE // BLOCK
-    largest = tl.max(tl.reshape(sizes_of(values), [TILE, blocks, BLOCK]), axis=2)
+    blocks: tl.constexpr = HOW.tile // BLOCK
+    largest = tl.max(tl.reshape(sizes_of(values), [HOW.tile, blocks, BLOCK]), axis=2)
     if HOW.height > 1:
-        square = tl.max(tl.reshape(largest, [TILE // HOW.height, HOW.height, blocks]), axis=1)
-        shape: tl.constexpr = (TILE // HOW.height, HOW.height, blocks)
-        largest = tl.reshape(tl.broadcast_to(square[:, None, :], shape), [TILE, blocks])
+        square = tl.max(tl.reshape(largest, [HOW.tile // HOW.height, HOW.height, blocks]), axis=1)
+        shape: tl.constexpr = (HOW.tile // HOW.height, HOW.height, blocks)
+        largest = tl.reshape(tl.broadcast_to(square[:, None, :], shape), [HOW.tile, blocks])
     into_e4m3 = tl.minimum(tl.div_rn(tl.zeros_like(tensor_amax) + 2688.0, tensor_amax), FLT_MAX)
     into_e4m3 = tl.where((tensor_amax == 0.0) | (into_e4m3 == 0.0), 1.0, into_e4m3)
     stored = to_nearest(tl.minimum(largest * (into_e4m3 * (1.0 / 6.0)), 448.0), 3, 2.0**-6)
     into = tl.minimum(inverse_of(stored * inverse_of(into_e4m3)), FLT_MAX)
-    scaled = tl.reshape(values, [TILE, blocks, BLOCK]) * into[:, :, None]
-    codes = _e2m1(tl.reshape(scaled, [TILE, TILE]), bits, HOW)
-    even, odd = tl.split(tl.reshape(codes, [TILE, TILE // 2, 2]))
-    lines_of_tile = (line + tl.arange(0, TILE))[:, None]
-    byte = (place // 2 + tl.arange(0, TILE // 2))[None, :]
+    scaled = tl.reshape(values, [HOW.tile, blocks, BLOCK]) * into[:, :, None]
+    codes = _e2m1(tl.reshape(scaled, [HOW.tile, HOW.tile]), bits, HOW)
+    even, odd = tl.split(tl.reshape(codes, [HOW.tile, HOW.tile // 2, 2]))
+    lines_of_tile = (line + tl.arange(0, HOW.tile))[:, None]
+    byte = (place // 2 + tl.arange(0, HOW.tile // 2))[None, :]
     is_inside = (lines_of_tile < lines) & (byte < half)
     codes = (even | (odd << 4)).to(tl.uint8)
     tl.store(data + lines_of_tile.to(tl.int64) * half + byte, codes, mask=is_inside)

@@ -24,7 +24,7 @@ from fp8stack.layers.kernels.fused_casts import Product, cast_blocks, cast_produ
 from tests.support.cases import case
 from tests.support.oracles import codes, decoded, fp8_codes, to_numpy
 from tests.support.sass import unwritten_registers
-from tests.support.triton_code import code_of, launched_on_a_cpu, spilled_bytes
+from tests.support.triton_code import code_of, launched_on_a_cpu, registers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -353,7 +353,7 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     stores = Counter(re.findall(r"st\.global\S*", text))
     assert stores == {"st.global.v4.b32": 4 * sides, **other_stores[scaled]}
     if scaled != "mx":  # with a scale for each 32 elements it takes a few registers too many
-        assert spilled_bytes(text, capability, tmp_path) <= 64
+        assert registers_of(text, capability, tmp_path).spilled_bytes <= 64
     loads = Counter(re.findall(r"ld\.global\S*", text))
     assert set(loads) <= {"ld.global.v4.b32", "ld.global.b32"}
     if name != "gelu":  # whose erf does both

@@ -190,11 +190,11 @@ def launch_of(name: str) -> tuple[Any, list[Tensor]]:
         tensors = [aligned(4096, dtype) for dtype in (*dtypes, *[torch.float32] * 4)]
         kernel, constants, numbers = triton_kernels.cast_product, {"HOW": variant}, (1, 4096)
     else:
-        variant = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=True)
+        options = nvfp4.compiled_for("cast", hadamard=16, bf16=True, exact=True, stochastic=True)
         dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]
         dtypes += [torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int64]
         tensors = [aligned(4096, dtype) for dtype in dtypes]
-        kernel, constants = triton_nvfp4.cast, {"HOW": variant}
+        kernel, constants = triton_nvfp4.cast, {"HOW": options["HOW"]}
         numbers = (2**32 - 1, 1, 64, 64, 32, 32)
     return KernelLaunch(kernel, 3, numbers, constants, {"num_warps": 16}), tensors
 

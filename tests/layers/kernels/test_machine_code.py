@@ -20,6 +20,7 @@ _PTX = """
 .target sm_90a
 .address_size 64
 .visible .entry kernel(.param .u64 p) {{
+    .reg .b16 %h;
     .reg .b32 %r<4>;
     .reg .b64 %rd<2>;
     ld.param.u64 %rd1, [p];
@@ -29,11 +30,20 @@ _PTX = """
     ret;
 }}
 """
+_TO_E4M3 = "mov.b32 %r3, 0; cvt.rn.satfinite.e4m3x2.f32 %h, {0};"
 
 
 @pytest.mark.parametrize(
     ("instruction", "is_right"),
-    [("add.u32 %r3, %r1, 5;", True), ("mul.lo.u32 %r3, %r1, %r2;", False), ("", False)],
+    [
+        ("add.u32 %r3, %r1, 5;", True),
+        ("mul.lo.u32 %r3, %r1, %r2;", False),
+        ("", False),
+        # Two numbers to a register, of which a byte is stored, or both.
+        (f"{_TO_E4M3.format('%r2, %r1')} st.global.b8 [%rd1+8], %h;", True),
+        (f"{_TO_E4M3.format('%r1, %r2')} st.global.b8 [%rd1+8], %h;", False),
+        (f"{_TO_E4M3.format('%r2, %r1')} st.global.b16 [%rd1+8], %h;", False),
+    ],
 )
 def test_a_register_that_nothing_wrote_is_found(instruction, is_right, tmp_path):
     from triton.backends.nvidia.compiler import get_ptxas

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from fp8stack.layers.kernels.nvfp4 import cast_nvfp4
 from fp8stack.numerics import RandomBits
 from tests.support.cases import case
 from tests.support.sass import unwritten_registers
-from tests.support.triton_code import code_of, launched_on_a_cpu, launched_ptx, ptx_of
+from tests.support.triton_code import code_of, launched_on_a_cpu, launched_ptx, registers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -38,7 +38,7 @@ WAYS = {  # the second copy of each
     "drawn": replace(ROWS, rounding="stochastic"),
     "drawn hadamard": replace(ROWS, rounding="stochastic", hadamard=16),
 }
-SHAPES = ((16, 160), (144, 32), (272, 48))
+SHAPES = ((16, 160), (144, 80), (272, 48))
 
 
 def inputs() -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,42 +132,73 @@ def test_the_operators_are_as_torch_wants_them(way):
         torch.library.opcheck(torch.ops.fp8stack.cast_nvfp4.default, arguments)
 
 
+def code(kernel: str, capability: int, *, bf16: bool = True, **variant: Any) -> Mapping[str, Any]:
+    """The compiled code of a kernel, see `code_of`."""
+    from fp8stack.layers.kernels import triton_nvfp4
+
+    types, sizes = {"x": "*bf16" if bf16 else "*fp32"}, dict.fromkeys(("rows", "columns"), "i32")
+    if kernel == "find_amaxes":
+        types |= {"figures": "*fp32"} | sizes
+    else:
+        copies = dict.fromkeys(("data", "scales", "transposed", "scales_across"), "*u8")
+        drawn = {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
+        halves = dict.fromkeys(("half_rows", "half_columns"), "i32")
+        types |= {"amaxes": "*fp32"} | copies | drawn | sizes | halves
+    options = nvfp4.compiled_for(kernel, bf16=bf16, exact=capability != 89, **variant)
+    constants = {"HOW": options.pop("HOW")}
+    return code_of(getattr(triton_nvfp4, kernel), types, constants, capability, **options)
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "stochastic"),
     [(100, True), pytest.param(120, False, marks=pytest.mark.slow)],
 )
-def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, monkeypatch):
+def test_the_code_reads_16_bytes_and_writes_sectors_of_memory(
+    capability, stochastic, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from fp8stack.layers.kernels import triton_nvfp4
-
-    sizes = dict.fromkeys(("rows", "columns"), "i32")
-    variant = nvfp4.Nvfp4Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
-    text = ptx_of(
-        triton_nvfp4.find_amaxes,
-        {"x": "*bf16", "figures": "*fp32"} | sizes,
-        {"HOW": variant},
-        capability,
-        **nvfp4.LAUNCH,
-    )
+    variant = {"hadamard": 16, "stochastic": stochastic}
+    text = code("find_amaxes", capability, **variant)["ptx"]
     assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
-    copies = ("data", "scales", "transposed", "scales_across")
-    code = code_of(
-        triton_nvfp4.cast,
-        {"x": "*bf16", "amaxes": "*fp32"}
-        | dict.fromkeys(copies, "*u8")
-        | {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
-        | sizes
-        | {"half_rows": "i32", "half_columns": "i32"},
-        {"HOW": variant},
-        capability,
-        **nvfp4.LAUNCH,
-    )
-    text = code["ptx"]
-    assert unwritten_registers(code["cubin"], tmp_path) == []
-    assert re.findall(r"ld\.global\.v4\S*", text) == ["ld.global.v4.b32"] * 4
+    cast = code("cast", capability, **variant)
+    text = cast["ptx"]
+    assert unwritten_registers(cast["cubin"], tmp_path) == []
+    assert re.findall(r"ld\.global\.v4\S*", text) == ["ld.global.v4.b32"] * 2
+    # Four threads store a line of data, 32 bytes; the others are scales.
     stores = Counter(re.findall(r"st\.global\S*", text))
-    assert stores == {"st.global.v4.b32": 2, "st.global.b16": 2}  # of data, and of scales
+    assert stores == {"st.global.v2.b32": 2, "st.global.b8": 2}
+
+
+FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("cast", {"hadamard": 16, "stochastic": True}),
+    ("cast", {"hadamard": 0, "stochastic": True}),
+    ("cast", {"hadamard": 16, "stochastic": True, "bf16": False}),
+    ("cast", {"hadamard": 16}),
+    ("cast", {"hadamard": 0}),
+    ("cast", {"hadamard": 0, "height": 16}),
+    ("cast", {"hadamard": 0, "across": False}),
+    ("find_amaxes", {"hadamard": 16}),
+    ("find_amaxes", {"hadamard": 0}),
+)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "kernel", "form"),
+    [
+        case(capability, *form, quick=capability == 100 and place == 0)
+        for capability in (90, 100)
+        for place, form in enumerate(FORMS)
+    ],
+)
+def test_no_register_is_spilled_and_an_sm_runs_two_squares(
+    capability, kernel, form, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    registers = registers_of(code(kernel, capability, **form)["ptx"], capability, tmp_path)
+    assert registers.spilled_bytes == 0
+    assert registers.blocks_per_sm(nvfp4.SQUARES[kernel][1]) >= 2
 
 
 @needs_triton
@@ -183,10 +214,10 @@ def test_any_seed_and_first_row_may_be_drawn_from(seed, first_row, tmp_path, mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
-    variant = nvfp4.Nvfp4Variant(hadamard=0, bf16=True, exact=True, stochastic=True, across=False)
+    variant = {"hadamard": 0, "bf16": True, "stochastic": True, "across": False}
     tensors = torch.bfloat16, torch.float32, *[torch.uint8] * 4, torch.int64, torch.int64
     numbers = seed, first_row, 256, 128, 128, 64
-    options = {"capability": 100, "HOW": variant, **nvfp4.LAUNCH}
+    options = nvfp4.compiled_for("cast", exact=True, **variant) | {"capability": 100}
     assert "mul.hi.u32" in launched_ptx(triton_nvfp4.cast, *tensors, *numbers, **options)
 
 
@@ -215,8 +246,8 @@ def test_squares_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from fp8stack.layers.kernels import triton_nvfp4
 
-    variant = nvfp4.Nvfp4Variant(hadamard=0, bf16=False, exact=True, height=16)
     tensors = torch.float32, torch.float32, *[torch.uint8] * 4, torch.float32, torch.float32
-    options = {"capability": 100, "HOW": variant, **nvfp4.LAUNCH}
+    options = nvfp4.compiled_for("cast", hadamard=0, bf16=False, exact=True, height=16)
+    options["capability"] = 100
     text = launched_ptx(triton_nvfp4.cast, *tensors, 0, 0, 256, 128, 128, 64, **options)
     assert "st.global" in text
