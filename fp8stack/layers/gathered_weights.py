@@ -17,9 +17,9 @@ from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
 from fp8stack.layers.fsdp import WeightTensors
 from fp8stack.layers.kernels.fused_casts import cast_transpose
-from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales
+from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_pair
 from fp8stack.layers.kernels.variants import transpose_bytes
-from fp8stack.layers.scaled_operands import ScaledOperand, TorchOperand, scaled_pair
+from fp8stack.layers.scaled_operands import ScaledOperand, TorchOperand
 from fp8stack.numerics.cast import magnitude
 
 # The rows of a block in either copy: a block must not span the shards of two ranks. NVFP4 is

@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand
 from fp8stack.layers.emulate import EmulatedOperand
-from fp8stack.layers.kernels.scaled_gemm import MULTIPLES, Scaled, ScaleLayout
+from fp8stack.layers.kernels.scaled_gemm import MULTIPLES, ScaleLayout
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.layers.operands import LayerOperands, OperandQuantizers
 from fp8stack.layers.weight_cache import CachedWeight
@@ -116,15 +114,6 @@ class MixedOperand:
 
 
 TorchOperand = ScaledOperand | MixedOperand
-
-
-def scaled_pair(
-    data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
-) -> tuple[Scaled, Scaled | None]:
-    """The row copy and the column copy of an operand that was cast with one scale."""
-    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
-    columns = None if transposed is None else rows._replace(data=transposed, sums=None)
-    return rows, columns
 
 
 def operand_of(

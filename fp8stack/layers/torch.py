@@ -45,6 +45,7 @@ from fp8stack.layers.kernels.scaled_gemm import (
     ScaleLayout,
     pack_scales,
     scaled_gemm,
+    scaled_pair,
 )
 from fp8stack.layers.kernels.variants import has_kernel, transpose_bytes
 from fp8stack.layers.linear import (
@@ -63,7 +64,6 @@ from fp8stack.layers.scaled_operands import (
     TorchOperand,
     operand_of,
     rows_multiple,
-    scaled_pair,
 )
 from fp8stack.layers.weight_cache import CachedWeight, WeightCache
 from fp8stack.layers.weight_changes import version_of, weight_matrix

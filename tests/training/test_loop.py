@@ -133,20 +133,18 @@ def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("missing", "hardware", "backend", "remedy"),
+    ("missing", "hardware", "remedy"),
     [
-        ("g++", CPU, "reference", "Install g"),
-        ("Python.h", CPU, "reference", "python3-dev"),
-        ("triton", Hardware("cuda", (9, 0)), "reference", "pip install triton"),
-        ("gcc", Hardware("cuda", (9, 0)), "reference", "install gcc"),
-        ("", Hardware("cuda", (9, 0), has_te=True), "te", "--backend torch"),
+        ("g++", CPU, "Install g"),
+        ("Python.h", CPU, "python3-dev"),
+        ("triton", Hardware("cuda", (9, 0)), "pip install triton"),
+        ("gcc", Hardware("cuda", (9, 0)), "install gcc"),
     ],
 )
 def test_without_what_compiling_needs_the_error_names_the_remedy(
-    missing, hardware, backend, remedy, monkeypatch, tmp_path
+    missing, hardware, remedy, monkeypatch, tmp_path
 ):
-    plan = resolve("delayed" if backend == "te" else "bf16", hardware, backend)
-    assert plan.backend == backend
+    plan = resolve("bf16", hardware)
     monkeypatch.setattr(sys, "platform", "linux")
     compiler = "no-such-compiler" if missing == "g++" else sys.executable
     if missing == "Python.h":

@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from fp8stack import numerics
 from fp8stack.numerics.operators import operator_on_any_device
 
 
@@ -96,6 +97,15 @@ def _swizzled(codes: Tensor) -> Tensor:
     padded = F.pad(codes.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = rearrange(padded, "(R q r) (C c) -> (R C r q c)", q=4, r=32, c=4)
     return tiles.contiguous().view(codes.dtype)
+
+
+def scaled_pair(
+    data: Tensor, transposed: Tensor | None, scale: Tensor, sums: Tensor | None
+) -> tuple[Scaled, Scaled | None]:
+    """The row copy and the column copy of an operand that was cast with one scale."""
+    rows = Scaled(data, numerics.inverse(scale), ScaleLayout.PER_TENSOR, None, sums)
+    columns = None if transposed is None else rows._replace(data=transposed, sums=None)
+    return rows, columns
 
 
 def scaled_gemm(
