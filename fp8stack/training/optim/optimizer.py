@@ -19,14 +19,20 @@ from fp8stack.training.optim.sharded_muon import ShardedMuon
 SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 moments
 
 
+_TAKES_NO_SHARDS = {
+    "sgd": "torch's fused SGD takes no sharded parameters",
+    "adamwfp8": "torch 2.13 does not compile its step for sharded parameters",
+}
+
+
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
     """Raise a UserError if the optimizer needs something that this machine lacks, or torch lacks it
     for FSDP2. Call this before anything is built or written."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
-    if name == "sgd" and ranks > 1 and config.parallel == "fsdp":
+    if name in _TAKES_NO_SHARDS and ranks > 1 and config.parallel == "fsdp":
         raise UserError(
-            "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD takes no "
-            "sharded parameters. Choose --parallel ddp, or another optimizer."
+            f"optimizer {name} is not possible with --parallel fsdp: {_TAKES_NO_SHARDS[name]}. "
+            "Choose --parallel ddp, or another optimizer."
         )
     if name in ("adamw", "sgd", "muon"):
         return

@@ -21,7 +21,7 @@ from tests.faults.twins import SMALL, TEXT
 from tests.support.cases import case
 from tests.training.distributed.test_gathered_bytes import VOCABULARY, model_of, sharded, train
 
-CHAINED = ("muon", "adamw8bit", "adamwfp8")
+CHAINED = ("muon", "adamw8bit")
 
 
 def _stepped(rank: int, *, name: Any, recipe: str, backend: str) -> dict[str, Any]:

@@ -385,12 +385,14 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
 def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
     for name in CHAINED:
-        require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
         require_optimizer(RunConfig(optimizer=name), cpu, 2)
-    sgd = RunConfig(optimizer="sgd", parallel="fsdp")
-    require_optimizer(sgd, cpu, 1)
-    message = refusal(require_optimizer, sgd, cpu, 2)
-    assert "optimizer sgd is not possible with --parallel fsdp: torch's fused SGD" in message
+    for name in ("adamw", "muon", "adamw8bit"):
+        require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
+    for name in ("sgd", "adamwfp8"):
+        sharded = RunConfig(optimizer=name, parallel="fsdp")
+        require_optimizer(sharded, cpu, 1)
+        message = refusal(require_optimizer, sharded, cpu, 2)
+        assert f"optimizer {name} is not possible with --parallel fsdp: torch" in message
     for gpu in (Hardware("cuda", (8, 0)), Hardware("cuda", other_gpu="AMD gfx942")):
         message = refusal(require_optimizer, RunConfig(optimizer="adamwfp8"), gpu, 1)
         assert "adamwfp8 needs a GPU of NVIDIA that converts to FP8" in message
