@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.common.formats import FORMATS
+from fp8stack.analysis.conform import suite
+from fp8stack.analysis.conform.checks import Context, Facts
+from fp8stack.common.formats import FORMATS, Quantizer
 from fp8stack.layers import delayed, emulate
 from fp8stack.layers.kernels import attention, fused_casts, nvfp4, scaled_gemm
 from fp8stack.layers.kernels import weight_casts as weights
@@ -36,6 +38,17 @@ from fp8stack.numerics import (
 from fp8stack.numerics import random as random_bits
 
 Put = Callable[[pytest.MonkeyPatch], None]
+
+
+def report_with(fault: tuple[str, Put], context: Context, patch: pytest.MonkeyPatch) -> Facts:
+    """The report on the checks that a fault concerns, with the fault."""
+    only, put = fault
+    fused._plan.cache_clear()
+    put(patch)
+    try:
+        return suite.run(context, only)
+    finally:
+        fused._plan.cache_clear()
 
 
 def instead(where: Any, name: str, broken: Callable[..., Any]) -> Put:
@@ -196,6 +209,11 @@ def last_is_nan(dk: Tensor) -> Tensor:
 
 
 # Each fault with the checks that have to find it.
+def without_margins(exact: Any, quantizers: list[Quantizer], history: Tensor) -> Any:
+    """The rules of an amax history, of quantizers whose margins are 0."""
+    return exact([dataclasses.replace(q, margin=0) for q in quantizers], history)
+
+
 FAULTS: dict[str, tuple[str, Put]] = {
     "bfloat16 is rounded twice": (
         "casts: bf16*eager", instead(cast, "cast_to_fp8", rounded_twice)
@@ -384,12 +402,7 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "the window moves twice": ("histories: updates*", after(AmaxHistory, "update", twice)),
     "the margin is ignored": (
         "histories: updates*",
-        instead(
-            amax_history._Rules, "of",
-            lambda exact, qs, history: exact(
-                [dataclasses.replace(q, margin=0) for q in qs], history
-            ),
-        ),
+        instead(amax_history._Rules, "of", without_margins),
     ),
     "the scales of two operands are swapped": (
         "gemms: delayed*", instead(delayed.Slot, "cast_arguments", of_another)
@@ -519,12 +532,7 @@ OF_RECIPE: dict[str, tuple[str, Put]] = {
     ),
     "the margin of one's own format is ignored": (
         "histories: e3m4*",
-        instead(
-            amax_history._Rules, "of",
-            lambda exact, qs, history: exact(
-                [dataclasses.replace(q, margin=0) for q in qs], history
-            ),
-        ),
+        instead(amax_history._Rules, "of", without_margins),
     ),
     "gradients of one's own format are zero": (
         "gemms: own by emulate*", after(emulate.EmulateBackend, "cast", zero_gradients)

@@ -8,9 +8,8 @@ import pytest
 
 from fp8stack.analysis.conform import suite
 from fp8stack.analysis.conform.checks import Context
-from fp8stack.numerics import fused
 from fp8stack.precision import probe
-from tests.analysis.conform.conform_faults import FAULTS
+from tests.analysis.conform.conform_faults import FAULTS, report_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,13 +27,7 @@ def test_there_are_faults_of_every_group() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    only, put = FAULTS[name]
-    fused._plan.cache_clear()
-    put(monkeypatch)
-    try:
-        report = suite.run(CONTEXT, only)
-    finally:
-        fused._plan.cache_clear()
+    report = report_with(FAULTS[name], CONTEXT, monkeypatch)
     assert failed(report)
     for row in report["rows"]:  # by its numbers, not because something could not run
         assert "failed" not in row, row

@@ -9,9 +9,8 @@ import pytest
 
 from fp8stack.analysis.conform import suite
 from fp8stack.analysis.conform.checks import Context
-from fp8stack.numerics import fused
 from fp8stack.precision import load_recipe, probe
-from tests.analysis.conform.conform_faults import FAULTS, OF_RECIPE, OF_WEIGHTS
+from tests.analysis.conform.conform_faults import FAULTS, OF_RECIPE, OF_WEIGHTS, report_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,13 +77,7 @@ def test_every_quantizer_of_a_recipe_is_checked_and_nothing_else(context: Contex
 def test_a_fault_of_ones_own_format_is_found(
     name: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only, put = OF_RECIPE[name]
-    fused._plan.cache_clear()
-    put(monkeypatch)
-    try:
-        report = suite.run(context, only)
-    finally:
-        fused._plan.cache_clear()
+    report = report_with(OF_RECIPE[name], context, monkeypatch)
     assert report["counts"]["FAIL"] > 0
     assert not any("failed" in row for row in report["rows"])
 
