@@ -250,7 +250,7 @@ class Quantizer:
             raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
         if self.scale == "e4m3" and self.format != "e2m1":
             raise ValueError("scale = 'e4m3' is for format = 'e2m1' alone (NVFP4)")
-        # Without scales of blocks, a GEMM adds up the products of the elements themselves.
+        # A GEMM adds up the products of the elements themselves if blocks have no scales.
         overflows = element.max**2 * _MOST_TERMS > FORMATS["fp32"].max
         if (element.bits < 8 or overflows) and isinstance(self.block, str):
             raise ValueError(f"format = '{self.format}' needs a block such as [1, 32]")

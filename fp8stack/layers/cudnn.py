@@ -12,7 +12,7 @@ import torch
 
 @cache
 def load_cudnn() -> None:
-    """Load the cuDNN of torch's wheel, and tell Transformer Engine its folder. It has to be called
+    """Load the cuDNN of torch's wheel, and tell Transformer Engine its folder. Call this
     before Transformer Engine is imported.
 
     TE 2.20 looks for libcudnn in `CUDNN_HOME`, then in the CUDA toolkit and on the system, and in
