@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,11 @@ from scipy import optimize, stats
 from bench.quality import study, study_tables
 from fp8stack.analysis.forecast.law import RATIO, Law
 from fp8stack.analysis.forecast.published import PublishedGap
+from fp8stack.analysis.forecast.severity import severity_of
+from fp8stack.model.config import load_config
+from fp8stack.precision import load_recipe
 
-STUDY, NVFP4 = "fp8stack's study", "nvfp4"
+STUDY, NVFP4, QUANTIZED_HEAD = "fp8stack's study", "nvfp4", "nvfp4_head"
 STUDY_RATIO = 8  # with 2 tokens per parameter, the smallest model trains for 225 steps
 SHARED = 0.25  # of the study's steps are in fp32, and a gap grows with the share in a recipe
 NORMAL = 1.645  # half-width of a 90 % interval of noise, in standard deviations
@@ -67,7 +71,7 @@ def fit(rows: Sequence[PublishedGap], gaps: Gaps, ratios: Ratios) -> Law:
     slope, decline = fit_slope(rows)
     fp8 = max(0.0, (math.log(FP8_FACTOR) / quantile) ** 2 - deviation**2)
     shipped = [recipe for recipe in sorted(severities) if study.source_of(recipe) == recipe]
-    return Law(
+    law = Law(
         level=level,
         exponent=curve.exponent,
         cap=curve.cap,
@@ -76,6 +80,7 @@ def fit(rows: Sequence[PublishedGap], gaps: Gaps, ratios: Ratios) -> Law:
         severity_deviation=math.sqrt(fp8) / abs(math.log(severities["mxfp8"])),
         quantile=quantile,
         forward=forward,
+        head=1.0,
         power=fit_power(measured, ratios, forward),
         severities={recipe: severities[recipe] for recipe in shipped},
         sources={recipe: sources[recipe] for recipe in shipped},
@@ -84,6 +89,15 @@ def fit(rows: Sequence[PublishedGap], gaps: Gaps, ratios: Ratios) -> Law:
         slope=slope,
         decline=decline,
     )
+    return replace(law, head=head_factor(severities, law))
+
+
+def head_factor(severities: Mapping[str, float], law: Law) -> float:
+    """The severity of NVFP4's head relative to its work, from the study's model whose head was
+    quantized."""
+    recipe = load_recipe(study.source_of(QUANTIZED_HEAD))
+    model = load_config(study.MODEL, study.SIZES[study.FILES_CELL[0]])
+    return (severities[QUANTIZED_HEAD] - 1) / severity_of(recipe, model, law).head
 
 
 def fit_slope(rows: Sequence[PublishedGap]) -> tuple[float, float]:

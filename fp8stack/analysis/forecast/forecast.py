@@ -136,8 +136,9 @@ def expectation(
         notes.append(f"quantizes {severity.share:.0%} of the blocks' linear work")
     if severity.head:
         notes.append(
-            f"quantizes the head, whose work is {severity.head:.0%} of the blocks', and counts "
-            "like that much more of them; no published gap has it quantized"
+            f"quantizes the head, whose work is {severity.head:.0%} of the blocks'; it counts "
+            f"{law.head:.1f} times as much as the same work in them, as in one small model of our "
+            "study: no published gap has it quantized"
         )
     percent = law.gap(ratio, severity.value)
     extra = None

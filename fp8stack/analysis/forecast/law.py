@@ -32,6 +32,7 @@ class Law:
             that logarithm.
         quantile: half-width of a 90 % interval in standard deviations.
         forward: the severity of NVFP4 in the forward pass alone; the rest is of the backward pass.
+        head: the severity of a quantized head, for the same work, relative to the blocks'.
         power: the exponent of the ratio of two recipes' divergences in the forward pass.
         severities: the severity of each shipped recipe whose training was measured.
         sources: the training setups that give each recipe's severity.
@@ -48,6 +49,7 @@ class Law:
     severity_deviation: float
     quantile: float
     forward: float
+    head: float
     power: float
     severities: dict[str, float]
     sources: dict[str, tuple[str, ...]]

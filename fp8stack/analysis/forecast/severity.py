@@ -38,7 +38,7 @@ class RecipeSeverity:
 
 def severity_of(recipe: Recipe, config: GPTConfig, law: Law) -> RecipeSeverity:
     """The severity of a recipe for a model of this shape: the mean of the layers' severities,
-    weighted by their work. The head's share is added."""
+    weighted by their work. The head's is added, by its work times `law.head`."""
     # Emulation quantizes all layers of a recipe, whatever the hardware.
     plan = plan_for(config, recipe, Hardware("cpu"))
     blocks = sum(layer.work for layer in plan.layers if layer.name != HEAD)
@@ -53,7 +53,8 @@ def severity_of(recipe: Recipe, config: GPTConfig, law: Law) -> RecipeSeverity:
             if total is None or severity is None:
                 total = None
                 continue
-            total += severity.value * layer.work / blocks
+            factor = law.head if layer.name == HEAD else 1.0
+            total += factor * severity.value * layer.work / blocks
             recipes |= dict.fromkeys(severity.recipes)
             notes |= dict.fromkeys(severity.notes)
     return RecipeSeverity(
