@@ -17,6 +17,7 @@ from fp8stack.layers.emulate import EmulateBackend
 from fp8stack.layers.grouped import QuantizedGroupedLinear
 from fp8stack.layers.grouped_emulation import GroupedEmulation
 from fp8stack.layers.linear import QuantizedLinear
+from fp8stack.layers.scaled_operands import MixedOperand
 from fp8stack.layers.torch import TorchBackend
 
 SHORT = {
@@ -65,7 +66,7 @@ class Recorder(TorchDispatchMode):
             mock.patch.object(GroupedEmulation, "matmul", self._gemm(GroupedEmulation.matmul)),
             mock.patch.object(EmulateBackend, "cast", self._quantize(EmulateBackend.cast)),
             mock.patch.object(GroupedEmulation, "cast", self._quantize(GroupedEmulation.cast)),
-            mock.patch.object(TorchBackend, "quantize", self._quantize(TorchBackend.quantize)),
+            mock.patch.object(TorchBackend, "copies", self._quantize(TorchBackend.copies)),
             self,
         ):
             yield
@@ -99,10 +100,15 @@ class Recorder(TorchDispatchMode):
         def quantize(this: Any, x: Tensor, quantizers: Any, *more: Any) -> Any:
             self._inside += 1
             copies = real(this, x, quantizers, *more)
+            if id(quantizers) not in self._paths_of_quantizers:  # of one copy of an operand
+                self._inside -= 1
+                return copies
             path, name = self._paths_of_quantizers[id(quantizers)], quantizers.name
-            ways = {name: quantizers.along, f"{name} across": quantizers.across}
-            if ways[name] == ways[f"{name} across"]:  # one cast, however many copies
-                del ways[f"{name} across"]
+            ways: dict[str, Any] = {name: None, f"{name} across": None}
+            if not isinstance(quantizers, MixedOperand):
+                ways = {name: quantizers.along, f"{name} across": quantizers.across}
+                if quantizers.along == quantizers.across:  # one cast, however many copies
+                    del ways[f"{name} across"]
             for way, copy in zip(ways, copies, strict=False):
                 values = getattr(copy, "values", None)
                 is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
