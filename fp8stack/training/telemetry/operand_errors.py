@@ -153,7 +153,9 @@ class Telemetry:
     @contextmanager
     def sampling(self, model: nn.Module) -> Iterator[None]:
         """A context that measures the forward and backward pass of `model` in it. If a layer is
-        called several times, the first call counts. A compiled model runs eagerly within it.
+        called several times, the first call counts. A compiled model runs eagerly within it; in
+        delayed scaling, begin with the first micro-batch of a step, because an eager one after
+        compiled ones casts the weights anew.
 
         Args:
             model: the model that was built or converted, not its wrapper.
