@@ -91,7 +91,7 @@ def described(value: object) -> str:
     return f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
 
 
-def unknown(kind: str, name: str, names: Iterable[str], meant: str | None = None) -> UserError:
+def unknown(kind: str, name: object, names: Iterable[str], meant: str | None = None) -> UserError:
     """The error for a name that does not exist. It suggests `meant`, if that is among `names`, or
     else the most similar name.
 
@@ -99,9 +99,9 @@ def unknown(kind: str, name: str, names: Iterable[str], meant: str | None = None
     "No recipe 'mxpf8'. Did you mean 'mxfp8'? Known: bf16, mxfp8."
     """
     options = sorted(names)
-    name = quoted(name)
+    text = quoted(str(name))
     near = (
-        [meant] if meant in options else difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+        [meant] if meant in options else difflib.get_close_matches(text, options, n=1, cutoff=0.5)
     )
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    return UserError(f"No {kind} '{name}'.{hint} Known: {', '.join(options)}.")
+    return UserError(f"No {kind} '{text}'.{hint} Known: {', '.join(options)}.")

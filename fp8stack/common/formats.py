@@ -175,11 +175,11 @@ def quantized_format(name: str) -> Format:
     Raises:
         ValueError: any other name.
     """
-    if name not in ELEMENT_FORMATS:
+    if not isinstance(name, str) or name not in ELEMENT_FORMATS:
         shipped = ", ".join(get_args(FormatName))
         raise ValueError(
-            f"No format '{quoted(name)}'. Known: {shipped}, and eXmY with X >= 1 exponent bits and "
-            "Y mantissa bits, X + Y <= 7, such as e3m4"
+            f"No format '{quoted(str(name))}'. Known: {shipped}, and eXmY with X >= 1 exponent "
+            "bits and Y mantissa bits, X + Y <= 7, such as e3m4"
         )
     return ELEMENT_FORMATS[name]
 

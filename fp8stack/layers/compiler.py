@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -139,6 +141,13 @@ def compiled(
     by_torch: Any = torch.compile
     optimized: Function = by_torch(function, **options)
     return optimized
+
+
+def without_compiled_code() -> AbstractContextManager[object]:
+    """A context in which compiled modules and functions run as eager code, which calls hooks."""
+    # Importing the compiler takes a second; if it is not imported, nothing is compiled.
+    imported = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def needed_guards(guards: Sequence[Any]) -> list[bool]:

@@ -270,7 +270,7 @@ class DelayedScaling:
             raise UserError(
                 "Delayed scaling: a layer was trained outside a forward pass of the model that it "
                 "belongs to, so its scales would never change. Call the module that was converted, "
-                "convert that part instead, or use current scaling."
+                "convert the module that your loop calls instead, or use current scaling."
             )
         return False
 

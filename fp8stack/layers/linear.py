@@ -129,7 +129,7 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         """
         if isinstance(input, torch.fx.Proxy):
             raise UserError(NO_FX)
-        if not input.is_floating_point():
+        if not isinstance(input, Tensor) or not input.is_floating_point():
             return F.linear(input, self.matrix, self.bias)  # raises torch's error
         if input.shape[-1:] != (self.in_features,):
             return F.linear(input.to(self.matrix.dtype), self.matrix, self.bias)  # likewise

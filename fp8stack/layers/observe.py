@@ -1,7 +1,6 @@
 """Observe the operands of FP8 linears during a pass, without changing any result.
 
-Hooks are registered within a context only, so there is no cost outside of it. Compiled code runs no
-hooks: run the pass under `torch.compiler.set_stance("force_eager")`.
+Hooks are registered within a context only, so there is no cost outside of it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from fp8stack import numerics
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand
+from fp8stack.layers.compiler import without_compiled_code
 from fp8stack.layers.fsdp import FullWeight
 from fp8stack.layers.grouped import GroupedLinear
 from fp8stack.layers.kernels.activations import ACTIVATIONS
@@ -43,7 +43,7 @@ def observing(
     """Within the context, call `see` for each operand that linears of `model` cast, in order.
 
     A grouped linear shows each group by itself, as a linear at `<path>.<group>`, also a group
-    without rows.
+    without rows. Compiled code, which runs no hooks, runs eagerly within the context.
 
     A linear gives its input and weight in the forward pass and its grad_output in the backward
     pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
@@ -69,7 +69,8 @@ def observing(
     for backend in backends:
         backend.observer = observer
     try:
-        yield
+        with without_compiled_code():
+            yield
     finally:
         observer.active = False  # hooks on tensors outlive the context
         for backend, earlier in before:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from fp8stack.common import presets
-from fp8stack.common.errors import UnservedAttention, UserError
+from fp8stack.common.errors import UnservedAttention, UserError, described
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.recipe import ComputeDtype
@@ -320,7 +320,8 @@ def plan_for(
     without: Mapping[str, str] | None = None,
     compute_dtype: ComputeDtype | None = None,
 ) -> Plan:
-    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
+    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises,
+    and a UserError if `config` is of another type.
 
     Args:
         config: the shape.
@@ -330,6 +331,10 @@ def plan_for(
         vocabulary_multiple: the vocabulary is padded to a multiple of at least this.
         compute_dtype: the compute dtype that a run in emulated FP8 began with and keeps.
     """
+    if not isinstance(config, GPTConfig):
+        raise UserError(
+            f"plan_for needs a GPTConfig, such as load_config('gpt-nano'), not {described(config)}."
+        )
     plan = resolve(recipe, hardware, backend, strict, without=without)
     if plan.recipe.fp8_attention:
         _require_fp8_attention(config, plan.recipe.attention, hardware)

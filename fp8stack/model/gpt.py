@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8stack.common.errors import UserError, described
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.activation_checkpoint import contexts, hide_warning_of_in_place_operations
 from fp8stack.layers.compiler import (
@@ -231,6 +232,11 @@ class GPT(nn.Module):
         self, config: GPTConfig, backend: Backend | None = None, *, seed: int | None = 0
     ) -> None:
         super().__init__()
+        if not (isinstance(config, GPTConfig) and isinstance(backend, Backend | None)):
+            raise UserError(
+                "GPT needs a GPTConfig and a backend, such as GPT(config, build_backend(plan)), "
+                f"not {described(config)} and {described(backend)}."
+            )
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
         self.config, self.backend = config, backend

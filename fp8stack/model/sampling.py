@@ -1,14 +1,14 @@
 """Sampling of tokens from a model, reproducible by seed. V vocabulary."""
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fp8stack.common.errors import NumericFailure, UserError
+from fp8stack.layers.compiler import without_compiled_code
 from fp8stack.layers.emulate import kept_weights
 from fp8stack.model.gpt import GPT
 
@@ -122,13 +122,10 @@ def generate(
 def _inference(model: GPT) -> Iterator[None]:
     """Disable gradients, dropout and compilation, which each new length would trigger again."""
     was_training = model.training
-    # Importing the compiler takes a second; if it is not imported, nothing is compiled.
-    compiler = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     if was_training:
         model.eval()
     try:
-        with torch.no_grad(), eager:
+        with torch.no_grad(), without_compiled_code():
             yield
     finally:
         if was_training:

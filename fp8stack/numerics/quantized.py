@@ -138,14 +138,21 @@ def dequantize(quantized: Quantized) -> Tensor:
     where there is a Hadamard transform.
 
     Raises:
-        ValueError: scales of another dtype, or of another shape than the quantizer's blocks have.
+        ValueError: scales of another dtype, or of another shape than the quantizer's blocks have;
+            `quantized` is no `Quantized`.
     """
+    _check_quantized(quantized)
     _check_scales(quantized)
     scales = _out(quantized)
     if quantized.quantizer.scale == "e4m3":
         scales = scales * quantized.amax * OUT_OF_TWO_LEVELS
     values = _elements(quantized)
     return values * _per_element(scales, quantized, values)
+
+
+def _check_quantized(quantized: Quantized) -> None:
+    if not isinstance(quantized, Quantized):
+        raise ValueError(f"{described(quantized)} is no Quantized. Give what quantize returned")
 
 
 def _check_scales(quantized: Quantized) -> None:
@@ -170,6 +177,7 @@ def _check_scales(quantized: Quantized) -> None:
 def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
     """The values of `quantized` and their factor as an emulated GEMM takes them, see
     `rounding.Rounded`; where the format has no code for a NaN that there was, the factor is NaN."""
+    _check_quantized(quantized)
     quantizer, scales = quantized.quantizer, _out(quantized)
     values, factor = _elements(quantized), None
     if quantizer.blocks is None:
@@ -249,7 +257,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def checked_dim(x: Tensor, dim: int) -> int:
     """`dim` from 0. Raises a `ValueError` if `x` has no such dimension, or another dtype."""
     check_dtype(x)
-    if not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"A tensor of shape {list(x.shape)} has no dimension {dim}")
     return dim % x.ndim
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8stack.common.errors import described
 from fp8stack.common.formats import FORMATS, Quantizer, ScaleRounding, quantized_format
 from fp8stack.numerics.cast import FLT_MAX, inverse, quotient, saturated, tensor_scale
 
@@ -64,7 +65,10 @@ def given_scale(scale: Tensor) -> Scales:
 
 
 def current_scale(largest: Tensor, quantizer: Quantizer) -> Tensor:
-    """The scale that multiplies into the format, from the amax of a tensor: float32, 0-dim."""
+    """The scale that multiplies into the format, from the amax of a tensor: float32, 0-dim. Raises
+    a ValueError if `quantizer` is none."""
+    if not isinstance(quantizer, Quantizer):
+        raise ValueError(f"{described(quantizer)} is no Quantizer. Give Quantizer(format='e4m3')")
     return scales_of(largest, quantizer, torch.float32).into
 
 

@@ -85,7 +85,7 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         UserError: no entry matches `name`.
     """
-    gpu = find_gpu(name)
+    gpu = find_gpu(name) if isinstance(name, str) else None
     if gpu is None:
         raise unknown("GPU", name, [gpu.name for gpu in GPUS])
     return gpu

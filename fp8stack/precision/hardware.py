@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import UserError, described, quoted
 from fp8stack.precision.gpus import gpu_named, gpu_of_capability
 from fp8stack.precision.other_gpus import APPLE_PROBLEM, OtherGpu, has_apple_gpu, other_gpu
 from fp8stack.precision.system_memory import system_memory_gib
@@ -70,10 +70,15 @@ class Hardware:
     compiler_problem: str = ""
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda", "xpu"):
+            raise UserError(f"No device {self.device!r}. Known: cpu, cuda, xpu.")
         if self.device == "cuda" and self.capability is None and not self.other_gpu:
-            raise ValueError("A CUDA device has a compute capability: Hardware('cuda', (9, 0)).")
+            raise UserError("A CUDA device has a compute capability: Hardware('cuda', (9, 0)).")
+        pair = (0, 0) if self.capability is None else self.capability
+        if not (isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]):
+            raise UserError(f"A compute capability is a pair such as (9, 0), not {pair!r}.")
         if self.device == "xpu" and not self.other_gpu:
-            raise ValueError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")
+            raise UserError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")
 
     def __str__(self) -> str:
         if self.device == "cpu":
@@ -224,6 +229,8 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     Raises:
         UserError: `capability` is no compute capability, or no GPU has it.
     """
+    if not isinstance(capability, str):
+        raise UserError(f"A compute capability is given as '9.0', not by {described(capability)}.")
     if capability == "none":
         return Hardware("cpu", name="assumed CPU", torch_version=_torch_build()["__version__"])
     numbers = capability.split(".")

@@ -192,10 +192,10 @@ def precision_for_phase(
         UserError: no such preset, phase or recipe.
     """
     configs = preset(phases) if isinstance(phases, str) else phases
-    by_name = {config.name: config for config in configs}
-    if phase not in by_name:
-        raise unknown("phase", phase, list(by_name))
-    name, overrides = by_name[phase].recipe or recipe, by_name[phase].recipe_overrides
+    chosen = next((config for config in configs if config.name == phase), None)
+    if chosen is None:
+        raise unknown("phase", phase, [config.name for config in configs])
+    name, overrides = chosen.recipe or recipe, chosen.recipe_overrides
     return resolve(load_recipe(name, overrides) if overrides else name, hardware or probe())
 
 

@@ -15,7 +15,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling
 from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.load import Trained, find_source, tokenizer_of_run
+from fp8stack.training.load import Trained, find_source, name_of_run, tokenizer_of_run
 
 DECODED_AGAIN = 64  # last prompt tokens, which may affect the first character after the prompt
 
@@ -96,7 +96,7 @@ def generate(
         NumericFailure: the model gives logits that are not finite.
     """
     request = GenerationOptions(
-        run=str(run_or_checkpoint),
+        run=name_of_run(run_or_checkpoint),
         prompt=prompt,
         tokens=tokens,
         seed=seed,

@@ -55,15 +55,20 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     return trained_run(checkpoint, path).model(recipe, probe())
 
 
-def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
-    """Return a run's newest usable checkpoint, or the given checkpoint, with its path and the
-    reasons why newer ones were skipped. Raises a UserError if there is no run or checkpoint, and a
-    NoUsableCheckpoint if the checkpoint, or every checkpoint of the run, is damaged."""
+def name_of_run(run_or_checkpoint: str | Path) -> str:
+    """A run, a checkpoint or `hf:...` as text. Raises a UserError for a value of another type."""
     if not isinstance(run_or_checkpoint, str | Path):
         raise UserError(
             f"A run is given by the path of its folder, not by {described(run_or_checkpoint)}."
         )
-    path = Path(run_or_checkpoint)
+    return str(run_or_checkpoint)
+
+
+def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
+    """Return a run's newest usable checkpoint, or the given checkpoint, with its path and the
+    reasons why newer ones were skipped. Raises a UserError if there is no run or checkpoint, and a
+    NoUsableCheckpoint if the checkpoint, or every checkpoint of the run, is damaged."""
+    path = Path(name_of_run(run_or_checkpoint))
     try:
         if (path / "checkpoints").is_dir():
             return newest_sound(path / "checkpoints", has_weights)

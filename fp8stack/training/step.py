@@ -124,10 +124,7 @@ class Step:
         run, telemetry = self.run, self.run.telemetry
         samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
-        # Compiled code runs no hooks.
-        eager = run.compiled and (samples or calibrates)
         with (
-            torch.compiler.set_stance("force_eager") if eager else nullcontext(),
             self.phases.calibrating() if calibrates else nullcontext(),
             telemetry.sampling(run.model) if samples else nullcontext(),
         ):

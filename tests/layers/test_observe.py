@@ -378,7 +378,7 @@ def test_a_pass_of_a_compiled_model_is_observed_eagerly(recipe: str) -> None:
     loss_of(model, 0).backward()
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     records: Seen = []
-    with torch.compiler.set_stance("force_eager"), observing(model, keep(records)):
+    with observing(model, keep(records)):
         loss_of(model, 1).backward()
     loss_of(model, 2).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled

@@ -396,6 +396,14 @@ def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused():
 # Inputs
 
 
+@pytest.mark.parametrize("x", [None, [1.0]])
+@pytest.mark.parametrize("recipe", ["delayed", "bf16"])
+def test_an_input_that_is_no_tensor_is_refused_as_nn_linear_refuses_it(recipe, x):
+    model = convert(MLP(), plan(recipe, "auto"))
+    with pytest.raises(TypeError, match="must be Tensor"):
+        model.up(x)
+
+
 @pytest.mark.parametrize("x", [torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 32) > 0])
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])
 def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe, x):

@@ -3,6 +3,7 @@ line of a UserError each."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,22 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fp8stack
-from fp8stack import UserError, convert, fp8_state, load_fp8_state, load_recipe, resolve
+from fp8stack import (
+    Hardware,
+    UserError,
+    convert,
+    fp8_state,
+    load_fp8_state,
+    load_recipe,
+    numerics,
+    resolve,
+)
+from fp8stack.numerics import Quantizer
 from tests.support.backend_models import CPU, normal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+NANO = fp8stack.load_config("gpt-nano")
 
 
 def plain() -> nn.Sequential:
@@ -99,10 +112,50 @@ def test_an_argument_of_another_type_is_named(options, message):
         (lambda: fp8stack.load(None), "not by None"),  # type: ignore[arg-type]
         (lambda: fp8stack.load(plain()), "not by a Sequential"),  # type: ignore[arg-type]
         (lambda: fp8stack.pretrain(stpes=1), "Did you mean 'steps'?"),  # type: ignore[call-arg]
+        (lambda: fp8stack.plan_for("gpt-nano", "delayed", CPU), "plan_for needs a GPTConfig"),  # type: ignore[arg-type]
+        (lambda: fp8stack.GPT("gpt-nano"), "GPT needs a GPTConfig and a backend"),  # type: ignore[arg-type]
+        (lambda: fp8stack.GPT(NANO, resolve("fp32", CPU)), "not a GPTConfig and a Plan"),  # type: ignore[arg-type]
+        (lambda: fp8stack.plan(plain(), capability=9.0), "given as '9.0', not by a float"),  # type: ignore[arg-type]
+        (lambda: fp8stack.plan(plain(), gpu=100), "No GPU '100'"),  # type: ignore[arg-type]
+        (lambda: Hardware("gpu", (9, 0)), "No device 'gpu'. Known: cpu, cuda, xpu."),
+        (lambda: Hardware("cuda"), "A CUDA device has a compute capability"),
+        (lambda: Hardware("cuda", "9.0"), "a pair such as (9, 0), not '9.0'"),  # type: ignore[arg-type]
+        (lambda: Hardware("cuda", 9.0), "a pair such as (9, 0), not 9.0"),  # type: ignore[arg-type]
+        (lambda: Hardware("cuda", [9, 0]), "a pair such as (9, 0), not [9, 0]"),  # type: ignore[arg-type]
+        (lambda: fp8stack.LossScaler(65536.0), "pass first"),  # type: ignore[arg-type]
+        (lambda: fp8stack.load_tokenizer(None), "by name or path, not by None"),  # type: ignore[arg-type]
+        (lambda: fp8stack.generate(None), "not by None"),  # type: ignore[arg-type]
+        (lambda: fp8stack.evaluate(None), "not by None"),  # type: ignore[arg-type]
+        (lambda: fp8stack.evaluate([3]), "not by an int"),  # type: ignore[list-item]
+        (lambda: fp8stack.precision_for_phase(3, "delayed"), "No phase '3'"),  # type: ignore[arg-type]
+        (lambda: fp8stack.precision_for_phase([], "delayed"), "No phase '[]'"),  # type: ignore[arg-type]
     ],
 )
 def test_other_functions_name_what_they_need(call, message):
     assert message in refusal(call)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: numerics.dequantize(torch.ones(4)), "a Tensor is no Quantized"),  # type: ignore[arg-type]
+        (lambda: numerics.unpack(None), "None is no Quantized"),  # type: ignore[arg-type]
+        (lambda: numerics.current_scale(torch.ones(()), "e4m3"), "a str is no Quantizer"),  # type: ignore[arg-type]
+        (lambda: numerics.quantize(torch.ones(4), Quantizer(), dim=None), "no dimension None"),  # type: ignore[arg-type]
+        (lambda: Quantizer(format=None), "No format 'None'"),  # type: ignore[arg-type]
+        (lambda: Quantizer(format=[]), "No format '[]'"),  # type: ignore[arg-type]
+        (lambda: numerics.tensor_scale(1.0, 4), "No format '4'"),  # type: ignore[arg-type]
+    ],
+)
+def test_functions_of_numerics_name_what_they_need(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_delayed_scaling_needs_a_module_that_the_loop_calls():
+    block = plain()
+    convert(nn.ModuleList([block]), resolve("delayed", CPU))
+    assert "convert the module that your loop calls instead" in refusal(block, normal(8, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fp8stack.common.errors import UserError, quoted, unknown
+from fp8stack.common.errors import UserError, described, quoted, unknown
 from fp8stack.common.hub import SPECIAL_TOKENS, TOKENIZER_FILE
 from fp8stack.common.io import read_json, storage_errors, write_atomically
 from fp8stack.data.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer, TokenizerIdentity
@@ -29,7 +29,7 @@ NAMED = ("bytes", "gpt2")  # tokenizers without a file
 LARGEST_BYTES = 2**28  # of a file: ten times what 256,000 tokens take
 
 
-def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str | Path, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer of that name.
 
     Args:
@@ -42,6 +42,9 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
         UserError: there is no such tokenizer or token, its file cannot be used, or tiktoken is
             missing or cannot download it.
     """
+    if not isinstance(name, str | Path):
+        raise UserError(f"A tokenizer is given by name or path, not by {described(name)}.")
+    name = str(name)
     tokenizer = _load(name, end_of_text)
     if end_of_text is not None and tokenizer.end_token != end_of_text:
         tokens = [token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, probe
 from fp8stack.trained.evaluate.served_folder import ServedFolder, is_folder, served_folder
 from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
-from fp8stack.training.load import Trained, find_source, tokenizer_of_run
+from fp8stack.training.load import Trained, find_source, name_of_run, tokenizer_of_run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +54,9 @@ def evaluated_runs(
         if value is not None and value < 1:
             raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
     hardware = probe(device)
-    for run in [str(runs)] if isinstance(runs, str | Path) else map(str, runs):
+    if isinstance(runs, str | Path) or not isinstance(runs, Iterable):
+        runs = [runs]
+    for run in map(name_of_run, runs):
         trained = find_source(run)
         for note in trained.notes:
             warn(note)

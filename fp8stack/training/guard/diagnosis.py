@@ -3,7 +3,7 @@ hooks. The run is not changed."""
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,8 +112,7 @@ def _repeat(run: Run, step: int) -> Trace:
 
     linears = all_linears(run.model)
     observed = observing(run.model, record, outputs=True, layers=linears)
-    eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
-    with _unchanged(run, step), eager, observed, _others(run.model, record):
+    with _unchanged(run, step), observed, _others(run.model, record):
         for part_BT in tokens_BT.chunk(run.config.accumulate):
             loss = run.model(*inputs_of(part_BT))
             trace.append(Traced("loss", "output", _amax(loss)))

@@ -71,6 +71,11 @@ class LossScaler(torch.amp.GradScaler):
         smallest: float = 1.0,
         largest: float = 262144.0,
     ) -> None:
+        if not isinstance(device, str | torch.device):
+            raise UserError(
+                f"device {device!r} is no device, such as 'cpu' or 'cuda'. To set the initial "
+                "scale, pass first."
+            )
         _check(interval, growth, backoff, smallest, largest)
         for name, scale in (("first_loss_scale", first), ("loss_scale", static)):
             if scale is None or smallest <= scale <= largest:

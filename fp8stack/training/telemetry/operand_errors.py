@@ -109,8 +109,8 @@ class Telemetry:
             measure gradients, which may be sharded.
 
     Raises:
-        UserError: `plan` is not a `Plan`; a recipe does not exist or cannot be tried, or two have
-            the same name.
+        UserError: an argument has the wrong type; a recipe does not exist or cannot be tried, or
+            two have the same name.
     """
 
     def __init__(
@@ -125,6 +125,10 @@ class Telemetry:
             raise UserError(
                 f"Telemetry needs a plan, such as fp8stack.plan_of(model), not {described(plan)}."
             )
+        if type(every) is not int or every < 0:
+            raise UserError(f"every {every!r} is no number of steps. Use 1 or more, or 0 for none.")
+        if not isinstance(what_if, str | Sequence):
+            raise UserError(f"what_if takes names of recipes, not {described(what_if)}.")
         self.plan = plan
         self.every = every
         self.what_if = _recipes_to_try([what_if] if isinstance(what_if, str) else what_if)
@@ -149,12 +153,17 @@ class Telemetry:
     @contextmanager
     def sampling(self, model: nn.Module) -> Iterator[None]:
         """A context that measures the forward and backward pass of `model` in it. If a layer is
-        called several times, the first call counts. A compiled model must run under
-        `torch.compiler.set_stance("force_eager")`, see `observing`.
+        called several times, the first call counts. A compiled model runs eagerly within it; in
+        delayed scaling, begin with the first micro-batch of a step, because an eager one after
+        compiled ones casts the weights anew.
 
         Args:
             model: the model that was built or converted, not its wrapper.
+
+        Raises:
+            UserError: `model` is another one.
         """
+        layers = self._layers(model)
         self._seen.clear()
         self._groups.clear()
         done: set[tuple[str, str]] = set()
@@ -169,7 +178,7 @@ class Telemetry:
         try:
             with (
                 self._amaxes_of_attention(model),
-                observing(model, see, layers=self._layers(model)),
+                observing(model, see, layers=layers if self.sees_operands else {}),
             ):
                 yield
         except BaseException:
@@ -204,12 +213,20 @@ class Telemetry:
 
     def _layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
         """The linears to measure: the FP8 linears, or, in a run without FP8, all but the head."""
+        if not isinstance(model, nn.Module):
+            raise UserError(f"sampling takes a model (torch.nn.Module), not {described(model)}.")
+        planned = {layer.name for layer in self.plan.layers}
+        linears = all_linears(model)
+        if planned and planned.isdisjoint(linears):
+            raise UserError(
+                f"sampling: {described(model)} has no layer '{min(planned)}', which the plan has. "
+                "Give the model that was converted or built, such as the `module` of DDP."
+            )
         if self.plan.runs_fp8:
             return fp8_linears(model)
-        planned = {layer.name for layer in self.plan.layers}
         return {
             path: module
-            for path, module in all_linears(model).items()
+            for path, module in linears.items()
             if path in planned and path.rpartition(".")[2] != "lm_head"
         }
 

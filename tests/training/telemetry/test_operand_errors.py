@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import socket
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
+import fp8stack
 from bench import runner
 from bench.cost import telemetry as benchmark
 from fp8stack import convert, numerics, resolve
+from fp8stack.common.errors import UserError
 from fp8stack.layers import build_backend, fp8_state
 from fp8stack.layers.observe import observing
 from fp8stack.model.config import GPTConfig, plan_for
@@ -53,6 +56,12 @@ def plan_of(recipe: str, backend: str = "auto") -> Plan:
 
 def gpt(plan: Plan) -> GPT:
     return GPT(CONFIG, build_backend(plan))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
 
 
 def backward(model: GPT, seed: int) -> Tensor:
@@ -207,6 +216,64 @@ def test_experts_of_a_converted_model_have_a_row_for_each_operand(name, layers) 
     weight = model.experts.weight if name == "jetmoe" else model.experts.gate_up_proj
     amax = float(weight.detach().abs().max())
     assert rows[layers[0], "weight"]["amax"] == pytest.approx(amax)
+
+
+def test_a_compiled_pass_is_sampled_and_changes_nothing() -> None:
+    models = [convert(Mlp(), "delayed") for _ in "ab"]
+    telemetry = Telemetry(fp8stack.plan_of(models[0]), 1)
+    passes = [torch.compile(model, backend="eager") for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    losses = []
+    for step in range(3):
+        for model, call, optimizer in zip(models, passes, optimizers, strict=True):
+            observed = step == 1 and model is models[0]
+            with telemetry.sampling(model) if observed else contextlib.nullcontext():
+                loss = call(normal(16, 32, seed=step)).square().mean()
+                loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[::2] == losses[1::2]
+    rows = telemetry.finish(1).rows
+    assert [row["layer"] for row in rows[1:]] == ["0", "0", "2", "2", "2", "0"]
+    assert rows[0]["scale_changes"] is None
+
+
+def test_ranks_that_measure_no_operands_sample_none() -> None:
+    model = convert(Mlp(), "current")
+    telemetry = Telemetry(fp8stack.plan_of(model), 1, operands=False)
+    with telemetry.sampling(model):
+        model(normal(16, 32)).sum().backward()
+    telemetry.gradients(model)
+    assert [row["gradient"] for row in telemetry.finish(1).rows[1:]] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda model: nn.Sequential(model), "a Sequential has no layer '0', which the plan has"),
+        (lambda model: torch.compile(model), "an OptimizedModule has no layer '0'"),
+        (lambda model: None, "sampling takes a model (torch.nn.Module), not None"),
+    ],
+)
+def test_another_model_than_the_plan_s_is_refused_in_a_line(wrong: Any, message: str) -> None:
+    model = convert(Mlp(), "current")
+    sampling = Telemetry(fp8stack.plan_of(model), 1).sampling(wrong(model))
+    with pytest.raises(UserError, match=re.escape(message)), sampling:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": -3}, "every -3 is no number of steps"),
+        ({"every": 1.5}, "every 1.5 is no number of steps"),
+        ({"what_if": None}, "what_if takes names of recipes, not None"),
+        ({"what_if": 3}, "what_if takes names of recipes, not an int"),
+    ],
+)
+def test_an_option_of_another_type_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Telemetry(plan_of("current"), **options)
 
 
 def test_scale_changes_count_the_scales_that_moved_since_the_sample_before() -> None:
