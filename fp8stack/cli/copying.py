@@ -57,7 +57,8 @@ def copy(
         raise UserError(f"{quoted(str(file))} exists. Give another name, or --overwrite.")
     write_atomically(file, source.read_bytes())
     terminal.say(
-        f"copied {source} to {file}; edit it, then: fp8stack pretrain {FLAGS[kind]} {file}"
+        f"copied {source} to {file}; edit it, then: fp8stack pretrain {FLAGS[kind]} "
+        f"{terminal.shell_quoted(str(file))}"
     )
 
 

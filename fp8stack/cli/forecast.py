@@ -116,9 +116,11 @@ def tune(
     target = tune.parse_target(budget, bits, time, out)
     hardware = probe(device or "auto")
     chosen = tune.default_candidates(hardware) if recipes is None else recipe_words(recipes)
+    quantized = tune.candidates(chosen)
+    tune.require_bits(target, quantized)
     request = measured.ForecastOptions(
         run=run,
-        recipes=tune.candidates(chosen),
+        recipes=quantized,
         tokens=None if tokens is None else parse_tokens(tokens),
         **flags,
     )

@@ -33,11 +33,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"--temperature {self.temperature} is none. Use 0 or more.")
+            raise UserError(f"--temperature {self.temperature} is no temperature. Use 0 or more.")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k} leaves no token. Use 1 or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} is no share. Use more than 0, at most 1.")
+            raise UserError(f"--top-p {self.top_p} is no probability. Use more than 0, at most 1.")
 
 
 def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:

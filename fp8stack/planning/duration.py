@@ -111,8 +111,8 @@ def sentences(duration: Duration) -> list[str]:
     lines = [
         f"Predicted, not measured: {duration.tokens:,} tokens in {duration.steps:,} steps on "
         f"{duration.gpus} {duration.gpu} at {duration.tokens_per_s:,.0f} tokens/s take {wall}"
-        f"{dollars}. Kernels are ideal; communication, evaluations and checkpoints are not "
-        "counted.",
+        f"{dollars}. Kernels are ideal; launches, communication, evaluations and checkpoints "
+        "are not counted.",
         f"Disk: tokens {_gigabytes(duration.data_bytes)}, checkpoints "
         f"{_gigabytes(duration.checkpoint_bytes)}.",
     ]

@@ -50,7 +50,7 @@ IN_FP32 = {
     "loss scaling": "scales beyond the range of fp16",
     "clipping": "a norm over all parameters",
     "optimizer": "updates far smaller than the weights",
-    "amax history": "scales are computed of it",
+    "amax history": "scales are computed from it",
 }
 """Operations in float32, and why; the residual stream is in bf16 if the recipe says so."""
 

@@ -84,7 +84,7 @@ def show(hardware: Hardware, console: Console) -> None:
     for reason, names in reasons.items():
         write(f"{', '.join(names)}: {reason}")
     console.print()
-    headings = ["format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
+    headings = ["format", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
     console.print(rich_table("Number formats", headings, map(_format_row, FORMATS.values())))
 
 
@@ -98,7 +98,6 @@ def _te_remedy(hardware: Hardware) -> str:
 def _format_row(format: Format) -> list[str]:
     return [
         format.name,
-        str(format.bits),
         f"{format.sign_bits}/{format.exponent_bits}/{format.mantissa_bits}",
         f"{format.max:.5g}" if format.max < 1e5 else f"{format.max:.1e}",
         _power(format.min_normal),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fp8stack.common.errors import unknown
+from fp8stack.common.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def gpu_named(name: str) -> Gpu:
     """
     gpu = find_gpu(name) if isinstance(name, str) else None
     if gpu is None:
-        raise unknown("GPU", name, [gpu.name for gpu in GPUS])
+        problem = unknown("GPU", name, [gpu.name for gpu in GPUS])
+        raise UserError(f"{problem} For another NVIDIA GPU give its compute capability instead.")
     return gpu
 
 

@@ -250,7 +250,7 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
         name=f"assumed {gpu.name if gpu else 'GPU'}",
         has_te=has_te,
         cuda_version=(12, 9) if version >= TURING else (12, 6),
-        torch_version=_torch_build()["__version__"],
+        torch_version=_torch_build()["__version__"].partition("+")[0],  # not this machine's build
         te_version="2.20" if has_te else None,
     )
 

@@ -307,4 +307,5 @@ def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     # A row of a recipe is one line from 80 columns on.
     row = r"│ nvfp4_forward_high +│ nvfp4_forward_high \(emulated\) "
     assert bool(re.search(row, printed.getvalue())) == (width >= 80)
+    assert bool(re.search(r"┃ subnormal ┃", printed.getvalue())) == (width >= 80)
     assert doctor.as_json(hardware)["hardware"]["te_problem"] == problem

@@ -13,13 +13,16 @@ from fp8stack.training.run_folder import RunFolder
 from tests.conftest import TINY
 
 
-def test_a_copied_preset_is_the_preset_under_the_name_of_its_file(command):
+def test_a_copied_preset_is_the_preset_under_the_name_of_its_file(command, capsys):
     assert command("copy", "recipe", "nvfp4", "mine.toml") == 0
     assert load_recipe("mine.toml").model_copy(update={"name": "nvfp4"}) == load_recipe("nvfp4")
     assert command("copy", "recipe", "served:mxfp8", "served.toml") == 0
     assert load_recipe("served.toml").quantizers == load_recipe("served:mxfp8").quantizers
     assert command("copy", "model", "gpt-nano", "small.toml") == 0
     assert load_config("small.toml") == load_config("gpt-nano")
+    capsys.readouterr()
+    assert command("copy", "model", "gpt-nano", "my model.toml") == 0
+    assert "then: fp8stack pretrain --model 'my model.toml'" in capsys.readouterr().out
     assert command("copy", "recipe", "mine.toml", "again.toml") == 0
     assert Path("again.toml").read_bytes() == Path("mine.toml").read_bytes()
 

@@ -372,6 +372,7 @@ def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
         ("--set recipe_overrides.attention=fp32", "recipe_overrides needs a recipe by name"),
         ("--capability nine", "no compute capability"),
         ("--gpu H201", "No GPU 'H201'. Did you mean 'H200'?"),
+        ("--gpu B300", "For another NVIDIA GPU give its compute capability instead."),
         ("--gpu L4 --capability 9.0", "--gpu L4 has compute capability 8.9, not 9.0"),
         (
             f"{DELAYED} --strict --set phases=conservative",

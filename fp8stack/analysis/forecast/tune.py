@@ -240,6 +240,22 @@ def candidates(names: Sequence[str]) -> list[str]:
     return quantized
 
 
+def require_bits(target: Target, names: Sequence[str]) -> None:
+    """Raise a UserError, before anything is measured, if every layer in the narrowest of the
+    candidates has more bits than the target."""
+    tables = [bits_of(load_recipe(name).quantizers) for name in names]
+    least = min(bits["fprop"] for bits in tables)
+    least += min(bits["dgrad"] + bits["wgrad"] for bits in tables)
+    if target.bits is not None and target.bits < least / 3:
+        raise _too_little(f"--bits {target.bits:g}", f"{least / 3:.2f}")
+
+
+def _too_little(option: str, needed: str) -> UserError:
+    return UserError(
+        f"{option}: these recipes need at least {needed}. Give more, or other --recipes."
+    )
+
+
 def _table(measured: Sensitivity | None, path: str) -> Quantizers | None:
     """A layer's quantizers; None if the recipe does not quantize the layer."""
     if measured is None or path not in measured.layers:
@@ -315,9 +331,7 @@ def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
         least = float(choices.cost.min(axis=1).sum())
         option = f"--bits {limit:g}" if target.time is None else f"--time {100 * limit:g}%"
         needed = f"{least:.2f}" if target.time is None else f"{least:.1%} of bf16's time here"
-        raise UserError(
-            f"{option}: these recipes need at least {needed}. Give more, or other --recipes."
-        )
+        raise _too_little(option, needed)
     return assignment
 
 

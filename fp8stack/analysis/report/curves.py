@@ -47,7 +47,7 @@ def loss(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Picture 
                               label=None if prefix else "training, each step")  # fmt: skip
                 axes.plot(*thinned(steps, smooth), color=color, linewidth=1.7,
                           label=run_name if prefix else "training, running mean")  # fmt: skip
-                captions.append(f"{prefix}training loss from {smooth[0]:.3f} to {smooth[-1]:.3f}")
+                captions.append(f"{prefix}running mean from {smooth[0]:.3f} to {smooth[-1]:.3f}")
             steps, losses = column(run, "val_loss")
             if losses:
                 values += losses

@@ -257,9 +257,9 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
 def _require_same_identity(run: Run, resumption: Resumption, info: Mapping[str, Any]) -> None:
     """Raise a UserError if model, recipes or data differ from those in checkpoint.json."""
     saved, current = _with_quantizers(info["identity"]), dict(run.identity)
-    if saved["recipe"]["compute_dtype"] != current["recipe"]["compute_dtype"]:
+    names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
+    if saved["recipe"] != current["recipe"] and names[0] != names[1]:
         by_machine = ", as auto chooses by machine" if run.config.recipe == "auto" else ""
-        names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
         difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
         refuse_differences(resumption, [difference + by_machine], weights_go_on=True)
     refuse_differences(resumption, list(differences(saved, current)))

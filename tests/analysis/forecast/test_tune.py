@@ -241,3 +241,9 @@ def test_a_recipe_takes_the_backward_pass_of_another(tmp_path):
     ):
         path.write_text(text)
         assert message in refusal(load_recipe, str(path))
+
+
+def test_bits_that_no_recipe_has_are_refused_before_anything_is_measured(monkeypatch, refused):
+    monkeypatch.setattr(measured, "forecast", lambda *_: pytest.fail("measured"))
+    message = "--bits 5: these recipes need at least 8.00. Give more, or other --recipes."
+    assert message in refused("tune", "run", "--bits", "5", "--recipes", "mxfp8,bf16")

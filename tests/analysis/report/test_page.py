@@ -158,6 +158,9 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     html = html_of(run)
     assert "stopped by a signal, and saved" in html
     assert "killed, or still running" in html
+    tags = Page(html).tags
+    links = {values.get("href") for tag, values in tags if tag == "a"}
+    assert {f"#{values['id']}" for tag, values in tags if tag == "section"} <= links
     write_lines(run / "sessions.jsonl", [begin, end | {"seconds": 1e300}])
     assert headline(analyzed(run))["took"] == "not known yet"
 

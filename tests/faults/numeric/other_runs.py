@@ -33,7 +33,7 @@ PLAIN: list[tuple[str, Any, Any]] = [
     ("document_mask", True, False), ("calibration_steps", 3, 16),
 ]  # fmt: skip
 OTHERS = [
-    Other({"recipe": "current"}, "grad_output.amax is 'current' here and 'delayed'"),
+    Other({"recipe": "current"}, "recipe is 'current' here and 'delayed' in the checkpoint."),
     Other({"recipe": "fp32"}, "recipe is 'fp32' here and 'delayed'"),
     Other({"recipe_overrides": {"margin": 1}}, "margin is 1 here and 0"),
     Other({"recipe_overrides": {"history_length": 16}}, "history_length is 16 here and 1024"),
