@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from bench.report import report_of
 from fp8stack import numerics
 from fp8stack.common import presets
 from fp8stack.common.formats import Quantizer
+from fp8stack.layers import kernels
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, pack_scales, scaled_gemm
 from tests.support.cuda_gemms import blocked_values
+from tests.support.kernel_faults import BLOCKS, DELAYED, GENERATED, MX, NV, NVFP4, OURS
 from tests.support.triton_code import interpreted
 
+KERNELS = Path(str(kernels.__file__)).parent
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -41,6 +45,13 @@ def test_every_recipe_that_a_gpu_runs_natively_is_executed_on_one():
 
 
 # Faults
+
+
+def test_kernels_have_the_lines_that_faults_change():
+    faults = [*DELAYED, *MX, *BLOCKS, *NV]
+    sources = {name: (KERNELS / f"{name}.py").read_text() for name in (OURS, NVFP4)}
+    ours = [fault for fault in faults if fault.kernels != GENERATED]
+    assert [fault for fault in ours if fault.line not in sources[fault.kernels]] == []
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ NV = [
           "codes = (odd | (even << 4)).to(tl.uint8)"),
     Fault(NVFP4, "lane = zero + (column // 4", "lane = zero + (column"),
     Fault(NVFP4, "_bits(counter, streams + 1,", "_bits(counter, streams,"),
-    Fault(NVFP4, "bits = tl.trans(_bits(", "bits = (_bits("),
+    Fault(NVFP4, "bits = tl.trans(bits)", "pass"),
     Fault(NVFP4, "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))"),
     Fault(NVFP4, "tl.where((sign != 0)[None, :], -values, values)", "values"),
     Fault(NVFP4, "tl.static_range(4)", "tl.static_range(3)"),
