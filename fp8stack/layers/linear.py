@@ -95,6 +95,18 @@ class LowPrecisionLayer(nn.Module):
         """
         raise UserError(f"Converted layers cannot be compiled by torch.jit: {_INSTEAD_OF_JIT}.")
 
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """Called by nn.DataParallel, whose replicas would share FP8 state and cached weights.
+
+        Raises:
+            UserError: the layer is in FP8.
+        """
+        if self.in_fp8:
+            raise UserError(
+                "FP8 layers do not run under nn.DataParallel: use DistributedDataParallel."
+            )
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call,no-any-return]
+
 
 class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
     """A linear that is a `LowPrecisionLayer`. `transposed` says that the weight is stored as

@@ -270,6 +270,12 @@ def test_torch_jit_and_fx_are_refused_in_a_line(recipe, single_layer):
     convert(traced, resolve(recipe, CPU, "emulate"))(x).sum().backward()
 
 
+def test_data_parallel_is_refused_in_a_line_in_fp8_alone():
+    """nn.DataParallel, which takes two GPUs, calls this method of each module."""
+    assert "DistributedDataParallel" in refusal(converted()[0]._replicate_for_data_parallel)
+    assert isinstance(converted("bf16", "auto")[0]._replicate_for_data_parallel(), nn.Linear)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_layers_in_bf16_can_be_traced_and_transformed_but_not_scripted():
     model, x = converted("bf16", "auto"), normal(8, 32)
