@@ -10,6 +10,7 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -251,6 +252,14 @@ class FullWeight(_Wrapper):
     ) -> FullWeight:
         (count, quantizer), tensors = context, list(inner.values())
         return FullWeight(WeightTensors(tensors[:count], tensors[count:], quantizer))
+
+    def _stable_hash_for_caching(self) -> str:
+        """Called by torch.compile's cache on disk: equal for weights that have the same code."""
+        names, context = self.__tensor_flatten__()
+        tensors: list[Tensor] = [getattr(self, name) for name in names]
+        layouts = [(t.dtype, t.device, [*t.shape], t.stride()) for t in tensors]
+        content = repr((context, layouts, self.requires_grad))
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _no_tensors(weight: Tensor) -> list[Tensor]:
