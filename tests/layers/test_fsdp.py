@@ -109,14 +109,15 @@ def test_a_layer_out_of_fp8_gathers_the_rows_in_the_compute_dtype(
 def test_weights_share_cached_code_if_only_their_values_differ(
     weight: torch.Tensor, sharded: ShardedWeight
 ) -> None:
-    full, other = gathered([sharded]), gathered(shards_of(2 * weight, 2))
-    assert full._stable_hash_for_caching() == other._stable_hash_for_caching()
+    full, doubled = gathered([sharded]), gathered(shards_of(2 * weight, 2))
+    assert full._stable_hash_for_caching() == doubled._stable_hash_for_caching()
     layer: Any = sharded._layer
     layer.in_fp8 = False
     in_bf16, short = gathered([sharded]), gathered(shards_of(weight[:50], 1))
-    needs_grad = gathered(shards_of(weight, 1)).requires_grad_()
+    needs_grad = gathered(shards_of(weight, 1))
+    needs_grad.requires_grad_()
     different = (full, in_bf16, short, needs_grad)
-    assert len({each._stable_hash_for_caching() for each in different}) == 4
+    assert len({full_weight._stable_hash_for_caching() for full_weight in different}) == 4
 
 
 def test_rows_that_no_cast_changes_are_gathered_as_they_are(weight: torch.Tensor) -> None:
