@@ -140,6 +140,12 @@ def test_the_help_names_every_optimizer():
     assert set(re.findall(r"\w+", help.partition(".")[0])) - {"or"} == set(get_args(OptimizerName))
 
 
+def test_the_table_of_optimizers_has_all():
+    table = _text("docs/training_step.md").partition("## Optimizers")[2].partition("\n\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert set(rows) == set(get_args(OptimizerName))
+
+
 def test_the_loops_of_the_python_page_train_in_delayed_scaling():
     codes = re.findall(r"```python\n(.*?)```", _text("docs/library.md"), re.S)
     loops = [code for code in codes if "optimizer.step()" in code and '"delayed"' in code]
