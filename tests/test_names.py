@@ -1,10 +1,12 @@
-"""The lint's check of names, `.ci/names.py`."""
+"""The lint's check of names, `.ci/names.py`, and names that have to be unique."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,20 @@ def test_a_vague_name_is_refused_with_its_place(kind, tmp_path):
 
 def test_plain_names_and_the_fields_of_classes_pass(tmp_path):
     assert checked(tmp_path, PLAIN) == (0, ["Files with plain names only: 1."])
+
+
+def test_no_two_classes_of_the_package_share_a_name():
+    files = (ROOT / "fp8stack").rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name, count in classes.items() if count > 1} == set()
+
+
+def test_no_two_files_of_the_package_share_a_name():
+    """Except for a command in `cli/` and the file that does its work."""
+    files = (ROOT / "fp8stack").rglob("*.py")
+    counts = Counter(file.name for file in files if file.parent.name != "cli")
+    assert {name for name, count in counts.items() if count > 1} - {"__init__.py"} == set()
 
 
 def test_the_lint_checks_the_names_of_the_package_the_benchmarks_and_the_tests():

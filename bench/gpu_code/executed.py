@@ -134,7 +134,7 @@ def _row(case: Case) -> list[Row]:
 
 
 def executed(case: Case) -> Row:
-    """The comparison of a case, see `execute.Comparison`, and the seconds that it took.
+    """The comparison of a case, see `comparison.Comparison`, and the seconds that it took.
 
     Raises:
         UserError: torch could not compile it, or a kernel cannot run in the interpreter.

@@ -148,15 +148,6 @@ class Quantizers:
         the output, give the products of the quantized operands, rounded once."""
         return self.exact_in_bf16 and all(q.block != "row" for q in self.each.values())
 
-    def bf16_holds(self, gemm: str) -> bool:
-        """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
-        most 8 significant bits."""
-        first, second = self.gemms[gemm]
-        if second == "forward":
-            again = self.weight if gemm == "dgrad" else self.input
-            second = again if again is not None and again.exact_across_in_bf16 else None
-        return all(q is not None and q.exact_in_bf16 for q in (first, second))
-
 
 _FIELDS = {
     "fprop": ("input", "weight"),

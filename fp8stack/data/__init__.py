@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fp8stack.data.corpus import Corpus, DataError, Segment
-from fp8stack.data.mixture import Mixture, absolute
+from fp8stack.data.source_mixture import Mixture, absolute
 from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of, vocabulary_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from fp8stack.common.errors import UserError, unknown
 from fp8stack.common.tables import counted
 from fp8stack.data.corpus import Corpus, DataError, require_documents
-from fp8stack.data.mixture import sources_and_counts
 from fp8stack.data.order import epoch_starts, shares, sources_of, windows_of_epoch
+from fp8stack.data.source_mixture import sources_and_counts
 
 Order: TypeAlias = Literal["random", "epochs"]
 

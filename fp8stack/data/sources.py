@@ -13,9 +13,9 @@ from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
 from fp8stack.data.corpus import Corpus, Segment
 from fp8stack.data.datatrove import ds_segment, is_beside_ds, is_ds
 from fp8stack.data.files import is_empty, status_of, walk
-from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.nanogpt import META, characters_beside
 from fp8stack.data.parquet import is_parquet, parquet_segments
+from fp8stack.data.source_mixture import mixture_of, weighted
 from fp8stack.data.texts import (
     STANDARD_LIBRARY,
     encoded,

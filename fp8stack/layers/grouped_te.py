@@ -39,7 +39,7 @@ class TEGroupedLinear(GroupedLinear):
         if rows is not None:
             x = _Spread.apply(x, rows, sum(padded))  # type: ignore[no-untyped-call]
         y: Tensor = self.backend.run_grouped(self, x, torch.tensor(padded))
-        return y if rows is None else _Gather.apply(y, rows)  # type: ignore[no-untyped-call]
+        return y if rows is None else _SelectRows.apply(y, rows)  # type: ignore[no-untyped-call]
 
     def parameters_of_groups(self) -> dict[str, Tensor | None]:
         """The weight and bias of each group as TE's module calls them."""
@@ -69,7 +69,7 @@ class _Spread(torch.autograd.Function):
         return dy.index_select(0, *ctx.saved_tensors), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """The rows at some places; others have a gradient of zero."""
 
     @staticmethod

@@ -25,8 +25,7 @@ from fp8stack.precision.fp8_attention import FP8_ATTENTION
 from fp8stack.precision.recipe import ComputeDtype
 
 ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
-"""Activations of the MLP. Each has entries in `ops.activations`, the Triton kernel of
-`ops.triton_kernels` and `hf.layouts`."""
+"""Activations of the MLP. docs/adding.md lists what each has in other files."""
 GATED_ACTIVATIONS: frozenset[ActivationName] = frozenset({"swiglu"})
 """Activations that multiply a gate by a value; `mlp.up` computes both, the gate's rows first."""
 

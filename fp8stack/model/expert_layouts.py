@@ -13,7 +13,7 @@ from torch import Tensor, nn
 INTERFACE = "transformers.integrations.moe"
 
 
-class Layout(NamedTuple):
+class ParameterLayout(NamedTuple):
     """The parameters of a module of experts.
 
     Attributes:
@@ -29,14 +29,17 @@ class Layout(NamedTuple):
 
 # transformers' experts that do not use its interface, by module and class.
 _LAYOUTS = {
-    ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): Layout(("weight",)),
-    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): Layout(
+    ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): ParameterLayout(
+        ("weight",)
+    ),
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): ParameterLayout(
         ("gate_up_proj", "down_proj"), transposed=True
     ),
-    ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): Layout(
-        ("gate_up_proj", "down_proj")
-    ),
-    ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): Layout(
+    (
+        "transformers.models.longcat_flash.modeling_longcat_flash",
+        "LongcatFlashExperts",
+    ): ParameterLayout(("gate_up_proj", "down_proj")),
+    ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): ParameterLayout(
         ("gate_up_proj", "down_proj")
     ),
 }
@@ -83,7 +86,7 @@ def uses_interface(module: nn.Module) -> bool:
     return bool(getattr(forward, "__globals__", {}).get("__name__") == INTERFACE)
 
 
-def find_layout(module: nn.Module) -> Layout | None:
+def find_layout(module: nn.Module) -> ParameterLayout | None:
     """The layout of a module of experts; None if it is unknown."""
     if uses_interface(module):
         flags = ("has_gate", "has_bias", "is_transposed")
@@ -92,7 +95,7 @@ def find_layout(module: nn.Module) -> Layout | None:
             return None  # another version of transformers may declare other things
         has_gate, has_bias, transposed = values
         keys = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
-        return Layout(keys, bool(transposed), bool(has_bias))
+        return ParameterLayout(keys, bool(transposed), bool(has_bias))
     kinds: tuple[Any, ...] = type(module).__mro__
     for kind in kinds:
         layout = _LAYOUTS.get((kind.__module__, kind.__name__))
@@ -116,7 +119,7 @@ def find_expert_weights(model: nn.Module) -> list[ExpertWeight]:
     return [weight for of_module in weights.values() for weight in of_module]
 
 
-def _weights(module: nn.Module, layout: Layout) -> list[ExpertWeight]:
+def _weights(module: nn.Module, layout: ParameterLayout) -> list[ExpertWeight]:
     """The weights of a module; none if a parameter has another shape than its layout says."""
     tensors = {key: getattr(module, key, None) for key in layout.keys}
     if layout.has_bias:

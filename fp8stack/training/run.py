@@ -182,7 +182,7 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore weights, moments, scales, random state and step from `checkpoint`. Raises what
-        `fp8stack.training.checkpoint.state.restore` raises."""
+        `training.checkpoint.state.restore` raises."""
         rank, main = self.ranks.index, self.main.model
         restore(self.model, self.optimizer, checkpoint.tensors, rank, fp8_model=main)
         for variant in self.variants:

@@ -57,6 +57,12 @@ def test_every_option_that_a_group_names_is_one_of_a_command():
     assert grouped - parameters == set()
 
 
+def test_every_option_of_pretrain_has_a_group():
+    grouped = {name for names in GROUPS.values() for name in names.split()}
+    options = {option.name for option in ROOT.commands["pretrain"].params}
+    assert options - grouped - {"help"} == set()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of_a_command_is_one_that_it_parses(name, helped):
     example = helped(name).rpartition("Example: ")[2]

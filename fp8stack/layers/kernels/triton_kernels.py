@@ -182,7 +182,7 @@ def _forward(x, HOW: tl.constexpr):
     elif HOW.name == "gelu":
         y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        tl.static_assert(HOW.name == "gelu_tanh")
+        tl.static_assert(HOW.name == "gelu_tanh", "no branch for this activation")
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u, and loses nothing where tanh is near -1.
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     return _rounded(y, HOW)
@@ -197,7 +197,7 @@ def _of_x(x, dy, HOW: tl.constexpr):
         below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         slope = below + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
     else:
-        tl.static_assert(HOW.name == "gelu_tanh")
+        tl.static_assert(HOW.name == "gelu_tanh", "no branch for this activation")
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         share, complement = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
         slope = share + x * share * complement * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

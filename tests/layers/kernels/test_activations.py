@@ -1,4 +1,4 @@
-"""The tables of `ops.activations` have an entry for every activation of a model."""
+"""The tables of `kernels.activations` have an entry for every activation of a model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ NOT_IN_TRANSFORMER_ENGINE = {"gelu"}
 
 
 def test_every_activation_has_a_function_and_a_gradient():
-    assert ACTIVATIONS.keys() == GRADIENTS.keys() == set(NAMES)
+    for table in (ACTIVATIONS, GRADIENTS):
+        assert table.keys() ^ set(NAMES) == set()
     assert set(NAMES) >= GATED_ACTIVATIONS
 
 
 def test_transformer_engine_has_every_activation_but_the_listed_ones():
-    assert TRANSFORMER_ENGINES.keys() == set(NAMES) - NOT_IN_TRANSFORMER_ENGINE
+    assert TRANSFORMER_ENGINES.keys() ^ (set(NAMES) - NOT_IN_TRANSFORMER_ENGINE) == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
