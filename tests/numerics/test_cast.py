@@ -107,7 +107,7 @@ def test_a_0_dim_or_empty_tensor_keeps_its_shape(name, shape):
 def test_an_unknown_format_is_refused(name):
     with pytest.raises(ValueError, match="No FP8 format"):
         cast_to_fp8(torch.ones(1), 1.0, name)
-    with pytest.raises(ValueError, match=rf"No format '{name}'. Known: e4m3, .*e2m1"):
+    with pytest.raises(ValueError, match=rf"No format '{name}'.*Known: e4m3, .*e2m1"):
         tensor_scale(1.0, name)
 
 
