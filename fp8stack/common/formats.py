@@ -277,7 +277,7 @@ class Quantizer:
             raise ValueError("history_length is a whole number from 1 to 1048576")
         if type(self.margin) is not int or not -64 <= self.margin <= 64:
             raise ValueError("margin is a whole number from -64 to 64")
-        if not 0 <= self.eps < math.inf:
+        if not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
             raise ValueError("eps is a number from 0")
 
     @property

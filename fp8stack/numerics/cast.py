@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8stack.common.errors import described
 from fp8stack.common.formats import Format, fp8_format, quantized_format
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -34,10 +35,22 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
         `float8_e4m3fn` or `float8_e5m2`, of the shape of `x`.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: an unknown format, another dtype.
     """
     target = fp8_format(format)
+    check_dtype(x)  # float64 would be rounded twice
     return cast_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device), target)
+
+
+def check_dtype(x: Tensor) -> None:
+    """Raise a `ValueError` if `x` is no tensor, or of no dtype that is quantized."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{described(x)} is not quantized. Give a tensor")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{x.dtype} is not quantized. Give float32, bfloat16 or float16")
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_scaled(x: Tensor, scale: Tensor, target: Format) -> Tensor:

@@ -204,6 +204,7 @@ def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
         ("block", "1x32", r"No block '1x32'. Known: tensor, row, \[1, 16\]"),
         ("margin", 1.5, "margin is a whole number"),
         ("margin", "1", "margin is a whole number"),
+        ("eps", "1", "eps is a number from 0"),
         ("history_length", 1.5, "history_length is a whole number"),
     ],
 )
