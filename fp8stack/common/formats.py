@@ -8,6 +8,7 @@ own, see `ELEMENT_FORMATS`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -177,9 +178,11 @@ def quantized_format(name: str) -> Format:
     """
     if not isinstance(name, str) or name not in ELEMENT_FORMATS:
         shipped = ", ".join(get_args(FormatName))
+        near = re.search(r"e\dm\d(?!\d)", str(name).lower())  # in E4M3, float8_e4m3fn
+        hint = f" Did you mean '{near[0]}'?" if near and near[0] in ELEMENT_FORMATS else ""
         raise ValueError(
-            f"No format '{quoted(str(name))}'. Known: {shipped}, and eXmY with X >= 1 exponent "
-            "bits and Y mantissa bits, X + Y <= 7, such as e3m4"
+            f"No format '{quoted(str(name))}'.{hint} Known: {shipped}, and eXmY with X >= 1 "
+            "exponent bits and Y mantissa bits, X + Y <= 7, such as e3m4"
         )
     return ELEMENT_FORMATS[name]
 
@@ -190,6 +193,26 @@ def named_format(name: str) -> Format | None:
 
 
 BlockSize = Literal["tensor", "row"] | tuple[int, int]
+BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))
+
+
+def known_block(block: object) -> BlockSize:
+    """`block` if elements can share a scale in this way; a list, as in files, as a tuple.
+
+    Raises:
+        ValueError: any other value.
+    """
+    if block == "tensor" or block == "row":
+        return block
+    for size in BLOCKS:
+        if isinstance(block, list | tuple) and repr(list(block)) == repr(list(size)):
+            return size
+    value = f"'{quoted(block)}'" if isinstance(block, str) else block
+    value = list(block) if isinstance(block, tuple) else value
+    sizes = ", ".join(str(list(size)) for size in BLOCKS)
+    raise ValueError(f"No block {value}. Known: tensor, row, {sizes}")
+
+
 ScaleFormat = Literal["float32", "power_of_two", "e8m0", "e4m3"]
 
 
@@ -233,15 +256,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         element = quantized_format(self.format)
-        if isinstance(self.block, list):  # as messages and files write it
-            object.__setattr__(self, "block", tuple(self.block))
-        if isinstance(self.block, str):
-            if self.block not in ("tensor", "row"):
-                raise ValueError(f"No block '{self.block}'. Known: tensor, row, [1, n], [n, n].")
-        elif self.block not in BLOCKS:
-            choices_text = ", ".join(str(list(block)) for block in BLOCKS)
-            value = list(self.block) if isinstance(self.block, tuple) else self.block
-            raise ValueError(f"no block {value}. Known: tensor, row, {choices_text}")
+        object.__setattr__(self, "block", known_block(self.block))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 kind, choices_text = name.replace("_", " "), ", ".join(map(str, choices))
@@ -262,7 +277,7 @@ class Quantizer:
             raise ValueError("history_length is a whole number from 1 to 1048576")
         if type(self.margin) is not int or not -64 <= self.margin <= 64:
             raise ValueError("margin is a whole number from -64 to 64")
-        if not 0 <= self.eps < math.inf:
+        if not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
             raise ValueError("eps is a number from 0")
 
     @property
@@ -349,5 +364,3 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "hadamard": (0, 16, 32),
 }
-
-BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))

@@ -145,7 +145,15 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-    if problem["type"] == "model_type":
+    if problem["type"] == "literal_error" and any(
+        details["type"] == "model_type" and details["input"] is problem["input"]
+        for details in error.errors()
+    ):
+        message += f", or a table with keys of {', '.join(_keys(tree, path))}"
+    elif problem["type"] in ("list_type", "tuple_type"):
+        tables = f" of tables [[{key}]]" if isinstance(problem["input"], dict) else ""
+        message = f"a list{tables} is needed"
+    elif problem["type"] == "model_type":
         message = f"a table is needed, with keys of {', '.join(_keys(tree, path))}"
     if not key:
         return f"{where}: {message}."

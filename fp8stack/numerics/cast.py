@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8stack.common.errors import described
 from fp8stack.common.formats import Format, fp8_format, quantized_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 _NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.
 _EXPONENT = 0x7F800000
 _POWER_OF_TWO_MASK = -0x800000  # 0xFF800000 as int32: sign and exponent, no mantissa.
+_LEAST_POWER_OF_TWO = 2.0**-126  # float32's least normal number
 
 
 def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tensor:
@@ -33,10 +35,22 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
         `float8_e4m3fn` or `float8_e5m2`, of the shape of `x`.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: an unknown format, another dtype.
     """
     target = fp8_format(format)
+    check_dtype(x)  # float64 would be rounded twice
     return cast_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device), target)
+
+
+def check_dtype(x: Tensor) -> None:
+    """Raise a `ValueError` if `x` is no tensor, or of no dtype that is quantized."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{described(x)} is not quantized. Give a tensor")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{x.dtype} is not quantized. Give float32, bfloat16 or float16")
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_scaled(x: Tensor, scale: Tensor, target: Format) -> Tensor:
@@ -172,13 +186,14 @@ def tensor_scale(
     """The scale that brings `amax` to `fp8_max * 2^-margin`, element by element.
 
     An amax below `eps` counts as `eps`; an amax of 0, inf or NaN gives 1; a scale beyond float32
-    becomes `overflow`; `power_of_two` truncates the scale's mantissa.
+    becomes `overflow`; `power_of_two` truncates the scale's mantissa, and
+    makes a subnormal one 2^-126.
 
     Args:
         amax: float32, any shape; one per tensor or one per block.
         format: see `ELEMENT_FORMATS`.
         margin: headroom in bits.
-        power_of_two: round the scale down to a power of two.
+        power_of_two: round the scale down to a power of two, at least 2^-126.
         eps: the least amax.
         overflow: the replacement of an infinite scale; by default float32's maximum.
 
@@ -217,5 +232,7 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def truncate_to_power_of_two(scale: Tensor) -> Tensor:
-    """The largest power of two not above `scale` (float32, normal, positive)."""
-    return (scale.view(torch.int32) & _POWER_OF_TWO_MASK).view(torch.float32)
+    """The largest power of two not above `scale` (float32, positive), and at least 2^-126: formats
+    with a maximum below 4 have subnormal scales for amaxes near float32's maximum."""
+    power = (scale.view(torch.int32) & _POWER_OF_TWO_MASK).view(torch.float32)
+    return power.clamp_min(_LEAST_POWER_OF_TWO)

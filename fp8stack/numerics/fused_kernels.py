@@ -74,6 +74,7 @@ _TWICE_127 = np.int32(254 << 23)
 _NAN = np.int32(0x7FC00000)
 _ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
 _FLT_MAX = np.finfo(np.float32).max
+_LEAST_POWER_OF_TWO = np.float32(2.0**-126)
 _SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
 
 
@@ -194,7 +195,7 @@ def _quotient_scale(largest, limit, eps, overflow, power_of_two):
     if scale == _INF:
         scale = overflow
     if power_of_two:
-        scale = _of_bits(_bits(scale) & _POWER_OF_TWO)
+        scale = max(_of_bits(_bits(scale) & _POWER_OF_TWO), _LEAST_POWER_OF_TWO)
     return scale
 
 

@@ -20,7 +20,7 @@ from fp8stack.numerics.blocks import (
     split_into_blocks,
     spread,
 )
-from fp8stack.numerics.cast import amax, encode, saturated
+from fp8stack.numerics.cast import amax, check_dtype, encode, saturated
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.scales import (
@@ -226,8 +226,13 @@ def check_arguments(
     """Raise a `ValueError` if `quantizer` is none, or if what it needs is missing."""
     if not isinstance(quantizer, Quantizer):
         raise ValueError(f"{described(quantizer)} is no Quantizer. Give Quantizer(format='e4m3')")
-    if quantizer.stochastic and generator is None:
-        raise ValueError("rounding = 'stochastic' needs a generator. Give it RandomBits")
+    if quantizer.stochastic and not (
+        isinstance(generator, RandomBits) and isinstance(generator.counter, Tensor)
+    ):
+        raise ValueError(
+            "rounding = 'stochastic' needs a generator. Give it "
+            "RandomBits(seed=0, stream=0, counter=torch.tensor(0))"
+        )
     if quantizer.delayed and scale is None:
         raise ValueError("amax = 'delayed' needs a scale. Give it that of its history")
     if scale is not None and not quantizer.per_tensor:
@@ -241,17 +246,6 @@ def check_arguments(
         raise ValueError(
             f"scale is a 0-dim float32 tensor, not {description}. Give it torch.tensor(2.0)"
         )
-
-
-def check_dtype(x: Tensor) -> None:
-    """Raise a `ValueError` if `x` is no tensor, or of no dtype that is quantized."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{described(x)} is not quantized. Give a tensor")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{x.dtype} is not quantized. Give float32, bfloat16 or float16")
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checked_dim(x: Tensor, dim: int) -> int:

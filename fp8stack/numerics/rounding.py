@@ -19,9 +19,9 @@ from torch import Tensor
 from fp8stack.common.formats import Format, Quantizer
 from fp8stack.numerics import fused
 from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
-from fp8stack.numerics.cast import amax, record_amax, round_to_format
+from fp8stack.numerics.cast import amax, check_dtype, record_amax, round_to_format
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import check_arguments, check_dtype, checked_dim
+from fp8stack.numerics.quantized import check_arguments, checked_dim
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding_rule import Block, RoundingRule
 from fp8stack.numerics.scales import Scales, given_scale, scales_of

@@ -13,15 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, field_validator
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import (
     AmaxAlgorithm,
+    BlockSize,
     Quantizer,
     ScaleFormat,
     ScaleRounding,
+    known_block,
     quantized_format,
 )
 from fp8stack.common.quantizer_table import OPERANDS, Quantizers
@@ -306,7 +308,7 @@ class QuantizerFields(_Fields):
     """The keys of a quantizer in a recipe's file."""
 
     format: ElementFormat | None = None
-    block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
+    block: Annotated[BlockSize | None, PlainValidator(known_block)] = None
     scale: ScaleFormat | None = None
     amax: Literal["current", "delayed"] | None = None
 
@@ -578,7 +580,9 @@ def _backward_of(name: str, where: str, above: tuple[str, ...]) -> dict[str, Any
     try:
         quantizers = _shipped(name, where, above).quantizers
     except UserError as error:
-        raise UserError(f"{where}: backward = '{quoted(name)}': {error}") from error
+        raise UserError(
+            f"{where}: backward = '{quoted(name)}': {error} Or high_precision, dequantized, same."
+        ) from error
     if quantizers is None:
         raise UserError(
             f"{where}: backward = '{name}' has no quantizers. Use backward = 'high_precision'."

@@ -92,7 +92,10 @@ def test_shipped_names_keep_their_meaning_and_no_other_name_is_a_format():
         assert quantized_format(name) is FORMATS[name]
         assert FORMATS[name].is_shipped
     assert (quantized_format("e4m3").max, quantized_format("e4m3").has_inf) == (448.0, False)
-    for name in ("e9m9", "e0m3", "e3m4x", "E3M4", "e3m5", "e8m0", "e03m4", "e3m", "m4", "bf16", ""):
+    for name, meant in {"E3M4": "e3m4", "float8_e4m3fn": "e4m3", "e2m1x": "e2m1"}.items():
+        with pytest.raises(ValueError, match=f"No format '{name}'. Did you mean '{meant}'. Known"):
+            Quantizer(format=name)
+    for name in ("e9m9", "e0m3", "e3m5", "e3m10", "e8m0", "e03m4", "e3m", "m4", "bf16", ""):
         with pytest.raises(ValueError, match=f"No format '{name}'. Known: e4m3, .* such as e3m4"):
             Quantizer(format=name)
 
@@ -195,10 +198,13 @@ def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
         ("amax_algorithm", "mean", "No amax algorithm 'mean'. Known: max, most_recent"),
         ("rounding", "up", "No rounding 'up'. Known: nearest, stochastic"),
         ("hadamard", 8, "No hadamard '8'. Known: 0, 16, 32"),
-        ("block", 32, "no block 32. Known: tensor, row"),
-        ("block", (1, 33), r"no block \[1, 33\]. Known: tensor, row"),
+        ("block", 32, "No block 32. Known: tensor, row"),
+        ("block", (1, 33), r"No block \[1, 33\]. Known: tensor, row"),
+        ("block", (1, 32.0), r"No block \[1, 32.0\]. Known: tensor, row"),
+        ("block", "1x32", r"No block '1x32'. Known: tensor, row, \[1, 16\]"),
         ("margin", 1.5, "margin is a whole number"),
         ("margin", "1", "margin is a whole number"),
+        ("eps", "1", "eps is a number from 0"),
         ("history_length", 1.5, "history_length is a whole number"),
     ],
 )

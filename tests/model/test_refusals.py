@@ -135,6 +135,9 @@ def test_other_functions_name_what_they_need(call, message):
     assert message in refusal(call)
 
 
+DRAWING = Quantizer(rounding="stochastic")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -145,6 +148,7 @@ def test_other_functions_name_what_they_need(call, message):
         (lambda: Quantizer(format=None), "No format 'None'"),  # type: ignore[arg-type]
         (lambda: Quantizer(format=[]), "No format '[]'"),  # type: ignore[arg-type]
         (lambda: numerics.tensor_scale(1.0, 4), "No format '4'"),  # type: ignore[arg-type]
+        (lambda: numerics.quantize(torch.ones(4), DRAWING, 0, 42), "Give it RandomBits(seed=0"),  # type: ignore[arg-type]
     ],
 )
 def test_functions_of_numerics_name_what_they_need(call, message):

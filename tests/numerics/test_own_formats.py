@@ -96,6 +96,21 @@ def test_blocks_of_every_format_multiply_the_values_of_their_bytes(way: str) -> 
                 np.testing.assert_array_equal(rounded.values.numpy(), expected.numpy())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_in_powers_of_two_is_never_zero_nor_subnormal(way: str) -> None:
+    """A maximum below 4 over float32's maximum is subnormal. With 2^-126 the largest saturate."""
+    row = [torch.finfo(torch.float32).max, -(2.0**127), 2.0**126, 0.0]
+    x = torch.tensor([row]).repeat(3, 8)
+    for name, scaled in {"e1m6": (3.9375, -2.0, 1.0, 0.0), "e1m2": (3.5, -2.0, 1.0, 0.0)}.items():
+        quantizer = Quantizer(format=name, block=(1, 32), scale="power_of_two")
+        expected = np.array([scaled], np.float32).repeat(3, 0) * np.float32(2.0**126)
+        assert (quantize(x, quantizer).scales == 2.0**126).all()
+        with cast_by(way):
+            np.testing.assert_array_equal(
+                round_to(x, quantizer, 1).values.numpy(), np.tile(expected, 8)
+            )
+
+
 def test_e3m4_casts_as_ml_dtypes_does_and_has_a_nan_in_its_bytes() -> None:
     x = torch.cat([every_value(torch.bfloat16).float(), inputs("e3m4")])
     codes = quantize(x, Quantizer(format="e3m4", amax="delayed"), scale=torch.tensor(1.0))

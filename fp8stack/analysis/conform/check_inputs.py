@@ -115,7 +115,7 @@ def extreme(seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**23, (70, 300), generator=generator, dtype=torch.int32)
     exponents = (
-        torch.arange(70 * 300, dtype=torch.int32).div(83, rounding_mode="floor").view(70, 300)
+        torch.arange(70 * 300, dtype=torch.int32).div(82, rounding_mode="floor").view(70, 300)
     )
     signs = torch.randint(0, 2, (70, 300), generator=generator, dtype=torch.int32) << 31
     return (bits | (exponents.clamp(max=254) << 23) | signs).view(torch.float32)

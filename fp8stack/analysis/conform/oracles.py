@@ -120,7 +120,7 @@ def scale_of(
     scale = np.where(np.isinf(scale), f32(overflow), scale)
     scale = np.where((largest > 0) & (largest < np.inf), scale, f32(1))
     if power_of_two:  # frexp's mantissa is in [0.5, 1)
-        scale = np.ldexp(f32(0.5), np.frexp(scale)[1])
+        scale = np.maximum(np.ldexp(f32(0.5), np.frexp(scale)[1]), f32(2.0**-126))
     return scale.astype(f32)
 
 
