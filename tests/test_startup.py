@@ -92,7 +92,7 @@ if not torch.cuda.is_available():  # torch is needed to ask a GPU
 def test_doctor_answers_without_torch_and_in_json_without_what_draws_tables(arguments):
     printed, modules = observed(ANSWER.format(["doctor", *arguments]))
     assert "mxfp8" in printed
-    assert torch.__version__ in printed
+    assert torch.__version__.partition("+")[0] in printed
     assert modules & (HEAVY | NO_TORCH) == set()
     assert ("rich" in modules) == ("--json" not in arguments)
     assert len(modules) < 316
