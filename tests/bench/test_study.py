@@ -127,7 +127,7 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
     ladder = {
         (job.size, job.ratio, job.recipe) for job in jobs if job.design == study_tables.SHARED
     }
-    assert len(ladder) == 2 * (2 * (1 + 14) + 10) + 5
+    assert len(ladder) == 2 * (2 * (1 + 14) + 10) + 7
     assert {job.steps for job in jobs if (job.size, job.ratio) == ("0.9M", 8)} == {7179}
     cell_jobs = [
         job for job in jobs if (job.size, job.ratio, job.design) == ("0.1M", 2, study_tables.SHARED)
