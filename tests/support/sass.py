@@ -137,7 +137,7 @@ def _executed(row: Instruction, state: int) -> tuple[int, list[str]]:
         reads = {f"R{n}": state >> 32 * n & _WORD for n in row.reads}
         reads[match[1]] = bits(match[1]) & 0xFF
     elif match := _UPPER.match(row.text):
-        results[_number(match[1])] = (bits(match[2]) & 0xFFFF) << 16
+        results[_number(match[1] or match[3])] = (bits(match[2] or match[4]) & 0xFFFF) << 16
     elif match := _MOVES.match(row.text):
         results[_number(match[1] or match[2])] = bits(match[3])
     elif match := _MASK.match(row.text):
