@@ -27,7 +27,7 @@ _MASK = re.compile(r"LOP3\.LUT ([RP]\d+), (?:RZ, )?(R\d+), (0x[0-9a-f]+), RZ, 0x
 _STACK_MOVE = re.compile(
     r"(?:STL(\S*) \[R1(\+0x[0-9a-f]+)?\], (R\w+)|LDL(\S*) (R\d+), \[R1(\+0x[0-9a-f]+)?\])"
 )
-_USES_STACK_POINTER = re.compile(r"(LDC|MOV|IADD3|VIADD|IMAD\.MOV|IMAD\.IADD|UIADD3|R2UR)\b")
+_USES_STACK_POINTER = re.compile(r"(LDC|MOV|IADD3?|VIADD|IMAD\.MOV|IMAD\.IADD|UIADD3|R2UR)\b")
 
 
 class Instruction(NamedTuple):
