@@ -319,8 +319,8 @@ def plan_for(
     without: Mapping[str, str] | None = None,
     compute_dtype: ComputeDtype | None = None,
 ) -> Plan:
-    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises,
-    and a UserError if `config` is of another type.
+    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises, and a
+    UserError if `config` is of another type.
 
     Args:
         config: the shape.

@@ -186,8 +186,8 @@ def tensor_scale(
     """The scale that brings `amax` to `fp8_max * 2^-margin`, element by element.
 
     An amax below `eps` counts as `eps`; an amax of 0, inf or NaN gives 1; a scale beyond float32
-    becomes `overflow`; `power_of_two` truncates the scale's mantissa, and
-    makes a subnormal one 2^-126.
+    becomes `overflow`; `power_of_two` truncates the scale's mantissa, and makes a subnormal scale
+    2^-126.
 
     Args:
         amax: float32, any shape; one per tensor or one per block.

@@ -74,8 +74,9 @@ class Hardware:
             raise UserError(f"No device {self.device!r}. Known: cpu, cuda, xpu.")
         if self.device == "cuda" and self.capability is None and not self.other_gpu:
             raise UserError("A CUDA device has a compute capability: Hardware('cuda', (9, 0)).")
-        pair = (0, 0) if self.capability is None else self.capability
-        if not (isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]):
+        pair = self.capability
+        is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
+        if pair is not None and not is_pair:
             raise UserError(f"A compute capability is a pair such as (9, 0), not {pair!r}.")
         if self.device == "xpu" and not self.other_gpu:
             raise UserError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")

@@ -113,7 +113,8 @@ def test_a_dtype_that_would_be_rounded_twice_is_refused(dtype):
 def test_an_unknown_format_is_refused(name):
     with pytest.raises(ValueError, match="No FP8 format"):
         cast_to_fp8(torch.ones(1), 1.0, name)
-    with pytest.raises(ValueError, match=rf"No format '{name}'.*Known: e4m3, .*e2m1"):
+    hint = r"( Did you mean 'e4m3'\?)?"
+    with pytest.raises(ValueError, match=rf"No format '{name}'\.{hint} Known: e4m3, .*e2m1"):
         tensor_scale(1.0, name)
 
 

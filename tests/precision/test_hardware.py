@@ -726,7 +726,7 @@ def test_an_assumed_gpu_has_current_software(text, capability):
     assert (machine.device, machine.capability) == ("cuda", capability)
     assert (machine.has_te, machine.te_version, machine.te_problem) == (True, LEAST, "")
     assert machine.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
-    assert machine.torch_version == torch.__version__.partition("+")[0]  # no "+cpu" beside CUDA
+    assert machine.torch_version == torch.__version__.partition("+")[0]  # without this CPU's "+cpu"
     assert text in str(machine)
 
 

@@ -243,10 +243,12 @@ def candidates(names: Sequence[str]) -> list[str]:
 def require_bits(target: Target, names: Sequence[str]) -> None:
     """Raise a UserError, before anything is measured, if every layer in the narrowest of the
     candidates has more bits than the target."""
+    if target.bits is None:
+        return
     tables = [bits_of(load_recipe(name).quantizers) for name in names]
     least = min(bits["fprop"] for bits in tables)
     least += min(bits["dgrad"] + bits["wgrad"] for bits in tables)
-    if target.bits is not None and target.bits < least / 3:
+    if target.bits < least / 3:
         raise _too_little(f"--bits {target.bits:g}", f"{least / 3:.2f}")
 
 
