@@ -52,7 +52,7 @@ _DEEP_KEY = re.compile(
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Context that turns an OSError or a SafetensorError into a StorageError, whose one line names
-    the path and the remedy."""
+    the path and the remedy; into a plain UserError if a folder of the path is a file."""
     try:
         yield
     except Exception as error:
@@ -63,6 +63,11 @@ def storage_errors(path: Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         if os_code := re.search(r"\(os error (\d+)\)", str(error)):  # the format of safetensors
             code = int(os_code[1])
+        if code == errno.ENOTDIR:
+            file = next((folder for folder in path.parents if folder.is_file()), path.parent)
+            raise UserError(
+                f"Cannot write to {path}: {file} is a file. Give a path in a folder."
+            ) from error
         is_full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if is_full else os.strerror(code) if code else str(error)
         remedy = "Make room there" if is_full else "Give a folder that can be written"

@@ -259,8 +259,8 @@ class AmaxHistory:
         """Load the tensors of `state_dict`.
 
         Raises:
-            UserError: an unknown or missing slot, or a tensor of another shape or dtype; nothing is
-                changed.
+            UserError: an unknown or missing slot, a tensor of another shape or dtype, or a scale
+                that is negative or not finite; nothing is changed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for slot, size in self._sizes.items():
@@ -276,6 +276,11 @@ class AmaxHistory:
                 raise UserError(
                     f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
                     f"float32 {shape}. Use the recipe that it was saved with."
+                )
+        for name in (f"{slot}.scale" for slot in self._sizes):
+            if not (state[name].isfinite() & (state[name] >= 0)).all():
+                raise UserError(
+                    f"FP8 state: '{name}' is negative or not finite. Give what fp8_state gave."
                 )
         for slot in self._sizes:
             column = self.column(slot)

@@ -453,7 +453,10 @@ def _shipped(name: str, where: str, above: tuple[str, ...]) -> Recipe:
         raise UserError(
             f"{where}: '{quoted(name)}' is a file. Name a recipe that ships, and change its keys."
         )
-    return _load(name, None, above)
+    try:
+        return _load(name, None, above)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:

@@ -32,6 +32,7 @@ CASES = {  # further flags of pretrain: what must be said
     "bytes": (["--out", "h\udcff"], "out is not valid UTF-8"),
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
     "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
+    "out in a file": (["--out", "mine/sample.txt/r"], "mine/sample.txt is a file. Give a path in"),
     "empty config": (["--config", ""], "--config is empty. Give a run file"),
     "folder as config": (["--config", "mine"], "fp8stack: mine is no regular file. Give a TOML"),
     "interval": (["--set", "interval=4"], "there is no key 'interval': scales of delayed scaling"),

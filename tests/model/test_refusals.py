@@ -3,6 +3,7 @@ line of a UserError each."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,16 @@ def test_state_of_other_types_is_refused_by_name(recipe):
         assert f"'{name}' is {tensor.dtype} " in refusal(
             load_fp8_state, model, {**state, name: tensor}
         )
+    assert all(torch.equal(value, state[key]) for key, value in fp8_state(model).items())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_state_with_a_scale_that_is_no_scale_is_refused(value):
+    model = converted("delayed")
+    state = fp8_state(model)
+    name = next(name for name in state if name.endswith(".scale"))
+    message = refusal(load_fp8_state, model, {**state, name: torch.full_like(state[name], value)})
+    assert message.startswith(f"FP8 state: '{name}' is negative or not finite.")
     assert all(torch.equal(value, state[key]) for key, value in fp8_state(model).items())
 
 
