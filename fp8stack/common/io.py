@@ -63,8 +63,8 @@ def storage_errors(path: Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         if os_code := re.search(r"\(os error (\d+)\)", str(error)):  # the format of safetensors
             code = int(os_code[1])
-        if code == errno.ENOTDIR:
-            file = next((folder for folder in path.parents if folder.is_file()), path.parent)
+        file = next((folder for folder in path.parents if os.path.isfile(folder)), None)
+        if file is not None:
             raise UserError(
                 f"Cannot write to {path}: {file} is a file. Give a path in a folder."
             ) from error
