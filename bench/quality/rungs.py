@@ -52,7 +52,22 @@ def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[
         f"{_INTRODUCTION} {len(rows)} runs are done.",
         "",
         report.markdown(header, lines),
+        *curves([row for row in rows if row["ratio"] in {ratio for _, ratio, *_ in predicted}]),
     ]
+
+
+def curves(rows: Rows) -> list[str]:
+    """A table of the losses after each tenth of the steps."""
+    if not rows:
+        return []
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["parameters"], row["seed"], row["recipe"])):
+        losses = [f"{loss:.3f}" for _, loss in row["curve"]]
+        name = f"{row['size']}, {row['recipe']}, seed {row['seed']}"
+        lines.append([name, *losses, *[""] * (10 - len(losses))])
+    header = ["run", *(f"{tenth}0%" for tenth in range(1, 11))]
+    words = "Validation losses in nats per byte, by the share of the steps that were done:"
+    return [words, "", report.markdown(header, lines)]
 
 
 _INTRODUCTION = (

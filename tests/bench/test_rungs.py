@@ -11,7 +11,8 @@ from bench.quality.study_tables import AA, SCRATCH, SHARED
 def row(recipe: str, seed: int, loss: float, design: str, ratio: int = 20) -> dict[str, Any]:
     return {
         "size": "3M", "ratio": ratio, "recipe": recipe, "seed": seed, "design": design,
-        "cpu": "a CPU", "val_loss": loss,
+        "cpu": "a CPU", "val_loss": loss, "parameters": 3_000_000,
+        "curve": [[100, loss + 1], [200, loss]],
     }  # fmt: skip
 
 
@@ -38,6 +39,12 @@ def test_a_cell_is_judged_by_the_prediction_made_before():
     assert verdict_of([0.5, 1.5, 2.5]).endswith("| 3 | cannot tell |")
     assert verdict_of([0.9, 1.0, 0.95]).endswith("| as predicted |")
     assert verdict_of([2.5, 2.6, 2.55]).endswith("| missed |")
+
+
+def test_the_losses_of_a_run_are_shown_over_its_steps():
+    text = "\n".join(rungs.section(rows_of([1.5]), {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}))
+    assert "| 3M, fp32, seed 0 | 3.000 | 2.000 |  |" in text
+    assert "| 3M, nvfp4, seed 0 | 3.030 | 2.030 |  |" in text
 
 
 def test_the_spread_is_of_pairs_in_fp32_that_differ_in_rounding():
