@@ -83,14 +83,6 @@ DESIGNS: dict[str, dict[str, Any]] = {
 """Designs of pairs of runs. The first steps of a small model are chaotic: rounding in them changes
 the final loss. If all runs of a seed take the first steps in float32, gaps spread less, so the
 study's tables use the design `SHARED`; the others show the effect of each design on the spread."""
-RUNG_DESIGNS = {
-    "nvfp4": study_tables.SCRATCH,
-    "mxfp8": "first tenth in fp32",
-    "mxfp6_e2m3": study_tables.SCRATCH,
-    "delayed": "first tenth in fp32",
-}
-"""The recipes that larger models are trained in. The gap of eight bits is smaller than what
-rounding in the first steps changes, so these are in float32."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
 FILES = Path(__file__).parents[1] / "recipes"
 FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # a recipe was tuned on the model of seed 0
@@ -258,9 +250,10 @@ def _rung(size: str, text: Path | None) -> Iterator[Job]:
     if size == SPREAD_CELL[0]:
         yield from _same_twice(*SPREAD_CELL, SPREAD_PAIRS, text)
     for seed in range(RUNG_PAIRS[size]):
-        for recipe, design in {BASELINE: SHARED, **RUNG_DESIGNS}.items():
-            place: Any = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
-            yield Job(recipe=recipe, design=design, **place)
+        for recipe, designs in {BASELINE: (SHARED,), **rungs.DESIGNS}.items():
+            for design in designs:
+                place: Any = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
+                yield Job(recipe=recipe, design=design, **place)
 
 
 def _same_twice(size: str, ratio: int, pairs: int, text: Path | None = None) -> Iterator[Job]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.quality import rungs, study, study_tables
+from bench.quality.rungs import HALF
 from bench.quality.study_tables import AA, SCRATCH, SHARED
 
 
@@ -63,3 +64,6 @@ def test_every_cell_of_a_larger_model_was_predicted():
     }  # fmt: skip
     assert cells == predicted.keys()
     assert all(0 < low < high for low, high in predicted.values())
+    low, high = predicted["1M", 20, "nvfp4", SCRATCH]
+    assert predicted["1M", 20, "nvfp4", HALF] == (low / 2, high / 2)
+    assert all(study.DESIGNS[design]["shared"] == 1 - rungs.SHARES[design] for *_, design in cells)
