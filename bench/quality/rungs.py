@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.quality.study_tables import SCRATCH, pairs_of
+from bench.quality.study_tables import BASELINE, SCRATCH, pairs_of
 from fp8stack.analysis.compare.intervals import mean_interval
 
 PREDICTIONS = Path(__file__).parents[1] / "results" / "cpu" / "ladder_predictions.json"
@@ -75,9 +75,11 @@ def curves(rows: Rows) -> list[str]:
     if not rows:
         return []
     lines = []
-    for row in sorted(rows, key=lambda row: (row["parameters"], row["seed"], row["recipe"])):
+    keys = ("parameters", "seed", "recipe", "design")
+    for row in sorted(rows, key=lambda row: [row[key] for key in keys]):
         losses = [f"{loss:.3f}" for _, loss in row["curve"]]
-        name = f"{row['size']}, {row['recipe']}, seed {row['seed']}"
+        design = "" if row["recipe"] == BASELINE else f", {row['design']}"
+        name = f"{row['size']}, seed {row['seed']}, {row['recipe']}{design}"
         lines.append([name, *losses, *[""] * (10 - len(losses))])
     header = ["run", *(f"{tenth}0%" for tenth in range(1, 11))]
     words = "Validation losses in nats per byte, by the share of the steps that were done:"

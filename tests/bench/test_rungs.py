@@ -44,8 +44,8 @@ def test_a_cell_is_judged_by_the_prediction_made_before():
 
 def test_the_losses_of_a_run_are_shown_over_its_steps():
     text = "\n".join(rungs.section(rows_of([1.5]), {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}))
-    assert "| 3M, fp32, seed 0 | 3.000 | 2.000 |  |" in text
-    assert "| 3M, nvfp4, seed 0 | 3.030 | 2.030 |  |" in text
+    assert "| 3M, seed 0, fp32 | 3.000 | 2.000 |  |" in text
+    assert "| 3M, seed 0, nvfp4, from scratch | 3.030 | 2.030 |  |" in text
 
 
 def test_the_spread_is_of_pairs_in_fp32_that_differ_in_rounding():
