@@ -24,9 +24,9 @@ DESIGNS = {
     "mxfp8": (HALF,),
     "delayed": (HALF,),
 }
-"""The recipes that larger models are trained in. Once in a training, after 5 to 8 million tokens, the
-loss falls steeply. When it does differs by hundreds of steps between seeds, and between runs of a
-seed that differ in rounding before. So runs of a seed share the first half of their steps."""
+"""The recipes that larger models are trained in. Once in a training, after 5 to 8 million tokens,
+their loss falls steeply. When it does differs by hundreds of steps between runs, even between two
+of a seed that round differently. So the runs of a seed share the first half of their steps."""
 
 Rows = Sequence[Mapping[str, Any]]
 Place = tuple[str, int, str, str]  # size, tokens per parameter, recipe, design
