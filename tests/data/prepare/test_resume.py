@@ -342,10 +342,11 @@ def test_a_process_that_dies_is_reported_and_nothing_is_lost(large, tmp_path, mo
 
 
 def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tmp_path):
-    written(tmp_path / "file", b"")
     with pytest.raises(StorageError) as caught:
-        prepared(*mixed, out=tmp_path / "file" / "out")
+        prepared(*mixed, out=Path("/proc/none/out"))
     assert caught.value.exit_code == 4
+    written(tmp_path / "file", b"")
+    assert "file is a file. Give a path" in refusal(*mixed, out=tmp_path / "file" / "out")
     with OutputFolder(tmp_path / "out").claimed():
         assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
 
