@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from queue import Empty
@@ -34,6 +34,7 @@ from fp8stack.common.errors import NumericFailure, UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.plan import WIDE
+from fp8stack.training.checkpoint.reader import path_of
 from fp8stack.training.run_folder import RunFolder, read_rows
 from fp8stack.training.signals import Preempted
 
@@ -139,6 +140,12 @@ class Job:
     def steps(self) -> int:
         """The number of steps that make `ratio` tokens per parameter."""
         return round(self.ratio * _shape(self.size).parameters() / self.tokens_per_step)
+
+    @property
+    def shared_steps(self) -> int:
+        """The number of steps, at the start, in the recipe of the float32 run."""
+        share: float = DESIGNS[self.design]["shared"]
+        return round(share * self.steps)
 
     @property
     def tokens_per_step(self) -> int:
@@ -249,8 +256,8 @@ def jobs(sizes: Sequence[str], text: Path | None = None) -> list[Job]:
 def _rung(size: str, text: Path | None) -> Iterator[Job]:
     if size == SPREAD_CELL[0]:
         yield from _same_twice(*SPREAD_CELL, SPREAD_PAIRS, text)
-    for seed in range(RUNG_PAIRS[size]):
-        for recipe, designs in {BASELINE: (SHARED,), **rungs.DESIGNS}.items():
+    for recipe, designs in {BASELINE: (SHARED,), **rungs.DESIGNS}.items():
+        for seed in range(RUNG_PAIRS[size]):
             for design in designs:
                 place: Any = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
                 yield Job(recipe=recipe, design=design, **place)
@@ -392,6 +399,19 @@ def _send(signal_number: signal.Signals, workers: Sequence[Any]) -> None:
             os.kill(worker.pid, signal_number)
 
 
+def beginning(job: Job, runs: Path) -> str:
+    """The value of `resume` for a run: the checkpoint of the float32 run of its seed after the
+    steps that they share, if it is there and the run has not begun, else "auto". Either way the run
+    ends with the same bytes. (Delayed scaling takes the amaxes of the last shared steps.)"""
+    shares = job.shared_steps and not job.is_base and not load_recipe(job.source).delayed
+    if shares and not RunFolder(runs / job.name).holds_run:
+        base = replace(job, recipe=BASELINE, design=job.trial[-1])
+        checkpoint = path_of(RunFolder(runs / base.name).checkpoints, job.shared_steps)
+        if checkpoint.is_dir():
+            return str(checkpoint)
+    return "auto"
+
+
 def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
     """Train one job after the other, until none is left, a signal arrives or the parent process is
     gone."""
@@ -409,7 +429,10 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
         began, error, exit = time.monotonic(), "", 0
         try:
             with (runs / f"{job.name}.log").open("a") as log, redirect_stdout(log):
-                fp8stack.pretrain(out=str(folder), resume="auto", **job.keys)
+                keys: dict[str, Any] = job.keys
+                if job.is_base:  # keeps the checkpoints that other runs begin with
+                    keys |= {"keep_every": keys["save_every"]}
+                fp8stack.pretrain(out=str(folder), resume=beginning(job, runs), **keys)
         except NumericFailure as failed:
             exit = failed.exit_code  # a failed training is a result
         except Preempted:

@@ -282,6 +282,11 @@ FREE_ON_RESUME = frozenset(
 """Keys that a resumed run may change: keys that do not affect its numbers, the device and the
 backend (which may change the order of summation), and a larger `steps`. The files of the model, the
 recipe and the data may have moved; their contents are compared."""
+FREE_IN_BRANCH = frozenset(
+    {"phases", "calibration_steps", "lr", "min_lr", "schedule", "warmup_steps", "decay_fraction"}
+)
+"""More keys that a branch may change: a new run that begins with a checkpoint of another. Its
+recipe may be another one, too."""
 
 PRESET_KEYS = frozenset(
     {

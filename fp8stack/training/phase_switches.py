@@ -141,13 +141,11 @@ class Phases:
         return self.ended_at is not None and step > self.ended_at
 
     def _at(self, step: int) -> tuple[Phase, int]:
-        schedule = self.run.schedule
-        number = next(n for n, phase in enumerate(schedule.phases) if step <= phase.last)
-        place = schedule.variants[number]
+        phase, place = self.run.schedule.at(step)
         if self._has_ended(step):
-            assert schedule.reference is not None
-            place = schedule.reference
-        return schedule.phases[number], place
+            assert self.run.schedule.reference is not None
+            place = self.run.schedule.reference
+        return phase, place
 
     def _announce(self, step: int, name: str, variant: Variant, reason: str) -> None:
         plan = variant.plan

@@ -1,5 +1,7 @@
 """The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/` and more."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import os
@@ -61,8 +63,10 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started in this folder."""
-        return self.config.exists() or self.metrics.exists()
+        """Whether a run was started in this folder. (A branch that is killed as it begins leaves a
+        checkpoint alone.)"""
+        files_exist = self.config.exists() or self.metrics.exists()
+        return files_exist or bool(candidates(self.checkpoints))
 
     @property
     def is_running(self) -> bool:
@@ -303,6 +307,11 @@ class RunFolder:
             rows.append(last := {"step": step})
         last |= more
         write_atomically(self.metrics, _lines(rows))
+
+    def take_over_metrics(self, source: RunFolder, step: int, event: dict[str, Any]) -> None:
+        """Write the metrics of another run up to `step`, and after them an `event`."""
+        rows = _up_to(step, source.read_metrics())
+        write_atomically(self.metrics, _lines([*rows, event]))
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics and checkpoints of steps after `step`, which are about to be

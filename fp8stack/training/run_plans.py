@@ -47,6 +47,11 @@ class Schedule:
     evaluation: int | None = None  # for validation losses; None: the one that trains
     reference: int | None = None  # float32 without FP8, for the quality guard, if that is on
 
+    def at(self, step: int) -> tuple[Phase, int]:
+        """The phase of `step`, and the index of its plan."""
+        number = next(n for n, phase in enumerate(self.phases) if step <= phase.last)
+        return self.phases[number], self.variants[number]
+
 
 def plan_phases(
     config: RunConfig, model: GPTConfig, hardware: Hardware, decided: Decided, tokens: int

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fp8stack
 from bench import runner, timing_lock
 from bench.cells import json_lines
 from bench.quality import study, study_tables
 from fp8stack.common.errors import UserError
+from fp8stack.training.checkpoint import reader
 from tests.support.run_folders import write_lines
+from tests.support.small_loop import changed
 
 ROOT = Path(study.__file__).parents[2]
 
@@ -233,6 +236,34 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == [
         "tiny-1-fp32-seed0", "tiny-1-fp32-seed1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "branches"), [("mxfp4", True), ("delayed", False)])
+def test_a_run_begins_with_the_steps_that_it_shares(recipe, branches, tmp_path, monkeypatch):
+    """The steps are trained once, in the float32 run. Delayed scaling begins before they end."""
+    monkeypatch.setattr(study.Job, "steps", 12)
+    keys = {"save_every": 3, "eval_every": 3, "telemetry_every": 3, "data": str(Path(__file__))}
+    run, base = (study.Job(size=study.TINY, ratio=1, recipe=r, seed=0) for r in (recipe, "fp32"))
+    assert (run.shared_steps, base.shared_steps) == (3, 3)
+    (alone, shared) = (tmp_path / "alone", tmp_path / "shared")
+    fp8stack.pretrain(
+        out=str(shared / base.name), resume=study.beginning(base, shared),
+        **base.keys | keys | {"keep_every": 3},
+    )  # fmt: skip
+    first = shared / base.name / "checkpoints/step-000003"
+    assert study.beginning(run, shared) == (str(first) if branches else "auto")
+    assert study.beginning(run, alone) == study.beginning(base, shared) == "auto"
+    tensors = []
+    for runs in (alone, shared):
+        fp8stack.pretrain(
+            out=str(runs / run.name), resume=study.beginning(run, runs), **run.keys | keys
+        )
+        assert study.beginning(run, runs) == "auto"
+        tensors.append(reader.load(runs / run.name / "checkpoints/step-000012").tensors)
+    for group in tensors[0]:
+        assert changed(tensors[0][group], tensors[1][group]) == []
+    figures = [study._figures(run, runs / run.name, "a CPU", 0, 1.0) for runs in (alone, shared)]
+    assert figures[0] == figures[1]
 
 
 def test_an_unknown_size_is_refused(capsys):

@@ -470,7 +470,7 @@ ON_HOPPER = ["--recipe", "delayed", *RUN, "--set", "recipe.attention=delayed", "
 ON_HOPPER += ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=1"]
 
 
-def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
+def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_a_branch_can(
     te, command: Command, monkeypatch, tmp_path, on_gpus, capsys
 ):
     assert command("pretrain", *ON_HOPPER, "--steps", "1") == 0
@@ -480,11 +480,15 @@ def test_a_run_of_attention_in_fp8_cannot_go_on_on_a_cpu_but_its_weights_can(
     assert command("pretrain", "--resume", run, "--steps", "2", "--device", "cpu") == 2
     assert capsys.readouterr().err == (
         f"fp8stack: Cannot resume {run}: attention = 'delayed' needs Transformer Engine on compute "
-        "capability 9.0 or 10.x. Leave it as it was, or start a new run in another --out, with its "
-        f"weights by --init-from {run}.\n"
+        "capability 9.0 or 10.x. Leave it as it was, or begin a new run with its checkpoint: "
+        f"--resume {run} --out NEW --set recipe.attention=compute.\n"
     )
-    goes_on = ["--init-from", run, "--recipe", "delayed", "--steps", "1", "--device", "cpu"]
-    assert command("pretrain", "--out", new, *goes_on) == 0
+    branch = ["pretrain", "--resume", run, "--out", new, "--steps", "2", "--device", "cpu"]
+    assert command(*branch) == 2
+    error = capsys.readouterr().err
+    assert f"fp8stack: Cannot begin {new} with {run}/checkpoints/step-000001: attention =" in error
+    assert "Add --set recipe.attention=compute\n" in error
+    assert command(*branch, "--set", "recipe.attention=compute") == 0
 
 
 def test_phases_say_that_the_scales_of_attention_are_not_calibrated(

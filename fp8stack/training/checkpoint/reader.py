@@ -77,6 +77,12 @@ def recorded_tokenizer(info: Mapping[str, Any]) -> TokenizerIdentity | None:
     return None if recorded is None else TokenizerIdentity(**recorded)
 
 
+def files_of(path: Path) -> dict[str, FileSum]:
+    """The files of the checkpoint in the folder `path`, by name, with their sums. Raises a
+    UserError if its manifest is damaged."""
+    return _manifest(path).files
+
+
 def is_whole(path: Path) -> bool:
     """Whether no byte of the checkpoint in the folder `path` has changed since it was written."""
     try:

@@ -3,10 +3,12 @@ written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-25
 last, and a rename makes the checkpoint visible."""
 
 import json
+import os
 import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fp8stack.training.checkpoint.reader import (
     Checkpoint,
     candidates,
     canonical,
+    files_of,
     is_whole,
     path_of,
     sha256_of,
@@ -65,14 +68,46 @@ def write(
             for text in ranks.texts(json.dumps(mine)):
                 sums |= json.loads(text)
             if ranks.is_main:
-                body = {"format": FORMAT, "step": checkpoint.step, "files": sums}
-                body["info"] = checkpoint.info
-                manifest = {"sha256": sha256_of(canonical(body)), **body}
-                write_flushed(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-                sync_folder(temporary)
-                temporary.rename(final)
-                sync_folder(folder)
+                _finish(temporary, final, checkpoint, sums)
     return final
+
+
+def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
+    """Write `checkpoint` to `folder/step-000200`, with the files of the checkpoint at `origin`
+    except `fp8.safetensors`, and return that path. Files are hard links where the file system has
+    them, else copies; no checkpoint's file is ever changed. Raises what `write` raises."""
+    final = path_of(folder, checkpoint.step)
+    temporary = folder / f"{TEMPORARY}{final.name}"
+    with storage_errors(folder), ExitStack() as cleared:
+        cleared.callback(shutil.rmtree, temporary, ignore_errors=True)
+        temporary.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
+        only = {"fp8": checkpoint.tensors["fp8"]} if checkpoint.tensors.get("fp8") else {}
+        sums = _write_tensors(temporary, replace(checkpoint, tensors=only), None, ALONE)
+        for name, file_sum in files_of(origin).items():
+            if name == "fp8.safetensors":
+                continue
+            file = temporary / name
+            file.parent.mkdir(mode=stat.S_IMODE(folder.stat().st_mode), exist_ok=True)
+            try:
+                os.link(origin / name, file)
+            except OSError:  # another file system
+                shutil.copyfile(origin / name, file)
+                settle(file)
+            sums[name] = file_sum.model_dump()
+            if file.parent != temporary:
+                sync_folder(file.parent)
+        _finish(temporary, final, checkpoint, sums)
+    return final
+
+
+def _finish(temporary: Path, final: Path, checkpoint: Checkpoint, sums: Mapping[str, Any]) -> None:
+    """Write the manifest of the files with these sums, and give the checkpoint its final name."""
+    body = {"format": FORMAT, "step": checkpoint.step, "files": sums, "info": checkpoint.info}
+    manifest = {"sha256": sha256_of(canonical(body)), **body}
+    write_flushed(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_folder(temporary)
+    temporary.rename(final)
+    sync_folder(final.parent)
 
 
 def _write_tensors(

@@ -54,7 +54,7 @@ from fp8stack.training.run_plans import (
     never_asked_for,
     plan_phases,
 )
-from fp8stack.training.setup.resume import Resumption, decided_in
+from fp8stack.training.setup.resume import Resumption, decided_before
 from fp8stack.training.telemetry.operand_errors import Telemetry
 
 
@@ -74,6 +74,11 @@ class Beginning:
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint to resume from, if any."""
         return None if self.resumption is None else self.resumption.checkpoint
+
+    @property
+    def continues(self) -> bool:
+        """Whether `folder` already holds the run."""
+        return self.resumption is not None and self.resumption.origin is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +162,13 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
 def _plan(beginning: Beginning, hardware: Hardware, ranks: int) -> _Plans:
     """Plan the phases of a run. Raises a UserError if the run is not possible, or clearly does not
     fit into the memory."""
-    config, checkpoint = beginning.config, beginning.checkpoint
+    config = beginning.config
     require_divisible(config, ranks)
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     tokens = config.batch // (config.accumulate * ranks) * context
-    decided = decided_in(checkpoint.info) if checkpoint else Decided()
+    resumption = beginning.resumption
+    decided = decided_before(resumption, config) if resumption else Decided()
     plans, schedule = plan_phases(config, model, hardware, decided, tokens)
     kind = config.activation_checkpointing
     for plan in plans:
@@ -245,8 +251,9 @@ def _build_accelerator(beginning: Beginning, plan: Plan, ranks: Ranks) -> Accele
             "--parallel ddp or fsdp spreads a model over ranks."
         )
     config, folder = beginning.config, beginning.folder.path
-    resumed = beginning.resumption is not None
-    trackers = build_trackers(config, folder, resumed=resumed) if ranks.is_main else []
+    trackers = []
+    if ranks.is_main:
+        trackers = build_trackers(config, folder, resumed=beginning.continues)
     accelerator = Accelerator(
         cpu=plan.device == "cpu",
         mixed_precision="no",

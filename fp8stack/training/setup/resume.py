@@ -15,6 +15,7 @@ from fp8stack.common.hub import repository_in
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.planning.run_config import (
+    FREE_IN_BRANCH,
     FREE_ON_RESUME,
     TRACKERS,
     RunConfig,
@@ -34,17 +35,32 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
 
+BRANCH = "branch"  # the event with which the metrics of a branch go on after its checkpoint
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
     """A run to resume: its folder, its saved configuration and its checkpoint, if any. `unasked`:
-    without `--resume`, because `--out` contains an unfinished run."""
+    without `--resume`, because `--out` contains an unfinished run. `origin`: of a branch, that is a
+    new run in `folder`, the checkpoint of another run that it begins with."""
 
     folder: RunFolder
     saved: RunConfig
     checkpoint: Checkpoint | None
     notes: tuple[str, ...]
     unasked: bool = False
+    origin: Path | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """The path of the `tokenizer.json` of the run that wrote the checkpoint."""
+        return self.folder.tokenizer if self.origin is None else _run_of(self.origin).tokenizer
+
+    def changes_recipes(self, config: RunConfig) -> bool:
+        """Whether a branch with the configuration `config` has other recipes than the checkpoint's
+        run."""
+        keys = ("recipe", "recipe_overrides", "phases")
+        return any(getattr(self.saved, key) != getattr(config, key) for key in keys)
 
 
 def find_resumption_together(
@@ -64,6 +80,8 @@ def find_resumption_together(
         folder, checkpoint = resumption.folder, resumption.checkpoint
         if checkpoint is None:
             return str(folder.path)
+        if resumption.origin is not None:
+            return str(resumption.origin)
         return str(checkpoints.path_of(folder.checkpoints, checkpoint.step))
 
     path = ranks.from_main(find)
@@ -74,9 +92,10 @@ def find_resumption_together(
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     """Find the run to resume; None for a new run. Without `resume`, an unfinished run in `--out` is
-    resumed. Raises a UserError if there is no run at the path, if another process trains it, or if
-    `--out` names another folder. Raises a NoUsableCheckpoint if all its checkpoints, or the given
-    one, are damaged."""
+    resumed. If `resume` is a path and `--out` another folder, a branch begins there. Raises a
+    UserError if there is no run at the path, if another process trains it, or if the folder of a
+    branch is not free. Raises a NoUsableCheckpoint if all its checkpoints, or the given one, are
+    damaged."""
     if resume is None:
         if config.out is not None:
             RunFolder(Path(config.out)).require_idle()
@@ -92,18 +111,10 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     else:
         folder, named = _locate(Path(resume))
         if config.out and Path(config.out).resolve() != folder.path.resolve():
-            raise UserError(
-                f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
-            )
+            return _branch(config, RunFolder(Path(config.out)), folder, named)
     folder.require_idle()
-    if named is not None:
-        try:
-            return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
-        except NoUsableCheckpoint as error:
-            hint = "Give another checkpoint or the run's folder."
-            raise NoUsableCheckpoint(f"{error} {hint}") from error
-    if checkpoints.candidates(folder.checkpoints):
-        return _from_checkpoint(folder, *newest_sound(folder.checkpoints, can_go_on))
+    if named is not None or checkpoints.candidates(folder.checkpoints):
+        return _from_checkpoint(folder, *_load(folder, named))
     note = f"{folder.path} has no checkpoint yet: starting again from step 1"
     saved = parse_config(str(folder.config), {})
     return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
@@ -118,6 +129,49 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     raise UserError(
         f"--resume {quoted(str(path))}: there is no run and no checkpoint. Give a run's folder."
     )
+
+
+def branch_reason(checkpoint: Path) -> str:
+    """The reason in the event of a branch that begins with `checkpoint`."""
+    return f"begun with {checkpoint.resolve()}"
+
+
+def _run_of(checkpoint: Path) -> RunFolder:
+    """The folder of the run that the checkpoint at this path is of."""
+    return RunFolder(checkpoint.parent.parent)
+
+
+def _load(folder: RunFolder, named: Path | None) -> tuple[Checkpoint, Path, list[str]]:
+    """The checkpoint `named`, or the newest usable one of the run, its path, and the reasons why
+    newer ones are not used. Raises a NoUsableCheckpoint if it, or every one, is damaged."""
+    if named is None:
+        return newest_sound(folder.checkpoints, can_go_on)
+    try:
+        return load_sound(named, can_go_on), named, []
+    except NoUsableCheckpoint as error:
+        hint = "Give another checkpoint or the run's folder."
+        raise NoUsableCheckpoint(f"{error} {hint}") from error
+
+
+def _branch(
+    config: RunConfig, folder: RunFolder, source: RunFolder, named: Path | None
+) -> Resumption | None:
+    """A new run in `folder` that begins with the checkpoint `named` of the run in `source`, or with
+    its newest one; or that run, if it was begun before and is unfinished. A process may train in
+    `source` meanwhile."""
+    origins = [named] if named else checkpoints.candidates(source.checkpoints)
+    reasons = [row.get("why") for row in folder.read_metrics() if row.get("event") == BRANCH]
+    if folder.cut_at is not None and not {*reasons}.isdisjoint(map(branch_reason, origins)):
+        resumption = find_resumption(config, "auto")
+        return None if resumption is None else replace(resumption, unasked=True)
+    folder.require_free()
+    if named is None and not checkpoints.candidates(source.checkpoints):
+        raise UserError(f"{source.path} has no checkpoint yet to begin {folder.path} with.")
+    checkpoint, path, passed_over = _load(source, named)
+    resumption = _from_checkpoint(source, checkpoint, path, passed_over)
+    skipped = "".join(f"; passed over: {reason}" for reason in passed_over)
+    notes = (f"a new run that begins with {path}{skipped}",)
+    return replace(resumption, folder=folder, notes=notes, origin=path)
 
 
 def _from_checkpoint(
@@ -163,10 +217,20 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     requested = _with_saved_files(requested, saved)
     table, flags = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
     flags |= {"guard": table["guard"] | flags.get("guard", {})}
+    is_branch = resumption.origin is not None
+    if is_branch and flags.get("recipe", saved.recipe) != saved.recipe:
+        table["recipe_overrides"] = {}
     config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
-    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
+    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME - (FREE_IN_BRANCH if is_branch else set())
     changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))
     refuse_differences(resumption, list(changes))
+    if is_branch and resumption.checkpoint is not None:
+        done = resumption.checkpoint.step
+        if config.steps <= done:
+            raise UserError(
+                f"--steps {config.steps} leaves nothing to train: {resumption.origin} has done "
+                f"{done}. Give more."
+            )
     return config
 
 
@@ -186,7 +250,7 @@ def _with_saved_files(requested: RunConfig, saved: RunConfig) -> RunConfig:
 def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | None:
     """The run's `tokenizer.json`, if it has one. Raises a UserError if it differs from the
     tokenizer that the checkpoint records, unless `config` names another file."""
-    file, checkpoint = resumption.folder.tokenizer, resumption.checkpoint
+    file, checkpoint = resumption.tokenizer, resumption.checkpoint
     names_file = config.tokenizer is not None and Path(config.tokenizer).resolve() == file.resolve()
     recorded = None if checkpoint is None else recorded_tokenizer(checkpoint.info)
     if recorded is not None and (names_file or (config.tokenizer is None and file.is_file())):
@@ -194,8 +258,18 @@ def tokenizer_to_resume(resumption: Resumption, config: RunConfig) -> Path | Non
     return file if file.is_file() else None
 
 
-def decided_in(info: Mapping[str, Any]) -> Decided:
-    """The decisions in checkpoint.json that a resumed run does not make again."""
+def decided_before(resumption: Resumption, config: RunConfig) -> Decided:
+    """The decisions in the checkpoint, if any, that a run does not make again. A branch in other
+    recipes takes over only the recipes that no longer ship."""
+    if resumption.checkpoint is None:
+        return Decided()
+    decided = _decided_in(resumption.checkpoint.info)
+    if resumption.origin is not None and resumption.changes_recipes(config):
+        return Decided(recipes=decided.recipes)
+    return decided
+
+
+def _decided_in(info: Mapping[str, Any]) -> Decided:
     phases, plans = info["phases"], info["plans"]
     recipes = {
         plan["recipe"]["name"]: recipe_from_json(plan["recipe"], "plan in checkpoint.json")
@@ -256,16 +330,16 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
 
 def _require_same_identity(run: Run, resumption: Resumption, info: Mapping[str, Any]) -> None:
     """Raise a UserError if model, recipes or data differ from those in checkpoint.json."""
-    saved, current = _with_quantizers(info["identity"]), dict(run.identity)
+    saved, current = with_quantizers(info["identity"]), dict(run.identity)
     names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
     if saved["recipe"] != current["recipe"] and names[0] != names[1]:
         by_machine = ", as auto chooses by machine" if run.config.recipe == "auto" else ""
         difference = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
-        refuse_differences(resumption, [difference + by_machine], weights_go_on=True)
+        refuse_differences(resumption, [difference + by_machine])
     refuse_differences(resumption, list(differences(saved, current)))
 
 
-def _with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
+def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's identity, with recipes converted to the format of this version."""
 
     def as_saved_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,17 +366,19 @@ def _require_same_tokenizer(
         difference = f"the tokenizer is {current} here and {saved} in the checkpoint"
         refuse_differences(resumption, [difference])
     file = resumption.folder.tokenizer
-    return None if file.is_file() else f"{file} was missing: it is written again"
+    is_missing = resumption.origin is None and not file.is_file()
+    return f"{file} was missing: it is written again" if is_missing else None
 
 
-def refuse_differences(
-    resumption: Resumption, differing: list[str], weights_go_on: bool = False
-) -> None:
-    """Raise a UserError about the first of the differences, if any. With `weights_go_on`, it
-    suggests a new run that begins with the weights."""
+def refuse_differences(resumption: Resumption, differing: list[str], remedy: str = "") -> None:
+    """Raise a UserError about the first of the differences, `key is X here and Y in the
+    checkpoint`, if any. It suggests a branch if that may change the key or, with the flags
+    `remedy`, would be possible."""
     if not differing:
         return
     path, difference = resumption.folder.path, differing[0]
+    key = difference.partition(" ")[0].partition(".")[0]
+    may_branch = bool(remedy) or key in FREE_IN_BRANCH | {"recipe", "recipes"}
     if difference.startswith("data."):
         difference = "the data are not those that the run was trained on"
     if resumption.unasked:
@@ -310,7 +386,11 @@ def refuse_differences(
             f"{path} holds a run already, and another one: {difference}. Give the same command to "
             "go on with it, another --out, or remove it by --overwrite."
         )
+    if resumption.origin is not None:
+        add = f"Add {remedy}" if remedy else "Change recipe, phases, steps or learning rate only."
+        raise UserError(f"Cannot begin {path} with {resumption.origin}: {difference}. {add}")
     new = "start a new run in another --out"
-    if weights_go_on:
-        new += f", with its weights by --init-from {shell_quoted(str(path))}"
+    if resumption.checkpoint is not None and may_branch:
+        flags = f"--resume {shell_quoted(str(path))} --out NEW {remedy}".strip()
+        new = f"begin a new run with its checkpoint: {flags}"
     raise UserError(f"Cannot resume {path}: {difference}. Leave it as it was, or {new}.")

@@ -29,6 +29,7 @@ from fp8stack.training.memory_check import expand_segments
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from fp8stack.training.setup.branch import begin_branch
 from fp8stack.training.setup.build import Beginning, build
 from fp8stack.training.setup.resume import (
     config_to_resume,
@@ -39,6 +40,8 @@ from fp8stack.training.setup.resume import (
     tokenizer_to_resume,
 )
 from fp8stack.training.threads import use_threads
+
+IN_COMPUTE_DTYPE = "--set recipe.attention=compute"  # flags for attention that is not in FP8
 
 
 def set_up(
@@ -69,15 +72,17 @@ def set_up(
         if resume is None:
             resume, overwrite = "auto", False
             late_notes = ("torchrun started this again: going on as with --resume auto",)
-        elif Path(resume).parent.name == "checkpoints":
-            resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
+        elif config.out is not None and RunFolder(Path(config.out)).holds_run:
+            resume = "auto"  # newer checkpoints may exist by now
+        elif config.out is None and Path(resume).parent.name == "checkpoints":
+            resume = str(Path(resume).parent.parent)
     with ranks.together():
         beginning = _find_beginning(config, resume, overwrite, ranks)
     try:
         run = build(beginning, hardware, ranks)
     except UnservedAttention as error:
         if beginning.resumption is not None and beginning.checkpoint is not None:
-            refuse_differences(beginning.resumption, [error.reason], weights_go_on=True)
+            refuse_differences(beginning.resumption, [error.reason], IN_COMPUTE_DTYPE)
         raise
     with ranks.together(), run.folder.released_on_error():
         return _begin(run, beginning, overwrite, late_notes)
@@ -172,6 +177,8 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool, late_notes: tuple[st
     if is_main:
         folder.claim()
     resumption = beginning.resumption
+    if resumption is not None and resumption.origin is not None:
+        resumption = begin_branch(run, resumption, _with_tokenizer(run))
     if resumption is None:
         notes = [*run.notes, *_notes_of_new_run(config)]
     else:
@@ -179,11 +186,11 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool, late_notes: tuple[st
         notes += [beginning.tracker_note] if beginning.tracker_note else []
     notes += late_notes
     if is_main:
-        start_trackers(run.accelerator, folder.path, resumed=resumption is not None)
+        start_trackers(run.accelerator, folder.path, resumed=beginning.continues)
         if overwrite and (removed := folder.remove()):
             notes.append(removed)
         config = folder.keep_files(_with_tokenizer(run))
-    checkpoint = beginning.checkpoint
+    checkpoint = None if resumption is None else resumption.checkpoint
     run = replace(
         run, config=config, notes=tuple(notes), resumed=checkpoint.info if checkpoint else None
     )

@@ -116,6 +116,29 @@ def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_beg
     assert [path.name for path in checkpoints(folder / "r")] == ["step-000002", "step-000004"]
 
 
+def test_ranks_begin_a_branch_together(folder):
+    named = "r/checkpoints/step-000002"
+    ended = run_ranks([*WORDS, "--resume", named, "--out", "n", "--recipe", "current"], folder, 2)
+    assert [rank.code for rank in ended] == [0, 0], ended
+    assert [path.name for path in checkpoints(folder / "n")] == ["step-000002", "step-000004"]
+    ended = run_ranks([*WORDS, "--resume", named, "--out", "same"], folder, 2)
+    assert [rank.code for rank in ended] == [0, 0], ended
+    keys = ("step", "loss", "grad_norm")
+    runs = [[tuple(map(row.get, keys)) for row in metrics(folder / run)] for run in ("r", "same")]
+    assert [row for row in runs[1] if row[1] is not None] == runs[0]
+
+
+def test_a_branch_that_is_started_again_goes_on(folder, command, monkeypatch, capsys):
+    named = "r/checkpoints/step-000002"
+    words = [*WORDS, "--resume", named, "--out", "n", "--recipe", "bf16"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert command(*words) == 0  # the first start did not come to begin it
+    assert "a new run that begins with r/checkpoints/step-000002" in capsys.readouterr().out
+    shutil.rmtree(folder / "n/checkpoints/step-000004")
+    assert command(*words) == 0
+    assert "resumed from n/checkpoints/step-000002" in capsys.readouterr().out
+
+
 def test_an_error_within_two_agreements_is_told_once():
     with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
         raise UserError("once")

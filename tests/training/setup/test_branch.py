@@ -1,0 +1,269 @@
+"""Branches: new runs that begin with a checkpoint of another run. What they take over equals the
+run that trained all steps itself, and the other run is left as it was."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack.common.errors import UserError
+from fp8stack.training.checkpoint import reader
+from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.setup import branch
+from tests.conftest import contents, metrics
+from tests.support.small_loop import SmallLoop, changed
+from tests.training.conftest import saved
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, AT = 8, 4
+EVERY: dict[str, Any] = {"steps": STEPS, "save_every": AT, "eval_every": AT, "telemetry_every": 0}
+
+
+def shared(until: int) -> tuple[dict, dict]:
+    """Phases whose first one is in fp32."""
+    return {"name": "shared", "recipe": "fp32", "until": until}, {"name": "compared"}
+
+
+def trained(folder: Path, recipe: str, **flags: Any) -> SmallLoop:
+    loop = SmallLoop(folder, recipe, **EVERY | flags)
+    loop.go()
+    return loop
+
+
+def checkpoint(run: Path, step: int = AT) -> str:
+    return str(run / f"checkpoints/step-{step:06d}")
+
+
+def numbers(run: Path) -> list[tuple]:
+    keys = ("step", "loss", "grad_norm", "lr", "val_loss")
+    return [tuple(row.get(key) for key in keys) for row in metrics(run) if "loss" in row]
+
+
+def branch_events(run: Path) -> list[tuple[int, str]]:
+    rows = metrics(run)
+    return [(row["step"], row["why"]) for row in rows if row.get("event") == "branch"]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "nvfp4"])
+def test_in_the_same_recipe_it_is_the_run_itself(recipe, tmp_path):
+    uninterrupted = trained(tmp_path / "a", recipe)
+    before = contents(tmp_path / "a")
+    branched = trained(tmp_path / "b", recipe, resume=checkpoint(tmp_path / "a"))
+    assert changed(uninterrupted.everything(), branched.everything()) == []
+    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
+    assert contents(tmp_path / "a") == before
+    assert branch_events(tmp_path / "b") == [(AT, f"begun with {checkpoint(tmp_path / 'a')}")]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8", "bf16"])
+def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_them(recipe, tmp_path):
+    flags = {"phases": shared(until=AT + 1), "calibration_steps": 1}
+    uninterrupted = trained(tmp_path / "uninterrupted", recipe, **flags)
+    trained(tmp_path / "fp32", "fp32")
+    branched = trained(tmp_path / "branched", recipe, resume=checkpoint(tmp_path / "fp32"), **flags)
+    assert changed(uninterrupted.everything(), branched.everything()) == []
+    assert numbers(tmp_path / "branched") == numbers(tmp_path / "uninterrupted")
+    assert [
+        row["phase"] for row in metrics(tmp_path / "branched") if row.get("event") == "phase"
+    ] == ["compared"]
+
+
+CHANGES: list[tuple[str, str, dict[str, Any]]] = [
+    ("delayed", "bf16", {}),
+    ("fp32", "delayed", {}),
+    ("delayed", "current", {}),
+    ("delayed", "delayed", {"recipe_overrides": {"history_length": 16}}),
+    ("nvfp4", "mxfp8", {}),
+    ("fp16", "bf16", {}),
+    ("bf16", "fp16", {}),
+    ("bf16", "nvfp4", {"phases": shared(until=AT)}),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "flags"), CHANGES)
+def test_it_goes_on_in_another_recipe(first, second, flags, tmp_path):
+    before = trained(tmp_path / "a", first, steps=AT)
+    branched = SmallLoop(
+        tmp_path / "b", second, resume=str(tmp_path / "a"), **EVERY | {"save_every": 2} | flags
+    )
+    assert branched.run.step == AT
+    assert changed(before.state(), branched.state()) == []
+    branched.advance(2)
+    again = branched.resumed()
+    assert again.run.step == AT + 2
+    assert changed(branched.everything(), again.everything()) == []
+    assert again.go() == 0
+    assert again.run.main.plan.recipe.name == second
+    rows = [row for row in metrics(tmp_path / "b") if "loss" in row]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert all(row["loss"] is not None for row in rows)
+    precisions = [row["precision"] for row in rows]
+    assert precisions[:AT] == [row["precision"] for row in metrics(tmp_path / "a") if "loss" in row]
+    assert set(precisions[AT:]) == {again.run.plan.precision}
+
+
+def test_auto_may_choose_another_recipe_on_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "yes")
+    before = trained(tmp_path / "a", "auto", steps=AT)
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "no")
+    branched = trained(tmp_path / "b", "auto", resume=str(tmp_path / "a"))
+    assert [loop.run.plan.recipe.name for loop in (before, branched)] == ["bf16", "fp32"]
+
+
+def test_scales_that_begin_at_1_are_noted(tmp_path):
+    trained(tmp_path / "a", "fp32", steps=AT)
+    flags = EVERY | {"resume": str(tmp_path / "a")}
+    at_once = SmallLoop(tmp_path / "b", "delayed", **flags)
+    calibrated = SmallLoop(tmp_path / "c", "delayed", phases=shared(AT + 2), **flags)
+    note = "the scales of delayed scaling begin at 1, as in a new run"
+    assert note in at_once.run.notes
+    assert note not in calibrated.run.notes
+
+
+def test_overrides_belong_to_the_recipe_that_they_were_given_for(tmp_path):
+    trained(tmp_path / "a", "delayed", steps=AT, recipe_overrides={"history_length": 16})
+    flags = EVERY | {"resume": str(tmp_path / "a")}
+    assert SmallLoop(tmp_path / "b", "current", **flags).run.config.recipe_overrides == {}
+    same_recipe = SmallLoop(tmp_path / "c", "delayed", **flags)
+    assert same_recipe.run.config.recipe_overrides == {"history_length": 16}
+
+
+def test_the_learning_rate_may_change(tmp_path):
+    trained(tmp_path / "a", "fp32", schedule="constant")
+    at = checkpoint(tmp_path / "a")
+    trained(tmp_path / "b", "fp32", resume=at, schedule="wsd", decay_fraction=0.5, steps=6)
+    rates = [row["lr"] for row in metrics(tmp_path / "b") if "loss" in row]
+    assert len(rates) == 6
+    assert rates[3] > rates[4] > rates[5]
+
+
+def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
+    first = SmallLoop(tmp_path / "a", "delayed", **EVERY | {"steps": AT})
+    first.loop.guard.demoted["blocks.0.mlp.down"] = None
+    first.advance(AT)
+    flags = EVERY | {"resume": str(tmp_path / "a")}
+    assert SmallLoop(tmp_path / "b", "current", **flags).loop.guard.demoted == {}
+    same_recipe = SmallLoop(tmp_path / "c", "delayed", **flags)
+    assert same_recipe.loop.guard.demoted == {"blocks.0.mlp.down": None}
+
+
+def test_the_other_run_may_be_training(tmp_path):
+    first = SmallLoop(tmp_path / "a", "fp32", **EVERY)
+    first.advance(AT)
+    trained(tmp_path / "b", "fp32", resume=str(tmp_path / "a"))
+    first.advance(STEPS - AT)
+    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_its_first_checkpoint_is_its_own(links, tmp_path, monkeypatch):
+    """Without hard links, as on another file system, the files are copied."""
+    trained(tmp_path / "a", "delayed", steps=AT)
+    if not links:
+
+        def fails(*_: object) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr(os, "link", fails)
+    SmallLoop(tmp_path / "b", "current", resume=str(tmp_path / "a"), **EVERY)
+    for file in (tmp_path / "a").rglob("*.safetensors"):
+        file.unlink()
+    assert reader.is_whole(Path(checkpoint(tmp_path / "b")))
+    assert reader.load(Path(checkpoint(tmp_path / "b"))).step == AT
+
+
+@pytest.mark.parametrize("when", ["write_alike", "take_over_metrics"])
+def test_killed_as_it_begins_it_begins_again_or_goes_on(when, tmp_path, monkeypatch):
+    uninterrupted = trained(tmp_path / "a", "fp32")
+    at = checkpoint(tmp_path / "a")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        place = RunFolder if when == "take_over_metrics" else branch
+        patched.setattr(place, when, killed)
+        with pytest.raises(KeyboardInterrupt):
+            SmallLoop(tmp_path / "b", "fp32", resume=at, **EVERY)
+    branched = trained(tmp_path / "b", "fp32", resume=at if when == "write_alike" else "auto")
+    assert changed(uninterrupted.everything(), branched.everything()) == []
+    assert numbers(tmp_path / "b")[-1] == numbers(tmp_path / "a")[-1]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"batch": 8}, "Cannot begin {new} with {at}: batch is 8 here and 4 in the checkpoint."),
+    ({"seed": 3}, "Cannot begin {new} with {at}: seed is 3 here and 0 in the checkpoint."),
+    ({"optimizer": "sgd"}, "Cannot begin {new} with {at}: optimizer is 'sgd' here"),
+    ({"width": 64}, "Cannot begin {new} with {at}: model.width is 64 here and 32"),
+    ({"steps": AT}, f"--steps {AT} leaves nothing to train: {{at}} has done {AT}. Give more."),
+]
+
+
+@pytest.mark.parametrize(("flags", "text"), REFUSED)
+def test_what_must_not_change_is_refused(flags, text, tmp_path):
+    trained(tmp_path / "a", "fp32", steps=AT)
+    at, new = checkpoint(tmp_path / "a"), tmp_path / "new"
+    with pytest.raises(UserError) as refused:
+        SmallLoop(new, "fp32", resume=at, **EVERY | flags)
+    assert str(refused.value).startswith(text.format(new=new, at=at))
+    assert not new.exists()
+
+
+def test_other_data_are_refused(tmp_path):
+    (tmp_path / "other.txt").write_text("some other text\n" * 500)
+    trained(tmp_path / "a", "fp32", steps=AT)
+    with pytest.raises(UserError, match="the data are not those that the run was trained on"):
+        SmallLoop(
+            tmp_path / "new", "fp32", resume=str(tmp_path / "a"),
+            **EVERY | {"data": str(tmp_path / "other.txt")},
+        )  # fmt: skip
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    trained(tmp_path / "a", "fp32", steps=AT)
+    trained(tmp_path / "b", "bf16", steps=AT)
+    before = contents(tmp_path / "b")
+    with pytest.raises(UserError, match="b holds a run already"):
+        SmallLoop(tmp_path / "b", "fp32", resume=str(tmp_path / "a"), **EVERY)
+    assert contents(tmp_path / "b") == before
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_same_command_goes_on_with_it(named, tmp_path):
+    uninterrupted = trained(tmp_path / "a", "fp32")
+    source = checkpoint(tmp_path / "a") if named else str(tmp_path / "a")
+    flags = EVERY | {"resume": source, "steps": STEPS + 4}
+    branched = SmallLoop(tmp_path / "b", "current", **flags)
+    branched.advance(2)
+    branched.loop.stop()
+    branched.run.folder.release()
+    with pytest.raises(UserError, match="another one: recipe is 'bf16' here and 'current'"):
+        SmallLoop(tmp_path / "b", "bf16", **flags)
+    again = SmallLoop(tmp_path / "b", "current", **flags)
+    assert again.run.step == branched.run.step
+    again.go()
+    assert len(branch_events(tmp_path / "b")) == 1
+    with pytest.raises(UserError, match="b holds a run already"):
+        SmallLoop(tmp_path / "b", "current", **flags)
+    assert uninterrupted.run.step == STEPS
+
+
+def test_a_run_without_a_checkpoint_begins_nothing(tmp_path):
+    SmallLoop(tmp_path / "a", "fp32", **EVERY)
+    with pytest.raises(UserError, match=r"a has no checkpoint yet to begin \S+new with\."):
+        SmallLoop(tmp_path / "new", "fp32", resume=str(tmp_path / "a"), **EVERY)
+
+
+def test_the_error_of_a_changed_recipe_says_how_to_branch(run, new, command, tmp_path, capsys):
+    assert command(*new, "--recipe", "current", "--resume", "auto", "--out", "r") == 2
+    error = capsys.readouterr().err
+    assert "or begin a new run with its checkpoint: --resume r --out NEW" in error
+    words = ["--resume", "r", "--out", "NEW", "--recipe", "current", "--steps", "14"]
+    assert command("pretrain", *words) == 0
+    printed = capsys.readouterr().out
+    assert "a new run that begins with r/checkpoints/step-000012" in printed
+    assert saved(tmp_path / "NEW")[0] == "step-000014"
+    assert saved(tmp_path / "r")[0] == "step-000012"
