@@ -864,7 +864,8 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     assert "Go on with:\n  fp8stack compare --recipes fp32,current" in printed
     assert "Traceback" not in printed
     done = metrics(log.parent)[-1]["step"]
-    assert done == halting_child.STEP
+    # While another thread takes the signal, the main thread may train a step.
+    assert halting_child.STEP <= done < 12
     assert (log.parent / "checkpoints" / f"step-{done:06d}").is_dir()
     assert report(tmp_path / "c")["recipes"][0]["verdict"] == "baseline, 1 of 1 seeds to do"
     assert "seeds to do" in (tmp_path / "c" / "compare.md").read_text()
