@@ -63,8 +63,8 @@ def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumpt
 def _fp8_state(
     run: Run, checkpoint: Checkpoint, *, is_same: bool
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """The FP8 state that the branch begins with, and a note: the checkpoint's if its recipe
-    `is_same` and all names and shapes are, else that of a new run."""
+    """The FP8 state that the branch begins with, and a note: the checkpoint's state if its recipe
+    `is_same` and all names and shapes are, else the state of a new run."""
     new, saved = fp8_state(run.main.model), checkpoint.tensors.get("fp8", {})
     shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, saved)]
     if is_same and shapes[0] == shapes[1]:
@@ -76,7 +76,7 @@ def _fp8_state(
 
 
 def _new_decisions(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The state of phases and guard for other recipes than those of the checkpoint."""
+    """The state of phases and guard if recipes differ from the checkpoint's."""
     phase, _ = run.schedule.at(checkpoint.step)
     phases = {"ended_at": None, "judged_at": 0, "entered": phase.name}
     guard = checkpoint.info["guard"]
