@@ -404,7 +404,7 @@ def beginning(job: Job, runs: Path) -> str:
     steps that they share, if it is there and the run has not begun, else "auto". Either way the run
     ends with the same bytes. (Delayed scaling takes the amaxes of the last shared steps.)"""
     shares = job.shared_steps and not job.is_base and not load_recipe(job.source).delayed
-    if shares and not RunFolder(runs / job.name).holds_run:
+    if shares and not RunFolder(runs / job.name).config.exists():
         base = replace(job, recipe=BASELINE, design=job.trial[-1])
         checkpoint = path_of(RunFolder(runs / base.name).checkpoints, job.shared_steps)
         if checkpoint.is_dir():

@@ -63,10 +63,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started in this folder. (A branch that is killed as it begins leaves a
-        checkpoint alone.)"""
-        files_exist = self.config.exists() or self.metrics.exists()
-        return files_exist or bool(candidates(self.checkpoints))
+        """Whether a run was started in this folder."""
+        return self.config.exists() or self.metrics.exists()
 
     @property
     def is_running(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError
@@ -15,6 +16,7 @@ from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.distributed.parallelize import TE_SHARDED
 
 ANY = ""
+BEGAN_WITHOUT_FP8 = "the run began without FP8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class Decided:
     needs_reference: bool = False  # whether the quality guard ended the phases: float32 trains
     # The compute dtype of the recipes that are emulated on a CPU; None if there is no such recipe.
     compute_dtype: ComputeDtype | None = None
+    auto_in_fp8: bool = True  # whether the plan of the recipe "auto" had layers in FP8
     # The recipes of the checkpoint by name; those that do not ship any more are read from here.
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
@@ -137,18 +140,20 @@ def plan_recipe(
     requested = recipe if recipe == "auto" else decided.recipe(recipe, changes)
     # --backend is for FP8: a phase without FP8 must not count as a substitution.
     for_fp8 = is_own or isinstance(requested, str) or requested.is_fp8
+    settings: dict[str, Any] = {
+        "backend": config.backend if for_fp8 else "auto",
+        "strict": config.strict,
+        "vocabulary_multiple": vocabulary_multiple,
+        "without": unwanted_backends(config),
+        "compute_dtype": decided.compute_dtype,
+    }
+    tokens_to_judge = None if left_out is not None else tokens
     plan = plan_for(
-        model,
-        requested,
-        hardware,
-        config.backend if for_fp8 else "auto",
-        config.strict,
-        tokens=None if left_out is not None else tokens,
-        left_out=left_out,
-        vocabulary_multiple=vocabulary_multiple,
-        without=unwanted_backends(config),
-        compute_dtype=decided.compute_dtype,
+        model, requested, hardware, tokens=tokens_to_judge, left_out=left_out, **settings
     )
+    if recipe == "auto" and plan.is_fp8 and not decided.auto_in_fp8:
+        left_out = dict.fromkeys((layer.name for layer in plan.layers), BEGAN_WITHOUT_FP8)
+        plan = plan_for(model, requested, hardware, left_out=left_out, **settings)
     if plan.recipe.fp8_attention:
         _require_whole_sequences(plan.recipe.attention, config, model)
     _, note = is_compiled(config.compile, plan, hardware, config.activation_checkpointing)

@@ -13,7 +13,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""
 STOPPING = "stopping after this step; Ctrl-C again to quit at once"
 NOTHING_DONE = (
-    "Stopped before a step was done; nothing is lost. Start it again with --resume auto to go on."
+    "Stopped before a step was done; nothing is lost. Give the same command again to go on."
 )
 
 

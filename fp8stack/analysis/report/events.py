@@ -10,6 +10,7 @@ from fp8stack.analysis.report.read import RunRecord, number
 from fp8stack.common.tables import counted
 
 FAILURES = ("stop", "non-finite")
+DISTINCT = ("rollback", "demote", "restore", "phase", "branch")  # never share a table row
 _KNOWN = {  # event keys that have their own column, and keys of metrics
     *("step", "event", "why", "layer", "operand", "fp16", "val_loss", "loss_scale", "skipped"),
     *("loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "memory_gib", "fp8_gemms"),
@@ -89,7 +90,7 @@ def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         kind = str(event.get("event"))
         # 'loss is 7.1' and 'loss is 7.3' are the same reason.
         row_key = (kind, where, re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", reason))
-        if last_key == row_key and kind not in ("rollback", "demote", "restore", "phase"):
+        if last_key == row_key and kind not in DISTINCT:
             runs[-1].append(event["step"])
             continue
         last_key = row_key

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
+from typing import Self
 
 import safetensors.torch
 import torch
@@ -73,7 +74,7 @@ class SharedGroup(Mapping[str, Tensor]):
     if the files are not shards, or if the folder holds other safetensors files."""
 
     def __init__(self, folder: Path, files: Set[str]) -> None:
-        self.folder = folder
+        self.folder, self.files = folder, files
         if odd := {path.name for path in folder.glob("*.safetensors")} - files:
             raise UserError(f"{folder / min(odd)} does not belong to the checkpoint.")
         self._reader = _Reader(str(folder))
@@ -85,6 +86,10 @@ class SharedGroup(Mapping[str, Tensor]):
         self._tensors = {
             name: tensor for name, tensor in metadata.items() if isinstance(tensor, kind)
         }
+
+    def in_folder(self, folder: Path) -> Self:
+        """The group, read from copies of its files in `folder`."""
+        return type(self)(folder, self.files)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from fp8stack.common.errors import UserError
 from fp8stack.common.io import (
     TEMPORARY,
     settle,
@@ -75,7 +76,8 @@ def write(
 def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
     """Write `checkpoint` to `folder/step-000200`, with the files of the checkpoint at `origin`
     except `fp8.safetensors`, and return that path. Files are hard links where the file system has
-    them, else copies; no checkpoint's file is ever changed. Raises what `write` raises."""
+    them, else copies; no checkpoint's file is ever changed. Raises what `write` raises, and a
+    UserError if `origin` is gone."""
     final = path_of(folder, checkpoint.step)
     temporary = folder / f"{TEMPORARY}{final.name}"
     with storage_errors(folder), ExitStack() as cleared:
@@ -88,10 +90,13 @@ def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
                 continue
             file = temporary / name
             file.parent.mkdir(mode=stat.S_IMODE(folder.stat().st_mode), exist_ok=True)
+            source = os.path.realpath(origin / name)
+            if not os.path.isfile(source):
+                raise UserError(f"{origin} is gone: its run removed it. Give a newer one.")
             try:
-                os.link(origin / name, file)
+                os.link(source, file)
             except OSError:  # another file system
-                shutil.copyfile(origin / name, file)
+                shutil.copyfile(source, file)
                 settle(file)
             sums[name] = file_sum.model_dump()
             if file.parent != temporary:

@@ -1,7 +1,7 @@
 """Begin a branch: a new run with the weights, moments, data position and step of a checkpoint of
 another run, and if wanted with another recipe or learning rate.
 
-Its folder gets a checkpoint of its own first, with which it is then resumed like any run.
+The branch gets a checkpoint of its own first, with which it is then resumed like any run.
 """
 
 from collections.abc import Mapping
@@ -10,18 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8stack.data.tokenizer import save_tokenizer
 from fp8stack.layers import fp8_state
 from fp8stack.planning.run_config import RunConfig
-from fp8stack.training.checkpoint.reader import Checkpoint
+from fp8stack.training.checkpoint.reader import Checkpoint, path_of
+from fp8stack.training.checkpoint.sharded import SharedGroup
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.checkpoint.writer import write_alike
 from fp8stack.training.run import Run
-from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.resume import (
-    BRANCH,
     Resumption,
-    branch_reason,
+    branch_event,
     refuse_differences,
+    require_same_tokenizer,
+    run_of,
     with_quantizers,
 )
 
@@ -30,55 +32,78 @@ GUARD_OF_RECIPE = {"demoted": {}, "left_fp16": False, "tried": [], "bad": []}
 
 
 def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumption:
-    """Write the first checkpoint of the branch `run`, with its metrics until then. All ranks call
-    this; the main rank writes. Returns the resumption from that checkpoint. Raises a UserError if
-    model or data differ, and a StorageError if the disk is full."""
+    """Write the metrics and the first checkpoint of the branch `run`, and return the resumption
+    from that checkpoint. All ranks call this; the main rank writes.
+
+    The metrics, which name the origin, come first: if a kill leaves them alone, the same command
+    begins again. Raises a UserError if model, data or tokenizer differ or if the origin is gone,
+    and a StorageError if the disk is full.
+    """
     checkpoint, origin = resumption.checkpoint, resumption.origin
     assert checkpoint is not None
     assert origin is not None
+    folder, step = run.folder, checkpoint.step
     saved = with_quantizers(checkpoint.info["identity"])
     for key in ("model", "data"):
         differing = differences(saved[key], run.identity[key], f"{key}.")
         refuse_differences(resumption, list(differing))
+    require_same_tokenizer(resumption, checkpoint, run.data.tokenizer)
     fp8, note = _fp8_state(run, checkpoint, is_same=saved["recipe"] == run.identity["recipe"])
-    info = dict(checkpoint.info) | {"identity": dict(run.identity)}
+    plans = [variant.plan.to_json() for variant in run.variants]
+    info = checkpoint.info | {"identity": dict(run.identity), "plans": plans}
     info |= {"plan": run.main.plan.to_json()}
-    info |= {"plans": [variant.plan.to_json() for variant in run.variants]}
-    if resumption.changes_recipes(config):
+    recipes = ([table.get(key) for key in ("recipe", "recipes")] for table in (saved, run.identity))
+    if next(recipes) != next(recipes) or resumption.saved.phases != config.phases:
         info |= _new_decisions(run, checkpoint)
     if run.ranks.is_main:
-        config = run.folder.portable(run.folder.keep_files(config))
+        folder.take_over_metrics(run_of(origin), step, branch_event(step, origin))
+        if run.data.tokenizer is not None:
+            save_tokenizer(run.data.tokenizer, folder.path)
+        config = folder.portable(folder.keep_files(config))
         info["config"] = config.model_dump(mode="json")
-    tensors = {**checkpoint.tensors, "fp8": fp8}
-    checkpoint = replace(checkpoint, info=info, tensors=tensors)
+    checkpoint = replace(checkpoint, info=info, tensors={**checkpoint.tensors, "fp8": fp8})
     if run.ranks.is_main:
-        write_alike(run.folder.checkpoints, checkpoint, origin)
-        event = {"step": checkpoint.step, "event": BRANCH, "why": branch_reason(origin)}
-        source = RunFolder(origin.parent.parent)
-        run.folder.take_over_metrics(source, checkpoint.step, event)
-    notes = (*resumption.notes, *note)
-    return replace(resumption, checkpoint=checkpoint, notes=notes)
+        write_alike(folder.checkpoints, checkpoint, origin)
+    run.ranks.wait()  # until it is there: shards are read from it, since the origin may be removed
+    written = path_of(folder.checkpoints, step)
+    tensors = {
+        group: values.in_folder(written / group) if isinstance(values, SharedGroup) else values
+        for group, values in checkpoint.tensors.items()
+    }
+    checkpoint = replace(checkpoint, tensors=tensors)
+    return replace(resumption, checkpoint=checkpoint, notes=(*resumption.notes, *note))
 
 
 def _fp8_state(
     run: Run, checkpoint: Checkpoint, *, is_same: bool
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """The FP8 state that the branch begins with, and a note: the checkpoint's state if its recipe
-    `is_same` and all names and shapes are, else the state of a new run."""
+    """The FP8 state that the branch begins with, and a note: the state of a new run, with the
+    checkpoint's counters of stochastic rounding, and with its scales if its recipe `is_same` and
+    all their names and shapes are."""
     new, saved = fp8_state(run.main.model), checkpoint.tensors.get("fp8", {})
     shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, saved)]
-    if is_same and shapes[0] == shapes[1]:
-        return saved, []
+    scales = [
+        {name: shape for name, shape in names.items() if not name.endswith(".draws")}
+        for names in shapes
+    ]
+    keeps_scales = is_same and scales[0] == scales[1]
+    state = {
+        name: saved[name]
+        if shapes[1].get(name) == tensor.shape and (keeps_scales or name.endswith(".draws"))
+        else tensor
+        for name, tensor in new.items()
+    }
     _, place = run.schedule.at(checkpoint.step + 1)
-    if run.main.backend.delayed is None or run.variants[place] is not run.main:
-        return new, []
-    return new, ["the scales of delayed scaling begin at 1, as in a new run"]
+    begins_in_delayed = run.main.backend.delayed is not None and run.variants[place] is run.main
+    if keeps_scales or not begins_in_delayed:
+        return state, []
+    return state, ["the scales of delayed scaling begin at 1, as in a new run"]
 
 
 def _new_decisions(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     """The state of phases and guard if recipes differ from the checkpoint's."""
-    phase, _ = run.schedule.at(checkpoint.step)
-    phases = {"ended_at": None, "judged_at": 0, "entered": phase.name}
+    step = checkpoint.step
+    phases = {"ended_at": None, "judged_at": step, "entered": run.schedule.at(step)[0].name}
     guard = checkpoint.info["guard"]
     return {
         "phases": phases | {"places": run.schedule.places},

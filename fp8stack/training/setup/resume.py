@@ -35,7 +35,9 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
 
-BRANCH = "branch"  # the event with which the metrics of a branch go on after its checkpoint
+BRANCH, _BEGUN = "branch", "begun with "
+"""The event that follows the metrics until the checkpoint of a branch, and its reason, before the
+checkpoint's path. It is written before the branch has a checkpoint of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,14 @@ class Resumption:
     @property
     def tokenizer(self) -> Path:
         """The path of the `tokenizer.json` of the run that wrote the checkpoint."""
-        return self.folder.tokenizer if self.origin is None else _run_of(self.origin).tokenizer
+        return self.folder.tokenizer if self.origin is None else run_of(self.origin).tokenizer
 
     def changes_recipes(self, config: RunConfig) -> bool:
-        """Whether a branch with the configuration `config` has other recipes than the checkpoint's
-        run."""
+        """Whether a branch with the configuration `config` may have other recipes than the run of
+        its checkpoint. What `auto` stands for is decided anew."""
         keys = ("recipe", "recipe_overrides", "phases")
-        return any(getattr(self.saved, key) != getattr(config, key) for key in keys)
+        differ = any(getattr(self.saved, key) != getattr(config, key) for key in keys)
+        return differ or "auto" in (config.recipe, *(phase.recipe for phase in config.phases))
 
 
 def find_resumption_together(
@@ -115,6 +118,11 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     folder.require_idle()
     if named is not None or checkpoints.candidates(folder.checkpoints):
         return _from_checkpoint(folder, *_load(folder, named))
+    if (origin := origin_of(folder)) is not None:
+        raise UserError(
+            f"{folder.path} was stopped before it took over {origin}. Begin it again with the "
+            f"flags that it had: --resume {shell_quoted(str(origin))} --out {folder.path}"
+        )
     note = f"{folder.path} has no checkpoint yet: starting again from step 1"
     saved = parse_config(str(folder.config), {})
     return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
@@ -131,12 +139,18 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     )
 
 
-def branch_reason(checkpoint: Path) -> str:
-    """The reason in the event of a branch that begins with `checkpoint`."""
-    return f"begun with {checkpoint.resolve()}"
+def branch_event(step: int, origin: Path) -> dict[str, Any]:
+    """The row of the metrics of a branch after the step of its `origin`, a checkpoint's path."""
+    return {"step": step, "event": BRANCH, "why": f"{_BEGUN}{origin.resolve()}"}
 
 
-def _run_of(checkpoint: Path) -> RunFolder:
+def origin_of(folder: RunFolder) -> Path | None:
+    """The path of the checkpoint that the run in `folder` began with, if it is a branch."""
+    events = [row for row in folder.read_metrics() if row.get("event") == BRANCH]
+    return Path(str(events[-1].get("why")).removeprefix(_BEGUN)) if events else None
+
+
+def run_of(checkpoint: Path) -> RunFolder:
     """The folder of the run that the checkpoint at this path is of."""
     return RunFolder(checkpoint.parent.parent)
 
@@ -159,12 +173,16 @@ def _branch(
     """A new run in `folder` that begins with the checkpoint `named` of the run in `source`, or with
     its newest one; or that run, if it was begun before and is unfinished. A process may train in
     `source` meanwhile."""
-    origins = [named] if named else checkpoints.candidates(source.checkpoints)
-    reasons = [row.get("why") for row in folder.read_metrics() if row.get("event") == BRANCH]
-    if folder.cut_at is not None and not {*reasons}.isdisjoint(map(branch_reason, origins)):
+    folder.require_idle()
+    origin, is_begun = origin_of(folder), False
+    if origin is not None and (folder.cut_at is not None or not folder.config.exists()):
+        in_source = origin.parent == source.checkpoints.resolve()
+        is_begun = in_source if named is None else origin == named.resolve()
+    if is_begun and checkpoints.candidates(folder.checkpoints):
         resumption = find_resumption(config, "auto")
         return None if resumption is None else replace(resumption, unasked=True)
-    folder.require_free()
+    if not is_begun:
+        folder.require_free()
     if named is None and not checkpoints.candidates(source.checkpoints):
         raise UserError(f"{source.path} has no checkpoint yet to begin {folder.path} with.")
     checkpoint, path, passed_over = _load(source, named)
@@ -218,8 +236,11 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     table, flags = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
     flags |= {"guard": table["guard"] | flags.get("guard", {})}
     is_branch = resumption.origin is not None
-    if is_branch and flags.get("recipe", saved.recipe) != saved.recipe:
-        table["recipe_overrides"] = {}
+    if is_branch:
+        is_same = flags.get("recipe", saved.recipe) == saved.recipe
+        overrides = saved.recipe_overrides if is_same else {}
+        table["recipe_overrides"] = overrides
+        flags |= {"recipe_overrides": overrides | flags.get("recipe_overrides", {})}
     config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME - (FREE_IN_BRANCH if is_branch else set())
     changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))
@@ -281,11 +302,17 @@ def _decided_in(info: Mapping[str, Any]) -> Decided:
         "compute_dtype": next(filter(None, dtypes), None),
     }
     if phases is None or len(plans) < 2:
+        decisions["auto_in_fp8"] = _is_in_fp8(info["plan"])
         return Decided(left_out={ANY: layers_left_out(info["plan"])}, **decisions)
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
+    decisions["auto_in_fp8"] = "auto" not in places or _is_in_fp8(plans[places["auto"]])
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
     needs_reference = phases["ended_at"] is not None
     return Decided(left_out=left_out, needs_reference=needs_reference, **decisions)
+
+
+def _is_in_fp8(plan: Mapping[str, Any]) -> bool:
+    return any(layer.get("fp8") for layer in plan["layers"])
 
 
 def restore(run: Run, resumption: Resumption) -> list[str]:
@@ -298,7 +325,7 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
         return []
     notes, info = list[str](), checkpoint.info
     _require_same_identity(run, resumption, info)
-    if missing := _require_same_tokenizer(resumption, checkpoint, run.data.tokenizer):
+    if missing := require_same_tokenizer(resumption, checkpoint, run.data.tokenizer):
         notes.append(missing)
     if checkpoint.step > config.steps:
         raise UserError(
@@ -352,7 +379,7 @@ def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def _require_same_tokenizer(
+def require_same_tokenizer(
     resumption: Resumption, checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> str | None:
     """Raise a UserError if the data's `tokenizer` differs from the one that the checkpoint records.
@@ -366,8 +393,7 @@ def _require_same_tokenizer(
         difference = f"the tokenizer is {current} here and {saved} in the checkpoint"
         refuse_differences(resumption, [difference])
     file = resumption.folder.tokenizer
-    is_missing = resumption.origin is None and not file.is_file()
-    return f"{file} was missing: it is written again" if is_missing else None
+    return None if file.is_file() else f"{file} was missing: it is written again"
 
 
 def refuse_differences(resumption: Resumption, differing: list[str], remedy: str = "") -> None:

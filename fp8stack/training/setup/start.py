@@ -72,10 +72,10 @@ def set_up(
         if resume is None:
             resume, overwrite = "auto", False
             late_notes = ("torchrun started this again: going on as with --resume auto",)
-        elif config.out is not None and RunFolder(Path(config.out)).holds_run:
-            resume = "auto"  # newer checkpoints may exist by now
-        elif config.out is None and Path(resume).parent.name == "checkpoints":
-            resume = str(Path(resume).parent.parent)
+        elif Path(resume).parent.name == "checkpoints":
+            folder = Path(resume).parent.parent
+            if config.out is None or Path(config.out).resolve() == folder.resolve():
+                resume = str(folder)  # newer checkpoints may exist by now
     with ranks.together():
         beginning = _find_beginning(config, resume, overwrite, ranks)
     try:

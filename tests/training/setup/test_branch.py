@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fp8stack.common.errors import UserError
-from fp8stack.training.checkpoint import reader
+from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import branch
+from fp8stack.training.setup import branch, start
 from tests.conftest import contents, metrics
 from tests.support.small_loop import SmallLoop, changed
 from tests.training.conftest import saved
@@ -68,6 +68,21 @@ def test_with_phases_that_agree_on_the_steps_done_it_is_the_run_that_trained_the
     assert [
         row["phase"] for row in metrics(tmp_path / "branched") if row.get("event") == "phase"
     ] == ["compared"]
+
+
+def test_what_random_bits_were_drawn_goes_on_in_other_phases(tmp_path):
+    """Counters of stochastic rounding, and scales of a recipe that stays, are taken over."""
+    first = {"name": "first", "until": AT + 2}
+    for number, recipes in enumerate((("nvfp4", "delayed"), ("delayed", "nvfp4"))):
+        phases = ({**first, "recipe": recipes[0]}, {"name": "second", "recipe": recipes[1]})
+        flags = {"phases": phases, "calibration_steps": 1}
+        folder = tmp_path / str(number)
+        uninterrupted = trained(folder / "a", recipes[1], **flags)
+        trained(folder / "first", recipes[0])
+        at = checkpoint(folder / "first")
+        branched = trained(folder / "b", recipes[1], resume=at, **flags)
+        assert changed(uninterrupted.everything(), branched.everything()) == []
+        assert numbers(folder / "b") == numbers(folder / "a")
 
 
 CHANGES: list[tuple[str, str, dict[str, Any]]] = [
@@ -128,6 +143,8 @@ def test_overrides_belong_to_the_recipe_that_they_were_given_for(tmp_path):
     assert SmallLoop(tmp_path / "b", "current", **flags).run.config.recipe_overrides == {}
     same_recipe = SmallLoop(tmp_path / "c", "delayed", **flags)
     assert same_recipe.run.config.recipe_overrides == {"history_length": 16}
+    more = SmallLoop(tmp_path / "d", "delayed", recipe_overrides={"margin": 1}, **flags)
+    assert more.run.config.recipe_overrides == {"history_length": 16, "margin": 1}
 
 
 def test_the_learning_rate_may_change(tmp_path):
@@ -157,11 +174,16 @@ def test_the_other_run_may_be_training(tmp_path):
     assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_its_first_checkpoint_is_its_own(links, tmp_path, monkeypatch):
-    """Without hard links, as on another file system, the files are copied."""
+@pytest.mark.parametrize("files", ["links", "copies", "of links"])
+def test_its_first_checkpoint_is_its_own(files, tmp_path, monkeypatch):
+    """Without hard links, as on another file system, the files are copied. Of symbolic links, it
+    takes the files."""
     trained(tmp_path / "a", "delayed", steps=AT)
-    if not links:
+    for file in list((tmp_path / "a").rglob("*.safetensors")) if files == "of links" else ():
+        (tmp_path / "a/store").mkdir(exist_ok=True)
+        file.rename(tmp_path / "a/store" / file.name)
+        file.symlink_to(os.path.relpath(tmp_path / "a/store" / file.name, file.parent))
+    if files == "copies":
 
         def fails(*_: object) -> None:
             raise OSError("no links here")
@@ -174,8 +196,8 @@ def test_its_first_checkpoint_is_its_own(links, tmp_path, monkeypatch):
     assert reader.load(Path(checkpoint(tmp_path / "b"))).step == AT
 
 
-@pytest.mark.parametrize("when", ["write_alike", "take_over_metrics"])
-def test_killed_as_it_begins_it_begins_again_or_goes_on(when, tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["take_over_metrics", "save_tokenizer", "write_alike", "to_toml"])
+def test_killed_as_it_begins_it_begins_again_by_the_same_command(when, tmp_path, monkeypatch):
     uninterrupted = trained(tmp_path / "a", "fp32")
     at = checkpoint(tmp_path / "a")
 
@@ -183,13 +205,17 @@ def test_killed_as_it_begins_it_begins_again_or_goes_on(when, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        place = RunFolder if when == "take_over_metrics" else branch
+        place = {"take_over_metrics": RunFolder, "to_toml": start}.get(when, branch)
         patched.setattr(place, when, killed)
         with pytest.raises(KeyboardInterrupt):
             SmallLoop(tmp_path / "b", "fp32", resume=at, **EVERY)
-    branched = trained(tmp_path / "b", "fp32", resume=at if when == "write_alike" else "auto")
+    if when in ("save_tokenizer", "write_alike"):
+        with pytest.raises(UserError, match=rf"b was stopped before it took over {at}\. Begin it"):
+            SmallLoop(tmp_path / "b", "fp32", resume="auto", **EVERY)
+    branched = trained(tmp_path / "b", "fp32", resume=at)
     assert changed(uninterrupted.everything(), branched.everything()) == []
-    assert numbers(tmp_path / "b")[-1] == numbers(tmp_path / "a")[-1]
+    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
+    assert len(branch_events(tmp_path / "b")) == 1
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -231,6 +257,54 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     assert contents(tmp_path / "b") == before
 
 
+def test_an_origin_that_its_run_removed_meanwhile_is_named(tmp_path, monkeypatch):
+    trained(tmp_path / "a", "fp32", steps=AT)
+    at = checkpoint(tmp_path / "a")
+
+    def too_late(*words: Any) -> Path:
+        (Path(at) / "model.safetensors").unlink()
+        return writer.write_alike(*words)
+
+    monkeypatch.setattr(branch, "write_alike", too_late)
+    with pytest.raises(UserError, match=f"{at} is gone: its run removed it. Give a newer one"):
+        SmallLoop(tmp_path / "b", "fp32", resume=at, **EVERY)
+    assert not list((tmp_path / "b/checkpoints").iterdir())
+
+
+def test_a_branch_of_a_branch_is_its_own(tmp_path):
+    trained(tmp_path / "a", "fp32")
+    trained(tmp_path / "b", "fp32", resume=checkpoint(tmp_path / "a"))
+    flags = EVERY | {"steps": STEPS + 2}
+    unfinished = SmallLoop(tmp_path / "c", "fp32", resume=str(tmp_path / "b"), **flags)
+    unfinished.run.folder.release()
+    with pytest.raises(UserError, match="c holds a run already"):
+        SmallLoop(tmp_path / "c", "fp32", resume=checkpoint(tmp_path / "a"), **flags)
+    assert SmallLoop(tmp_path / "c", "fp32", resume=str(tmp_path / "b"), **flags).run.step == STEPS
+
+
+def test_a_run_without_phases_that_were_judged_is_not_judged_as_it_begins(tmp_path):
+    """Weights that bf16 trained are not evaluated in the recipe before it has trained a step."""
+    trained(tmp_path / "a", "bf16")
+    flags = {"phases": [{"name": "all"}], "guard": {"quality": 1e-9}, "steps": STEPS + 2}
+    trained(tmp_path / "b", "mxfp4", resume=checkpoint(tmp_path / "a"), **flags)
+    rows = {row["step"]: row["precision"] for row in metrics(tmp_path / "b") if "loss" in row}
+    assert (rows[AT], rows[AT + 1]) == ("bf16", "mxfp4-emulated")
+
+
+def test_a_restarted_process_leaves_other_runs_alone(tmp_path, monkeypatch):
+    trained(tmp_path / "a", "fp32")
+    trained(tmp_path / "b", "fp32", seed=3)
+    before = contents(tmp_path / "b")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for flags in ({}, {"seed": 3}):
+        with pytest.raises(UserError, match=r"b holds a run already|seed"):
+            SmallLoop(
+                tmp_path / "b", "fp32", resume=str(tmp_path / "a"),
+                **EVERY | {"steps": STEPS + 2} | flags,
+            )  # fmt: skip
+    assert contents(tmp_path / "b") == before
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_the_same_command_goes_on_with_it(named, tmp_path):
     uninterrupted = trained(tmp_path / "a", "fp32")
@@ -242,6 +316,8 @@ def test_the_same_command_goes_on_with_it(named, tmp_path):
     branched.run.folder.release()
     with pytest.raises(UserError, match="another one: recipe is 'bf16' here and 'current'"):
         SmallLoop(tmp_path / "b", "bf16", **flags)
+    for path in (tmp_path / "a/checkpoints").iterdir():  # its run has newer ones
+        path.rename(path.with_name(f"step-{int(path.name[5:]) + 100:06d}"))
     again = SmallLoop(tmp_path / "b", "current", **flags)
     assert again.run.step == branched.run.step
     again.go()

@@ -19,12 +19,15 @@ import torch
 
 import fp8stack
 from fp8stack import cli
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.validation import newest_sound
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.run_plans import Decided, plan_phases
+from fp8stack.training.setup import resume
 from tests.conftest import TINY, contents, losses, metrics
 from tests.training.conftest import AUTO, saved
 
@@ -354,3 +357,19 @@ def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(t
     assert folder.read_metrics()[:2] == rows
     assert folder.read_metrics()[2:][-1] == {"step": 9, "val_loss": 3.0}
     assert not any("val_loss" in row for row in folder.read_metrics() if "event" in row)
+
+
+@pytest.mark.parametrize(("model", "reason"), [("gpt2-124m", "K N"), ("gpt2-1.5b", "host")])
+def test_auto_keeps_its_choice_to_train_without_fp8(model, reason):
+    """On an H100 without Transformer Engine, FP8 does not pay for such micro-batches."""
+    h100 = Hardware("cuda", (9, 0), has_te=False, name="NVIDIA H100")
+    config, shape = RunConfig(model=model, recipe="auto"), load_config(model)
+    (plan,), _ = plan_phases(config, shape, h100, Decided(), 4096)
+    assert plan.recipe.name == "bf16"
+    assert reason in " ".join(plan.reasons)
+    for tokens in (4096, 2**20):  # on fewer ranks, FP8 might pay
+        info = {"phases": None, "plans": [plan.to_json()], "plan": plan.to_json()}
+        (again,), _ = plan_phases(config, shape, h100, resume._decided_in(info), tokens)
+        assert again.recipe.to_json(words=False) == plan.recipe.to_json(words=False)
+        assert "the run began without FP8" in " ".join(again.reasons)
+        plan = again
