@@ -34,7 +34,7 @@ from fp8stack.common.errors import NumericFailure, UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.plan import WIDE
-from fp8stack.training.checkpoint.reader import path_of
+from fp8stack.training.checkpoint.reader import is_whole, path_of
 from fp8stack.training.run_folder import RunFolder, read_rows
 from fp8stack.training.signals import Preempted
 
@@ -407,7 +407,7 @@ def beginning(job: Job, runs: Path) -> str:
     if shares and not RunFolder(runs / job.name).config.exists():
         base = replace(job, recipe=BASELINE, design=job.trial[-1])
         checkpoint = path_of(RunFolder(runs / base.name).checkpoints, job.shared_steps)
-        if checkpoint.is_dir():
+        if is_whole(checkpoint):
             return str(checkpoint)
     return "auto"
 

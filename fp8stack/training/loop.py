@@ -31,7 +31,8 @@ from fp8stack.training.metrics.profiler import StepProfiler
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run, Variant, versions
-from fp8stack.training.signals import NOTHING_DONE, StopRequests, stop_requests
+from fp8stack.training.run_folder import BRANCH
+from fp8stack.training.signals import STOPPED, StopRequests, stop_requests
 from fp8stack.training.step import Step
 from fp8stack.training.threads import BusySteps
 
@@ -55,7 +56,9 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         with stop_requests() as requested:
             return train(run, requested)
     config = run.config
-    with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
+    go_on = run.folder.go_on(config)
+    nothing_done = f"{STOPPED} Go on with: {go_on}"
+    with run.folder.released_on_error(), requested.at_once(nothing_done):
         peak = peak_rate(run.hardware, run.plan)
     display = Display()  # silent: only the main rank prints
     if run.ranks.is_main:
@@ -66,7 +69,6 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
-    go_on = run.folder.go_on(config)
     alone = run.ranks.count == 1  # several ranks must stop together
     compiles = run.compiled and run.step < config.steps and alone
     try:
@@ -75,7 +77,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
                     # Compiling takes minutes, and there is nothing to save yet.
-                    with requested.at_once(NOTHING_DONE) if compiles else nullcontext():
+                    with requested.at_once(nothing_done) if compiles else nullcontext():
                         rolled_back = loop.advance(step, tokens_BT)
                     compiles = False
                     if config.checkpoint_async and run.ranks.any(loop.saver.failed):
@@ -309,13 +311,17 @@ class _Loop:
         return self.run.folder.session(lambda: self.run.step, versions())
 
     def evaluate_if_interrupted(self) -> None:
-        """Evaluate the run's last step if an evaluation was due and was interrupted."""
+        """Evaluate the run's last step if an evaluation was due and was interrupted. The last step
+        before a branch is not the branch's to evaluate."""
         run, config = self.run, self.config
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
             return
         rows = run.folder.read_metrics() if run.ranks.is_main else []
-        is_evaluated = any(row["step"] == run.step and "val_loss" in row for row in rows)
+        is_evaluated = any(
+            row["step"] == run.step and ("val_loss" in row or row.get("event") == BRANCH)
+            for row in rows
+        )
         if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:

@@ -45,6 +45,11 @@ BESIDES = (
 """Files that reports, trackers and profiles write into a run's folder."""
 
 
+BRANCH, _BEGUN = "branch", "begun with "
+"""The event that follows the metrics until the first checkpoint of a branch, and its reason, before
+the path of its origin. It is written before that checkpoint."""
+
+
 class RunFolder:
     """The files of one run, in the folder `path`. No other run overwrites them."""
 
@@ -306,9 +311,17 @@ class RunFolder:
         last |= more
         write_atomically(self.metrics, _lines(rows))
 
-    def take_over_metrics(self, source: RunFolder, step: int, event: dict[str, Any]) -> None:
-        """Write the metrics of another run up to `step`, and after them an `event`."""
-        rows = _up_to(step, source.read_metrics())
+    @property
+    def origin(self) -> Path | None:
+        """The path of the checkpoint that the run began with, if it is a branch."""
+        events = [row for row in self.read_metrics() if row.get("event") == BRANCH]
+        return Path(str(events[-1].get("why")).removeprefix(_BEGUN)) if events else None
+
+    def take_over_metrics(self, origin: Path, step: int) -> None:
+        """Write the metrics until the checkpoint `origin` of another run, which is of `step`, and
+        after them the event of a branch that begins with it."""
+        rows = _up_to(step, RunFolder(origin.parent.parent).read_metrics())
+        event = {"step": step, "event": BRANCH, "why": f"{_BEGUN}{origin.resolve()}"}
         write_atomically(self.metrics, _lines([*rows, event]))
 
     def forget_after(self, step: int) -> None:

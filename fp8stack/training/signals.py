@@ -12,9 +12,8 @@ from fp8stack.common.errors import UserError
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""
 STOPPING = "stopping after this step; Ctrl-C again to quit at once"
-NOTHING_DONE = (
-    "Stopped before a step was done; nothing is lost. Give the same command again to go on."
-)
+STOPPED = "Stopped before a step was done; nothing is lost."
+NOTHING_DONE = f"{STOPPED} Give the same command again to go on."
 
 
 Leave = Callable[[FrameType | None, int, str], None]

@@ -101,6 +101,15 @@ def test_the_vocabulary_of_a_new_run_is_that_of_its_tokens(command, tokens, tmp_
     assert {vocabulary_of(run) for run in (tmp_path / "compared/runs").iterdir()} == {300}
 
 
+def test_the_same_command_goes_on_with_the_vocabulary_of_its_tokens(command, tokens, tmp_path):
+    """Its other keys of the model do not take the place of that one."""
+    words = ["pretrain", *TINY, "--recipe", "fp32", "--data", str(tokens), "--out", "run"]
+    words += ["--set", "model.layers=1"]
+    assert command(*words, "--steps", "4", "--set", "save_every=2") == 0
+    assert command(*words, "--steps", "5", "--resume", "auto") == 0
+    assert vocabulary_of(tmp_path / "run") == 300
+
+
 def test_nanogpts_characters_are_the_vocabulary_and_the_text_of_a_run(command, tmp_path, capsys):
     characters = "\n abcdeé"
     ids = {character: number for number, character in enumerate(characters)}

@@ -80,6 +80,9 @@ def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
     UserError if `origin` is gone."""
     final = path_of(folder, checkpoint.step)
     temporary = folder / f"{TEMPORARY}{final.name}"
+    reason = f"{origin} is gone: its run removed it. Give a newer one."
+    if not (origin / MANIFEST).is_file():
+        raise UserError(reason)
     with storage_errors(folder), ExitStack() as cleared:
         cleared.callback(shutil.rmtree, temporary, ignore_errors=True)
         temporary.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
@@ -92,7 +95,7 @@ def write_alike(folder: Path, checkpoint: Checkpoint, origin: Path) -> Path:
             file.parent.mkdir(mode=stat.S_IMODE(folder.stat().st_mode), exist_ok=True)
             source = os.path.realpath(origin / name)
             if not os.path.isfile(source):
-                raise UserError(f"{origin} is gone: its run removed it. Give a newer one.")
+                raise UserError(reason)
             try:
                 os.link(source, file)
             except OSError:  # another file system

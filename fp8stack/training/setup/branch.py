@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8stack.data.tokenizer import save_tokenizer
@@ -20,10 +21,8 @@ from fp8stack.training.checkpoint.writer import write_alike
 from fp8stack.training.run import Run
 from fp8stack.training.setup.resume import (
     Resumption,
-    branch_event,
     refuse_differences,
     require_same_tokenizer,
-    run_of,
     with_quantizers,
 )
 
@@ -48,15 +47,13 @@ def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumpt
         differing = differences(saved[key], run.identity[key], f"{key}.")
         refuse_differences(resumption, list(differing))
     require_same_tokenizer(resumption, checkpoint, run.data.tokenizer)
-    fp8, note = _fp8_state(run, checkpoint, is_same=saved["recipe"] == run.identity["recipe"])
+    fp8, note = _fp8_state(run, saved, checkpoint)
     plans = [variant.plan.to_json() for variant in run.variants]
     info = checkpoint.info | {"identity": dict(run.identity), "plans": plans}
     info |= {"plan": run.main.plan.to_json()}
-    recipes = ([table.get(key) for key in ("recipe", "recipes")] for table in (saved, run.identity))
-    if next(recipes) != next(recipes) or resumption.saved.phases != config.phases:
-        info |= _new_decisions(run, checkpoint)
+    info |= _decisions(run, saved, checkpoint, same_phases=resumption.saved.phases == config.phases)
     if run.ranks.is_main:
-        folder.take_over_metrics(run_of(origin), step, branch_event(step, origin))
+        folder.take_over_metrics(origin, step)
         if run.data.tokenizer is not None:
             save_tokenizer(run.data.tokenizer, folder.path)
         config = folder.portable(folder.keep_files(config))
@@ -75,23 +72,18 @@ def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumpt
 
 
 def _fp8_state(
-    run: Run, checkpoint: Checkpoint, *, is_same: bool
+    run: Run, saved_identity: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[Mapping[str, Tensor], list[str]]:
     """The FP8 state that the branch begins with, and a note: the state of a new run, with the
-    checkpoint's counters of stochastic rounding, and with its scales if its recipe `is_same` and
-    all their names and shapes are."""
+    checkpoint's counters of stochastic rounding, and with its scales if its recipe and all their
+    names and shapes are the same."""
     new, saved = fp8_state(run.main.model), checkpoint.tensors.get("fp8", {})
-    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, saved)]
-    scales = [
-        {name: shape for name, shape in names.items() if not name.endswith(".draws")}
-        for names in shapes
-    ]
-    keeps_scales = is_same and scales[0] == scales[1]
-    state = {
-        name: saved[name]
-        if shapes[1].get(name) == tensor.shape and (keeps_scales or name.endswith(".draws"))
-        else tensor
-        for name, tensor in new.items()
+    is_same = saved_identity["recipe"] == run.identity["recipe"]
+    keeps_scales = is_same and _shapes_of_scales(new) == _shapes_of_scales(saved)
+    state = new | {
+        name: tensor
+        for name, tensor in saved.items()
+        if name in new and (keeps_scales or _is_counter(name))
     }
     _, place = run.schedule.at(checkpoint.step + 1)
     begins_in_delayed = run.main.backend.delayed is not None and run.variants[place] is run.main
@@ -100,12 +92,29 @@ def _fp8_state(
     return state, ["the scales of delayed scaling begin at 1, as in a new run"]
 
 
-def _new_decisions(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The state of phases and guard if recipes differ from the checkpoint's."""
-    step = checkpoint.step
-    phases = {"ended_at": None, "judged_at": step, "entered": run.schedule.at(step)[0].name}
-    guard = checkpoint.info["guard"]
-    return {
-        "phases": phases | {"places": run.schedule.places},
-        "guard": None if guard is None else guard | GUARD_OF_RECIPE,
-    }
+def _is_counter(name: str) -> bool:
+    """Whether a tensor of the FP8 state counts the random bits that were drawn."""
+    return name.endswith(".draws")
+
+
+def _shapes_of_scales(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items() if not _is_counter(name)}
+
+
+def _decisions(
+    run: Run, saved_identity: Mapping[str, Any], checkpoint: Checkpoint, *, same_phases: bool
+) -> dict[str, Any]:
+    """The state of phases and guard that the branch begins with: the checkpoint's, except for what
+    was decided of recipes that are others now."""
+    info, step = checkpoint.info, checkpoint.step
+    guard, phases = info["guard"], info["phases"]
+    if guard is not None and saved_identity["recipe"] != run.identity["recipe"]:
+        guard = guard | GUARD_OF_RECIPE
+    recipes = [[table["recipe"], table.get("recipes")] for table in (saved_identity, run.identity)]
+    if not same_phases or recipes[0] != recipes[1]:
+        phases = {"ended_at": None, "judged_at": step, "entered": run.schedule.at(step)[0].name}
+    if phases is not None:
+        phases = phases | {"places": run.schedule.places}
+        if run.schedule.reference is None:
+            phases["ended_at"] = None
+    return {"guard": guard, "phases": phases}

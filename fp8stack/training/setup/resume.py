@@ -35,10 +35,6 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.run_plans import ANY, Decided
 
-BRANCH, _BEGUN = "branch", "begun with "
-"""The event that follows the metrics until the checkpoint of a branch, and its reason, before the
-checkpoint's path. It is written before the branch has a checkpoint of its own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
@@ -56,7 +52,8 @@ class Resumption:
     @property
     def tokenizer(self) -> Path:
         """The path of the `tokenizer.json` of the run that wrote the checkpoint."""
-        return self.folder.tokenizer if self.origin is None else run_of(self.origin).tokenizer
+        folder = self.folder if self.origin is None else RunFolder(self.origin.parent.parent)
+        return folder.tokenizer
 
     def changes_recipes(self, config: RunConfig) -> bool:
         """Whether a branch with the configuration `config` may have other recipes than the run of
@@ -118,7 +115,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     folder.require_idle()
     if named is not None or checkpoints.candidates(folder.checkpoints):
         return _from_checkpoint(folder, *_load(folder, named))
-    if (origin := origin_of(folder)) is not None:
+    if (origin := folder.origin) is not None:
         raise UserError(
             f"{folder.path} was stopped before it took over {origin}. Begin it again with the "
             f"flags that it had: --resume {shell_quoted(str(origin))} --out {folder.path}"
@@ -139,22 +136,6 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     )
 
 
-def branch_event(step: int, origin: Path) -> dict[str, Any]:
-    """The row of the metrics of a branch after the step of its `origin`, a checkpoint's path."""
-    return {"step": step, "event": BRANCH, "why": f"{_BEGUN}{origin.resolve()}"}
-
-
-def origin_of(folder: RunFolder) -> Path | None:
-    """The path of the checkpoint that the run in `folder` began with, if it is a branch."""
-    events = [row for row in folder.read_metrics() if row.get("event") == BRANCH]
-    return Path(str(events[-1].get("why")).removeprefix(_BEGUN)) if events else None
-
-
-def run_of(checkpoint: Path) -> RunFolder:
-    """The folder of the run that the checkpoint at this path is of."""
-    return RunFolder(checkpoint.parent.parent)
-
-
 def _load(folder: RunFolder, named: Path | None) -> tuple[Checkpoint, Path, list[str]]:
     """The checkpoint `named`, or the newest usable one of the run, its path, and the reasons why
     newer ones are not used. Raises a NoUsableCheckpoint if it, or every one, is damaged."""
@@ -171,17 +152,15 @@ def _branch(
     config: RunConfig, folder: RunFolder, source: RunFolder, named: Path | None
 ) -> Resumption | None:
     """A new run in `folder` that begins with the checkpoint `named` of the run in `source`, or with
-    its newest one; or that run, if it was begun before and is unfinished. A process may train in
-    `source` meanwhile."""
+    its newest one; or that run, if it was begun before. A process may train in `source`
+    meanwhile."""
     folder.require_idle()
-    origin, is_begun = origin_of(folder), False
-    if origin is not None and (folder.cut_at is not None or not folder.config.exists()):
-        in_source = origin.parent == source.checkpoints.resolve()
-        is_begun = in_source if named is None else origin == named.resolve()
-    if is_begun and checkpoints.candidates(folder.checkpoints):
+    origin, has_begun = folder.origin, bool(checkpoints.candidates(folder.checkpoints))
+    is_branch = origin is not None and origin.parent == source.checkpoints.resolve()
+    if is_branch and has_begun and (named is None or origin == named.resolve()):
         resumption = find_resumption(config, "auto")
         return None if resumption is None else replace(resumption, unasked=True)
-    if not is_begun:
+    if has_begun or not is_branch:  # else a kill left its metrics alone
         folder.require_free()
     if named is None and not checkpoints.candidates(source.checkpoints):
         raise UserError(f"{source.path} has no checkpoint yet to begin {folder.path} with.")
@@ -234,13 +213,11 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
         requested = requested.model_copy(update={"init_from": source})
     requested = _with_saved_files(requested, saved)
     table, flags = saved.model_dump() | dict.fromkeys(TRACKERS, False), requested.given
-    flags |= {"guard": table["guard"] | flags.get("guard", {})}
     is_branch = resumption.origin is not None
-    if is_branch:
-        is_same = flags.get("recipe", saved.recipe) == saved.recipe
-        overrides = saved.recipe_overrides if is_same else {}
-        table["recipe_overrides"] = overrides
-        flags |= {"recipe_overrides": overrides | flags.get("recipe_overrides", {})}
+    if is_branch and flags.get("recipe", saved.recipe) != saved.recipe:
+        table["recipe_overrides"] = {}
+    for key in ("guard", "model_overrides", "recipe_overrides"):
+        flags[key] = table[key] | flags.get(key, {})
     config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME - (FREE_IN_BRANCH if is_branch else set())
     changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))

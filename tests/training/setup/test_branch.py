@@ -2,6 +2,7 @@
 run that trained all steps itself, and the other run is left as it was."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,10 @@ def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     first.advance(AT)
     flags = EVERY | {"resume": str(tmp_path / "a")}
     assert SmallLoop(tmp_path / "b", "current", **flags).loop.guard.demoted == {}
-    same_recipe = SmallLoop(tmp_path / "c", "delayed", **flags)
-    assert same_recipe.loop.guard.demoted == {"blocks.0.mlp.down": None}
+    phases = {"name": "first", "until": AT + 2}, {"name": "second", "recipe": "bf16"}
+    for name, more in ("c", {}), ("d", {"phases": phases}):
+        same_recipe = SmallLoop(tmp_path / name, "delayed", **flags | more)
+        assert same_recipe.loop.guard.demoted == {"blocks.0.mlp.down": None}
 
 
 def test_the_other_run_may_be_training(tmp_path):
@@ -257,18 +260,24 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     assert contents(tmp_path / "b") == before
 
 
-def test_an_origin_that_its_run_removed_meanwhile_is_named(tmp_path, monkeypatch):
-    trained(tmp_path / "a", "fp32", steps=AT)
-    at = checkpoint(tmp_path / "a")
+@pytest.mark.parametrize("name", [".", "model.safetensors"])
+def test_an_origin_that_its_run_removed_meanwhile_is_named(name, tmp_path, monkeypatch):
+    trained(tmp_path / "a", "fp32", steps=AT, save_every=AT // 2)
+    at, newest = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "a", AT // 2)
+
+    removed = Path(at) / name
 
     def too_late(*words: Any) -> Path:
-        (Path(at) / "model.safetensors").unlink()
+        (shutil.rmtree if removed.is_dir() else Path.unlink)(removed)
         return writer.write_alike(*words)
 
     monkeypatch.setattr(branch, "write_alike", too_late)
     with pytest.raises(UserError, match=f"{at} is gone: its run removed it. Give a newer one"):
         SmallLoop(tmp_path / "b", "fp32", resume=at, **EVERY)
     assert not list((tmp_path / "b/checkpoints").iterdir())
+    monkeypatch.undo()
+    trained(tmp_path / "b", "fp32", resume=str(tmp_path / "a"))  # with the newest that is there
+    assert branch_events(tmp_path / "b") == [(AT // 2, f"begun with {newest}")]
 
 
 def test_a_branch_of_a_branch_is_its_own(tmp_path):
@@ -322,9 +331,39 @@ def test_the_same_command_goes_on_with_it(named, tmp_path):
     assert again.run.step == branched.run.step
     again.go()
     assert len(branch_events(tmp_path / "b")) == 1
-    with pytest.raises(UserError, match="b holds a run already"):
-        SmallLoop(tmp_path / "b", "current", **flags)
-    assert uninterrupted.run.step == STEPS
+    done = SmallLoop(tmp_path / "b", "current", **flags)
+    assert (done.run.step, uninterrupted.run.step) == (STEPS + 4, STEPS)
+
+
+def test_the_same_command_goes_on_with_its_overrides(tmp_path):
+    trained(tmp_path / "a", "delayed", steps=AT, recipe_overrides={"history_length": 16})
+    flags = EVERY | {"resume": str(tmp_path / "a"), "recipe_overrides": {"margin": 1}}
+    for _ in range(2):
+        loop = SmallLoop(tmp_path / "b", "delayed", **flags)
+        assert loop.run.config.recipe_overrides == {"history_length": 16, "margin": 1}
+        loop.advance(1)
+        loop.loop.stop()
+        loop.run.folder.release()
+    assert loop.run.step == AT + 2
+
+
+def test_phases_that_the_quality_guard_ended_begin_again_without_it(tmp_path):
+    flags: dict[str, Any] = {"phases": [{"name": "all", "recipe": "mxfp4"}]}
+    flags["guard"] = {"quality": 1e-9}
+    trained(tmp_path / "a", "auto", **flags)
+    ended = [row["precision"] for row in metrics(tmp_path / "a") if "loss" in row]
+    assert ended == ["mxfp4-emulated"] * AT + ["fp32"] * (STEPS - AT)
+    flags |= {"guard": {"quality": 0.0}, "steps": STEPS + 2}
+    trained(tmp_path / "b", "auto", resume=str(tmp_path / "a"), **flags)
+    again = [row["precision"] for row in metrics(tmp_path / "b") if "loss" in row]
+    assert again == [*ended, "mxfp4-emulated", "mxfp4-emulated"]
+
+
+def test_its_origin_is_not_evaluated_in_its_recipe(tmp_path):
+    trained(tmp_path / "a", "fp32", eval_every=100)
+    trained(tmp_path / "b", "mxfp4", resume=checkpoint(tmp_path / "a"))
+    evaluated = [row["step"] for row in metrics(tmp_path / "b") if "val_loss" in row]
+    assert evaluated == [STEPS]
 
 
 def test_a_run_without_a_checkpoint_begins_nothing(tmp_path):
