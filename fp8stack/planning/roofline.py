@@ -216,7 +216,9 @@ def predict(
     and no FP8 of it is emulated. `rates` are the rates that the GPU is assumed to reach, by default
     `achievable` ones; MFU divides by its peak. `free_casts` leaves out casts and the chunks of
     an FP8 head's loss, for a bound that no implementation passes."""
-    rates = rates or achievable(gpu)
+    rates = rates or achievable(gpu, plan.compute_dtype)
+    if plan.recipe.attention == "fp32":
+        rates = replace(rates, attention=achievable(gpu, "fp32").attention)
     if not plan.runs_fp8:  # its casts write one copy and no amax, like any other kernel
         rates = replace(rates, casts=rates.memory)
     tokens = batch * context
@@ -227,7 +229,7 @@ def predict(
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())
-    peak, peak_of = gpu.peak(plan.units if plan.runs_fp8 else "half")
+    peak, peak_of = gpu.peak(plan.units if plan.runs_fp8 else plan.compute_dtype)
     if peak is None:
         peak, peak_of = gpu.half_tflops, "half"
     return Prediction(

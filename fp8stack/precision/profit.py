@@ -34,17 +34,19 @@ MEASURED = "measured on one H100, 2026-11-26; the raw output was not kept"
 """The source of the figures of bench/results/h100/README.md."""
 
 
-def achievable(gpu: Gpu) -> Rates:
-    """The rates that `gpu` is assumed to reach.
+def achievable(gpu: Gpu, dtype: str = "bf16") -> Rates:
+    """The rates that `gpu` is assumed to reach; `half` and `attention` are those of GEMMs and of
+    attention in `dtype`, also for "fp32" and "tf32".
 
     The rates of an H100 SXM are measured, except attention: copies at 2.60 TB/s, GEMMs in bf16 at
     748 TFLOP/s, in FP8 at 1255 with fast accumulation, as in y, and at 1202 without, as in dx and
     dw, and casts with the transposed copy and the amax at 1.14 TB/s.
 
     Every other rate is the fraction of the peak rate that we estimate for an H200: GEMMs at 700
-    (bf16) and 1300 TFLOP/s (FP8), attention at 400 TFLOP/s, memory, casts too, at 4.1 TB/s. FP4
-    GEMMs take FP8's fraction, and FP8 attention the fraction of bf16 attention. A GPU without FP8
-    or FP4 units runs these GEMMs at the rate of the next wider format.
+    (bf16; fp32 and tf32 reach the same fraction) and 1300 TFLOP/s (FP8), attention at 400 TFLOP/s,
+    memory, casts too, at 4.1 TB/s. FP4 GEMMs take FP8's fraction, and FP8 attention the fraction of
+    bf16 attention. A GPU without FP8 or FP4 units runs these GEMMs at the rate of the next wider
+    format.
     """
     half = gpu.half_tflops * 1e12 * (700 / 989)
     attention = 1e12 * (400 / 989)
@@ -59,11 +61,14 @@ def achievable(gpu: Gpu) -> Rates:
         casts=memory,
         memory=memory,
     )
-    if gpu.name != "H100":
-        return rates
-    fp8 = 3e12 / (1 / 1255 + 2 / 1202)
-    measured = {"half": 748e12, "fp8": fp8, "fp4": fp8, "casts": 1.14e12, "memory": 2.60e12}
-    return replace(rates, **measured, source=f"{MEASURED}; attention is estimated")
+    if gpu.name == "H100":
+        fp8 = 3e12 / (1 / 1255 + 2 / 1202)
+        measured = {"half": 748e12, "fp8": fp8, "fp4": fp8, "casts": 1.14e12, "memory": 2.60e12}
+        rates = replace(rates, **measured, source=f"{MEASURED}; attention is estimated")
+    if dtype in ("fp32", "tf32"):
+        peak = gpu.peak(dtype)[0] or gpu.fp32_tflops
+        rates = replace(rates, half=peak * 1e12 * (700 / 989), attention=peak * attention)
+    return rates
 
 
 def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:

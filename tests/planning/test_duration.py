@@ -92,3 +92,16 @@ def test_bad_input_is_named(refused, words, message):
 
 def test_an_emulated_recipe_has_no_prediction():
     assert "is emulated on H100" in refusal(duration, ("nvfp4", 1.0))
+
+
+@pytest.mark.parametrize(("recipe", "peak"), [("fp32", 67), ("tf32", 494.5)])
+def test_gemms_in_float32_take_the_time_of_their_own_units(recipe, peak):
+    """Of the peak rate they reach the fraction that an H200 reaches in bf16, 700 of 989."""
+    model = load_config("llama-8b", {"layers": 2})
+    planned = plan_for(model, recipe, machine_for("9.0", False))
+    predicted = predict(model, planned, GPU, batch=4, context=2048)
+    blocks = sum(layer.work for layer in planned.layers if layer.name != "lm_head")
+    expected_ms = 1000 * 6 * blocks * 4 * 2048 / (peak * 1e12 * 700 / 989)
+    assert predicted.parts_ms["GEMMs"] == pytest.approx(expected_ms, rel=0.05)
+    assert predicted.peak_of == recipe
+    assert 0 < predicted.mfu < 700 / 989

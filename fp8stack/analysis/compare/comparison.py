@@ -22,7 +22,7 @@ from fp8stack.analysis.compare.gaps import (
     seeds,
     summarize,
 )
-from fp8stack.analysis.compare.intervals import FEWEST_ADDING
+from fp8stack.analysis.compare.intervals import CONFIDENCE, CONFIDENCE_ADDING, FEWEST_ADDING
 from fp8stack.analysis.compare.run_results import NUMERIC_FAILURE, RunFigures, read_run
 from fp8stack.analysis.compare.runs import Ended, Progress, Show, train, wait_until_idle
 from fp8stack.analysis.compare.settings import Comparison, Job, as_saved, read_report
@@ -103,6 +103,7 @@ class _Results:
         self.comparison = comparison
         self.machine = machine("accelerate", device=comparison.config.device)
         self.ended: dict[str, RunFigures] = {}
+        self.failed_now: set[str] = set()  # recipes of which a run failed in this start
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
         saved = read_report(comparison.report)["runs"] if comparison.report.exists() else []
@@ -114,11 +115,14 @@ class _Results:
                 self.add(
                     job, Ended(exit=run["exit"], error=run["error"], seconds=run.get("seconds"))
                 )
+        self.failed_now.clear()
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
         """Record how a run ended. Returns its figures."""
         self.last_seed = max(self.last_seed, job.seed)
         self.ended[job.name] = figures = self._read(job, **vars(ended))
+        if figures.status == "failed":
+            self.failed_now.add(job.recipe)
         return figures
 
     def has(self, job: Job) -> bool:
@@ -177,17 +181,19 @@ class _Results:
         write_atomically(out / "compare.md", page.encode())
         title = f"{config.model}, {counted(config.steps, 'step')}, {seeds(self.last_seed + 1)}"
         title += f"\n{note}" * bool(note)
-        write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
+        confidence = CONFIDENCE_ADDING if comparison.judging.adding else CONFIDENCE
+        plot = comparison_plot(rows, baseline, title, confidence)
+        write_atomically(out / "compare.png", plot)
         return as_text(rows, baseline, note)
 
     # Adding pairs until the intervals are narrow
 
     def open(self) -> list[str]:
         """The baseline and the recipes whose interval is not narrow enough yet; empty if there are
-        none. A recipe that diverged or failed needs no interval, and if the baseline did, no
-        recipe does."""
+        none. A recipe that diverged, or failed in this start, needs no interval, and if the
+        baseline did, no recipe does."""
         until, baseline = self.comparison.judging.until, self.comparison.baseline
-        bad = {run.recipe for run in self.runs if run.status in ("diverged", "failed")}
+        bad = self.without_interval
         if until is None or baseline in bad:
             return []
         gaps = ((row.recipe, row.gap_percent) for row in self.rows)
@@ -198,6 +204,11 @@ class _Results:
             and (gap is None or gap.half_width is None or gap.half_width > until)
         ]
         return [baseline, *wide] if wide else []
+
+    @property
+    def without_interval(self) -> set[str]:
+        """The recipes that diverged, or of which a run failed in this start."""
+        return {run.recipe for run in self.runs if run.status == "diverged"} | self.failed_now
 
     def pairs_needed(self) -> dict[str, int] | None:
         """The number of further pairs for each open recipe and the baseline, at least 1, since
@@ -224,8 +235,12 @@ class _Results:
         if more_pairs is None:
             least = f"the least is {FEWEST_ADDING}"
             yield f"  how many pairs it takes is known after the second; {least}"
+        elif not more_pairs and comparison.baseline in self.without_interval:
+            yield f"  no gap is known: {comparison.baseline} diverged or failed"
         elif not more_pairs:
-            yield f"  every interval is at most ± {comparison.judging.until:g} %"
+            beside = ", ".join(sorted(self.without_interval))
+            except_of = f" other than of {beside}" if beside else ""
+            yield f"  every interval{except_of} is at most ± {comparison.judging.until:g} %"
         else:
             took = about(_runs_s(self.seconds, more_pairs))
             yield f"  expected: about {pairs(max(more_pairs.values()), ' more')}, {took}"

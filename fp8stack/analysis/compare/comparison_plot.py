@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fp8stack.analysis.compare.gaps import RecipeFigures
+from fp8stack.analysis.compare.intervals import CONFIDENCE
 from fp8stack.common.tables import shortened
 
 # Curves of recipes often coincide; markers and dashes tell them apart where colours do not.
@@ -17,15 +18,18 @@ DASHES = ("-", "--", "-.", ":")
 ROOM = 0.06  # margin of the loss axis, as a share of the range
 
 
-def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
+def comparison_plot(
+    rows: Sequence[RecipeFigures], baseline: str, title: str, confidence: float = CONFIDENCE
+) -> bytes:
     """A PNG with the validation loss over steps (mean and range over seeds) and the gaps in
-    percent."""
+    percent, with intervals of this `confidence`."""
     figure = Figure(figsize=(12, max(4.8, 0.4 * len(rows))), layout="constrained")
     colors = {row.recipe: f"C{index % 10}" for index, row in enumerate(rows)}
     with rc_context({"text.parse_math": False}):  # a name with $ in it is a name
         figure.suptitle(title)
         losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _losses(losses, rows, colors)
+        gaps.set_title(f"gap, {100 * confidence:g} % interval over seeds", fontsize=10)
         _gaps(gaps, rows, baseline, colors)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
@@ -69,7 +73,6 @@ def _say(axes: Axes, message: str) -> None:
 
 def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict[str, str]) -> None:
     compared = [row for row in rows if row.recipe != baseline]
-    axes.set_title("gap, 95 % interval over seeds", fontsize=10)
     if all(row.gap_percent is None for row in compared):
         verdicts = "\n".join(f"{shortened(row.recipe)}: {row.verdict}" for row in rows)
         return _say(axes, f"no gap to {baseline} is known\n\n{verdicts}")

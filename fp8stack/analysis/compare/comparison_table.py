@@ -102,7 +102,8 @@ def _explanation(baseline: str, seed_count: int, comparison: Comparison) -> str:
         f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
         f"{kind}. A recipe is worse or better if that does not hold 0, and within "
         f"{judging.margin:g} % of {baseline} if all of it lies there. Each interval is for itself: "
-        "of twenty recipes that are equal, one would seem to differ. "
+        f"of {'fifty' if judging.adding else 'twenty'} recipes that are equal, one would seem to "
+        "differ. "
     )
     at_most = counted(windows, "held-out window")
     return (

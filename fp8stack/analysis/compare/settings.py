@@ -14,6 +14,7 @@ from fp8stack.analysis.compare.intervals import FEWEST_ADDING
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import read_json
 from fp8stack.common.presets import recipe_words
+from fp8stack.common.tables import counted
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers.compiler import require_compiler
@@ -27,7 +28,7 @@ from fp8stack.training.datasets import named_tokenizer, read, with_vocabulary
 from fp8stack.training.init_from import with_source
 from fp8stack.training.load import find_source
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import Decided, context_of, plan_phases
+from fp8stack.training.run_plans import Decided, context_of, never_asked_for, plan_phases
 from fp8stack.training.setup.start import with_absolute_paths
 from fp8stack.training.threads import use_threads
 
@@ -231,9 +232,19 @@ def _with_shared_steps(
         raise UserError(
             f"--shared {shared}: no step is left to compare. Example: --shared {SHARED}"
         )
-    if not share:
+    if not round(share / 100 * config.steps):
+        if shared is not None and share:
+            raise UserError(
+                f"--shared {shared}: of {counted(config.steps, 'step')} that is none. Give more "
+                "--steps, or --shared 0%"
+            )
         return config
-    first = PhaseConfig(name=SHARED_PHASE, recipe=baseline, until=share / 100)
+    first = PhaseConfig(
+        name=SHARED_PHASE,
+        recipe=baseline,
+        until=share / 100,
+        recipe_overrides=config.recipe_overrides,  # as in the runs of the baseline
+    )
     return _with_phases(config, [first, PhaseConfig(name="compared")])
 
 
@@ -297,6 +308,8 @@ def _plan(config: RunConfig, source: str) -> Plan:
     run_config = config.model_copy(update={"recipe": source})
     tokens = config.batch // config.accumulate * context_of(config, model)
     plans, schedule = plan_phases(run_config, model, probe(config.device), Decided(), tokens)
+    if warning := never_asked_for(run_config, schedule.phases):
+        raise UserError(f"{warning}. Give more --steps, a smaller --shared or other phases.")
     plan = plans[schedule.variants[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)

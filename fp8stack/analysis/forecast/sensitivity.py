@@ -43,9 +43,9 @@ class Sensitivity:
         forward: KL in nats per token with every layer of the recipe quantized.
         layers: KL with only this layer quantized, by module path.
         backward: the sum of the relative squared errors of a backward GEMM's two operands,
-            averaged over both GEMMs and over the recipe's layers, weighted by size.
+            averaged over both GEMMs and over the recipe's layers, weighted by `work`.
         backward_layers: the same for each layer, by module path.
-        sizes: number of elements of each layer's weight.
+        work: multiplications per token in a GEMM of each layer, by module path.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Sensitivity:
     layers: dict[str, float]
     backward: float
     backward_layers: dict[str, float]
-    sizes: dict[str, int]
+    work: dict[str, float]
 
     def without(self, left_out: Collection[str]) -> Sensitivity:
         """The sensitivity with the layers in `left_out` not quantized. Layer divergences add up to
@@ -61,8 +61,8 @@ class Sensitivity:
         remaining = [path for path in self.layers if path not in left_out]
         total = sum(self.layers.values())
         share = sum(self.layers[path] for path in remaining) / total if total else 0.0
-        weights = sum(self.sizes.values())
-        noise = sum(self.backward_layers[path] * self.sizes[path] for path in remaining)
+        weights = sum(self.work.values())
+        noise = sum(self.backward_layers[path] * self.work[path] for path in remaining)
         return replace(
             self,
             forward=self.forward * share,
@@ -101,8 +101,8 @@ def sensitivities(
             forward[key] = _forward(model, plan, windows, batch)
         total, layers = forward[key]
         backward = {path: operands.backward_error(path, table) for path, table in tables.items()}
-        sizes = {path: operands.size(path) for path in tables}
-        mean = sum(backward[path] * sizes[path] for path in tables) / max(1, sum(sizes.values()))
+        work = {path: plan.layer(path).work for path in tables}
+        mean = sum(backward[path] * work[path] for path in tables) / max(1, sum(work.values()))
         yield (
             name,
             Sensitivity(
@@ -111,7 +111,7 @@ def sensitivities(
                 layers=layers,
                 backward=mean,
                 backward_layers=backward,
-                sizes=sizes,
+                work=work,
             ),
         )
 
@@ -188,10 +188,6 @@ class OperandRecorder:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
         return operands
-
-    def size(self, path: str) -> int:
-        """The number of elements of the layer's weight."""
-        return sum(matrix.numel() for matrix in self._tensors[path, "weight"])
 
     def backward_error(self, path: str, table: Quantizers) -> float:
         """The sum of the relative squared errors of a backward GEMM's two operands, averaged over

@@ -39,6 +39,7 @@ class RecipeSeverity:
 def severity_of(recipe: Recipe, config: GPTConfig, law: Law) -> RecipeSeverity:
     """The severity of a recipe for a model of this shape: the mean of the layers' severities,
     weighted by their work. The head's is added, by its work times `law.head`."""
+    recipe = recipe.model_copy(update=Recipe(name="").beside_linears)  # of linears alone
     # Emulation quantizes all layers of a recipe, whatever the hardware.
     plan = plan_for(config, recipe, Hardware("cpu"))
     blocks = sum(layer.work for layer in plan.layers if layer.name != HEAD)
@@ -78,7 +79,8 @@ class TableSeverity:
 
 def table_severity(table: Quantizers, law: Law) -> TableSeverity | None:
     """The severity of a linear's quantizers: a shipped recipe's, or the sum over its GEMMs. A GEMM
-    of the backward pass that is in no shipped recipe counts as the worst of its bits. Returns None
+    of the backward pass that is in no shipped recipe counts as the worst of its bits, or of the
+    fewest bits that shipped recipes have. Returns None
     if the operands of the forward pass are quantized as in no shipped recipe."""
     shipped = _shipped(tuple(law.severities))
     table = _comparable(table)
@@ -95,7 +97,8 @@ def table_severity(table: Quantizers, law: Law) -> TableSeverity | None:
         same = [name for name in shipped if shipped[name].values(gemm) == operands]
         if not same and gemm != "fprop":
             allowed = {name: bits_of(shipped[name])[gemm] for name in shipped}
-            most = max(width for width in allowed.values() if width <= bits[gemm])
+            least = min(allowed.values())
+            most = max((width for width in allowed.values() if width <= bits[gemm]), default=least)
             worst_first = sorted(shipped, key=lambda name: -law.severities[name])
             same = [name for name in worst_first if allowed[name] == most]
             notes.append(f"no source has its backward pass, which counts as {same[0]}'s")

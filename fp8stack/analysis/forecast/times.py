@@ -48,7 +48,10 @@ def time_shares(
     compiled, _ = is_compiled(None, plain, hardware)
     plans = {pair: resolve(recipe, hardware) for pair, recipe in recipes.items()}
     sizes = config.linear_shapes()
-    shapes: dict[str, Shape] = {path: (trained.rows, *sizes[path]) for path in layers}
+    rows = dict.fromkeys(layers, trained.rows)
+    if config.experts is not None:  # one matrix with all rows that the experts of a layer get
+        rows |= dict.fromkeys(config.grouped, trained.rows * config.experts.per_token)
+    shapes: dict[str, Shape] = {path: (rows[path], *sizes[path]) for path in layers}
     base: dict[Shape, float] = {}  # bf16's milliseconds
     ratios: dict[Shape, dict[Pair, float]] = {}
     for shape in dict.fromkeys(shapes.values()):

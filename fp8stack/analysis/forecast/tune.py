@@ -66,13 +66,13 @@ class Choices:
         self, forecast: Forecast, plain: bool = True, timed: MeasureTimes | None = None
     ) -> None:
         self.measured = forecast.measured
-        sizes = {
-            path: size
+        work = {
+            path: multiplications
             for sensitivity in self.measured.values()
-            for path, size in sensitivity.sizes.items()
+            for path, multiplications in sensitivity.work.items()
         }
-        self.layers = list(sizes)
-        self.weights = np.array([*sizes.values()], dtype=float) / max(1, sum(sizes.values()))
+        self.layers = list(work)
+        self.weights = np.array([*work.values()], dtype=float) / max(1, sum(work.values()))
         names = [*self.measured]
         recipes = {pair: _recipe(pair) for pair in product(names, [*names, *[PLAIN] * plain])}
         possible = {pair: recipe for pair, recipe in recipes.items() if recipe}

@@ -97,7 +97,7 @@ class RunRecord:
     config_text: str
     plan: dict[str, Any]
     rows: list[dict[str, Any]]  # one per step, the last one written
-    events: list[dict[str, Any]]  # in the order written
+    events: list[dict[str, Any]]  # in the order written; of a branch, its own
     operands: list[Operand] = field(default_factory=list)  # of the run's recipe
     what_if: dict[str, list[Operand]] = field(default_factory=dict)  # of --what-if recipes, by name
     gradients: list[Gradient] = field(default_factory=list)  # in the model's order
@@ -241,7 +241,9 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
         step = _step(row)
         if step is None:
             continue
-        if "event" in row:
+        if row.get("event") == "branch":  # what was before is the origin's
+            events = [row]
+        elif "event" in row:
             events.append(row)
         elif row.get("skipped") is True:
             reason = "the gradient overflowed in fp16, and the loss scale was lowered"

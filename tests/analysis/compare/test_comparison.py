@@ -529,8 +529,21 @@ def test_recipes_share_the_first_steps_of_a_seed(finished, command, tmp_path, re
         (["--shared", "100%"], "--shared 100%: no step is left to compare. Example: --shared 25%"),
         (["--shared", "some"], "--shared 'some' is no share in percent. Example: --shared 25%"),
         (["--shared", "10%", "--set", "phases=default"], "--shared makes phases of its own"),
+        (["--shared", "1%"], "--shared 1%: of 12 steps that is none. Give more --steps"),
+        (["--shared", "97%"], "recipe 'delayed' runs in no step: phases shared 1 to 12 in fp32."),
+        (["--set", "phases=conservative"], "recipe 'delayed' runs in no step: phases warmup 1"),
     ):
         assert message in refused("compare", *words, *flags)
+
+
+def test_the_shared_steps_have_the_overrides_of_all_runs(tmp_path):
+    sets = [*SETS, "recipe.residual=bf16"]
+    for steps, phases in ((12, 2), (1, 0)):  # of one step, a quarter is none
+        flags = {"steps": steps, "batch": 4, "context": 32}
+        request = settings.prepare("fp32,delayed", 1, str(tmp_path / "c"), None, flags, sets)
+        assert len(request.config.phases) == phases
+        for phase in request.config.phases[:1]:
+            assert (phase.recipe, phase.recipe_overrides) == ("fp32", {"residual": "bf16"})
 
 
 def test_a_comparison_goes_on_with_the_steps_it_shared(copy, command, trained, refused):
@@ -624,6 +637,36 @@ def test_a_run_that_fails_beside_others_gives_exit_code_1_and_is_trained_again(
     trained_names.clear()
     assert command("compare", "--out", "c", *AGAIN) == 0
     assert trained_names == ["delayed-seed1"]
+
+
+def test_a_run_of_an_added_seed_that_failed_is_trained_again(
+    command, tmp_path, monkeypatch, capsys
+):
+    trained_names, failing = list[str](), {"fp32-seed2"}
+
+    def pretend(compared: settings.Comparison, job: settings.Job, *arguments: object) -> Ended:
+        trained_names.append(job.name)
+        if job.name in failing:
+            folder(compared.folder(job).path, [step(2, 3.0)])
+            return Ended(exit=1, error="Killed")
+        loss = 4.0 * (1 + (job.recipe != "fp32") * 0.001 * (-1) ** job.seed)
+        folder(compared.folder(job).path, [step(12, 3.0, val_loss=loss)])
+        return Ended(exit=0, error="", seconds=60.0)
+
+    monkeypatch.setattr(comparison, "train", pretend)
+    ask = ["--recipes", "fp32,delayed,current", "--seeds", "2", *SMALL, "--out", "c"]
+    assert command("compare", *ask, "--until", "1%") == 1
+    assert "no gap is known: fp32 diverged or failed" in capsys.readouterr().out
+    failing.symmetric_difference_update({"fp32-seed2", "delayed-seed2"})
+    assert command("compare", *ask, "--until", "1%") == 1
+    assert "every interval other than of delayed is at most ± 1 %" in capsys.readouterr().out
+    failing.clear()
+    trained_names.clear()
+    assert command("compare", *ask, "--until", "1%") == 0
+    assert trained_names[:1] == ["delayed-seed2"]
+    rows = {row["recipe"]: row["done"] for row in report(tmp_path / "c")["recipes"]}
+    assert rows == dict.fromkeys(("fp32", "delayed", "current"), 4)
+    assert "every interval is at most ± 1 %" in capsys.readouterr().out
 
 
 def prepared(out: Path, *sets: str) -> settings.Comparison:
@@ -758,8 +801,9 @@ def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monke
     monkeypatch.setattr("fp8stack.analysis.compare.comparison.train", pretend)
     titles: list[str] = []
 
-    def titled(rows: list[RecipeFigures], baseline: str, title: str) -> bytes:
+    def titled(rows: list[RecipeFigures], baseline: str, title: str, confidence: float) -> bytes:
         titles.append(title)
+        assert confidence == 0.98
         return b""
 
     monkeypatch.setattr(comparison, "comparison_plot", titled)

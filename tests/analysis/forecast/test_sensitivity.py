@@ -146,10 +146,8 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
     wgrad = error("grad_output", table.grad_output_wgrad, 0) + error("input", table.input_wgrad, 0)
     expected = (dgrad + wgrad) / 2
     assert sensitivity.backward_layers["blocks.1.mlp.up"] == pytest.approx(expected, rel=1e-4)
-    total = sum(
-        sensitivity.backward_layers[path] * size for path, size in sensitivity.sizes.items()
-    )
-    assert sensitivity.backward == pytest.approx(total / sum(sensitivity.sizes.values()))
+    total = sum(sensitivity.backward_layers[path] * work for path, work in sensitivity.work.items())
+    assert sensitivity.backward == pytest.approx(total / sum(sensitivity.work.values()))
 
 
 def test_the_error_of_experts_is_that_of_each_quantized_by_itself(windows):
@@ -208,8 +206,8 @@ def test_layers_that_are_left_out_take_their_share_with_them(model, windows):
     assert remaining.forward == pytest.approx(sensitivity.forward * (1 - share))
     removed = (
         sensitivity.backward_layers[worst]
-        * sensitivity.sizes[worst]
-        / sum(sensitivity.sizes.values())
+        * sensitivity.work[worst]
+        / sum(sensitivity.work.values())
     )
     assert remaining.backward == pytest.approx(sensitivity.backward - removed)
     none = sensitivity.without([*sensitivity.layers])
@@ -233,6 +231,6 @@ def test_experts_are_measured_by_group_as_one_layer(windows):
     mixture = GPT(config, build_backend(plan_for(config, "fp32", CPU))).eval()
     result = measured(mixture, windows, "mxfp8")["mxfp8"]
     up = "blocks.0.mlp.experts.up"
-    assert result.sizes[up] == 4 * 64 * 64
+    assert result.work[up] == 2 * 64 * 64  # each token is multiplied by two experts of four
     assert 0 < result.layers[up] < result.forward
     assert 0 < result.backward_layers[up] < 1

@@ -93,3 +93,19 @@ def test_bits_are_those_of_the_wider_operand():
     }.items():
         assert tuple(bits_of(load_recipe(name).quantizers).values()) == expected
     assert set(bits_of(None).values()) == {16.0}
+
+
+def test_a_backward_pass_of_fewer_bits_than_any_counts_as_the_worst_of_the_fewest(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'like = "mxfp4"\n[grad_output]\nformat = "e2m0"\n[weight.dgrad]\nformat = "e2m0"\n'
+    )
+    assert bits_of(load_recipe(str(path)).quantizers)["dgrad"] == 3
+    result = severity(str(path))
+    assert result.value == pytest.approx(LAW.severities["mxfp4"], rel=0.5)
+    assert "no source has its backward pass" in " ".join(result.notes)
+
+
+def test_attention_in_fp8_is_left_out():
+    recipe = load_recipe("delayed", {"attention": "delayed", "residual": "bf16"})
+    assert severity_of(recipe, GPT2, LAW) == severity("delayed")

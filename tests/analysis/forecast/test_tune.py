@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 REFERENCE = Sensitivity(
     plan=plan_for(load_config("gpt-nano", SMALL), "nvfp4", Hardware("cpu")), forward=0.01,
-    layers={}, backward=0.03, backward_layers={}, sizes={},
+    layers={}, backward=0.03, backward_layers={}, work={},
 )  # fmt: skip
 LAW = ModelLaw(
     law=replace(laws.fitted(), power=0.9), ratio=20.0, reference=REFERENCE,

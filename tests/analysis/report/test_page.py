@@ -400,6 +400,25 @@ def test_what_the_guard_did_is_said(tmp_path):
     assert headline(analyzed(run))["state"] == "done"
 
 
+def test_a_branch_has_its_own_events_and_speed(tmp_path):
+    rows = metric_rows(200)
+    after = [row | {"tokens_per_s": 2 * row["tokens_per_s"]} for row in rows[150:]]
+    branch = {"step": 150, "event": "branch", "why": "begun with runs/a/checkpoints/step-000150"}
+    rows_before = [*rows[:44], *events()[:5], *rows[30:150], branch]
+    run = make_run(tmp_path / "r", metrics=[*rows_before, *after])
+        tmp_path / "r", metrics=[*rows[:44], *events()[:5], *rows[30:150], branch, *after]
+    )
+    assert "skipped" not in " ".join(findings_of(run))
+    analysis = analyzed(run)
+    assert [row["event"] for row in folded(analysis.run.events)] == ["branch"]
+    assert len(analysis.run.rows) == 200
+    origin = analyzed(make_run(tmp_path / "s", metrics=rows))
+    speeds = [
+        float(headline(x)["tokens/s"].split()[0].replace(",", "")) for x in (analysis, origin)
+    ]
+    assert speeds[0] == pytest.approx(2 * speeds[1], rel=0.1)
+
+
 def test_a_run_that_failed_says_why_first(tmp_path):
     rows = metric_rows(200)[:70]
     stop = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
