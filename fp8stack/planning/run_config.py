@@ -53,7 +53,7 @@ class GuardConfig(BaseModel):
     loss_factor: Annotated[float, Field(gt=1)] = 1.5
     gradient_factor: Annotated[float, Field(gt=1)] = 10.0
     amax_factor: Annotated[float, Field(gt=1)] = 1000.0
-    patience: PositiveInt = 3
+    patience: Annotated[int, Field(ge=1, le=4096)] = 3
     """Bad steps in a row after which skipping them no longer suffices."""
     calm_steps: PositiveInt = 200
     """Good steps in a row after which earlier bad steps no longer count."""
@@ -319,7 +319,8 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
         presets.parse(RunConfig, table, "flags")
     for key, value in flags.items():
         if isinstance(value, dict):  # the given keys of a table
-            table[key] = {**old, **value} if isinstance(old := table.get(key, {}), dict) else old
+            before = table.get(key, {})
+            table[key] = merged(before, value) if isinstance(before, dict) else before
         elif value is not None:
             table[key] = value
     filled = preset_for(table)
@@ -331,6 +332,17 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
         changes = presets.parse(RunConfig, {"phases": file_phases}, where).phases
         config = config.model_copy(update={"phases": overridden(config.phases, changes)})
     return config
+
+
+def merged(table: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` with the keys of `more` over its own, in tables within tables too."""
+    result = dict(table)
+    for key, value in more.items():
+        before = result.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = merged(before, value)
+        result[key] = value
+    return result
 
 
 def with_files(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
@@ -515,6 +527,8 @@ def _literal(value: Any) -> str:
     """A value in TOML, whose strings, numbers and booleans are written as in JSON, except DEL."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(toml_lines(value))} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

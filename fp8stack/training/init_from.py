@@ -12,7 +12,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.run_config import RunConfig, preset_for
+from fp8stack.planning.run_config import RunConfig, merged, preset_for
 from fp8stack.training.checkpoint.state import differences
 from fp8stack.training.load import Trained, absolute_source, own_tokenizer
 
@@ -78,7 +78,7 @@ def with_source(config: RunConfig, source: Trained) -> RunConfig:
             model, overrides = run.model, run.model_overrides
         else:
             model, overrides = nearest_preset(source.shape)
-        overrides = {**overrides, **config.model_overrides}
+        overrides = merged(overrides, config.model_overrides)
         keys |= {"model": model, "model_overrides": overrides}
         if not overrides.keys() & {"layers", "width"}:  # it is that model
             keys |= preset_for(config.given | keys)

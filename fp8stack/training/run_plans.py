@@ -1,5 +1,6 @@
 """The plans of a run: what each of its recipes runs in, and which plan trains which steps."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,14 @@ class Decided:
     # The recipes of the checkpoint by name; those that do not ship any more are read from here.
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
+    def layers_left_out(self, request: str) -> Mapping[str, str] | None:
+        """The layers that are not in FP8 in the phases with this request (`Phase.asked`), if that
+        was decided. A run names its own copy of a recipe's file when it is resumed."""
+        for key in (request, without_folder(request), ANY):
+            if key in self.left_out:
+                return self.left_out[key]
+        return None
+
     def recipe(self, name: str, overrides: Mapping[str, Override] | None = None) -> Recipe:
         """`load_recipe`; a recipe that no longer ships is the checkpoint's, overrides included."""
         if name in self.recipes and name not in presets.names("recipes"):
@@ -54,6 +63,12 @@ class Schedule:
         """The phase of `step`, and the index of its plan."""
         number = next(n for n, phase in enumerate(self.phases) if step <= phase.last)
         return self.phases[number], self.variants[number]
+
+
+def without_folder(request: str) -> str:
+    """`request`, a `Phase.asked`, without the folder of the recipe's file."""
+    recipe, word, changes = request.partition(" with ")
+    return (os.path.basename(recipe) if recipe.endswith(".toml") else recipe) + word + changes
 
 
 def plan_phases(
@@ -79,7 +94,7 @@ def plan_phases(
         plans: list[Plan] = []
         places: dict[str, int] = {}
         for name, phase in {phase.asked: phase for phase in to_plan}.items():
-            left_out = decided.left_out.get(name, decided.left_out.get(ANY))
+            left_out = decided.layers_left_out(name)
             settings = (left_out, multiple, phase.overrides, decided)
             plan = plan_recipe(phase.recipe, config, model, hardware, tokens, *settings)
             equals = (place for place, earlier in enumerate(plans) if _runs_alike(plan, earlier))

@@ -63,7 +63,7 @@ def _listed(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     return json.dumps({title: losses}).encode()
 
 
-def _compared(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
+def _compared(rows: Sequence[RecipeFigures], baseline: str, title: str, confidence: float) -> bytes:
     return json.dumps({title: {row.recipe: row.val_loss for row in rows}}).encode()
 
 

@@ -137,7 +137,8 @@ class Guard:
         findings = self.monitor.poll(check_weights=due)
         outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
         for slot in findings.cleared:
-            layer, _, operand = slot.rpartition(".")  # of a grouped linear, with the group
+            layer, operand, group = _place_of(slot)
+            layer += "" if group is None else f".{group}"
             reason = "its history or scale was broken"
             self._add_event(step, "clear_amax", reason, layer=layer, operand=operand)
         # If the guard is not enabled, all steps after the first bad step are skipped.
@@ -368,7 +369,10 @@ def _span(bad: Sequence[BadStep]) -> int:
 
 
 def _place_of(slot: str) -> tuple[str, str, int | None]:
-    """The layer, the operand and, in a grouped linear, the group of a slot."""
+    """The layer, the operand and, in a grouped linear, the group of a slot. The slot may be of a
+    copy for one GEMM, such as `mlp.up.input.wgrad`."""
     path, _, operand = slot.rpartition(".")
+    if operand in ("dgrad", "wgrad"):
+        path, _, operand = path.rpartition(".")
     layer, _, number = path.rpartition(".")
     return (layer, operand, int(number)) if number.isdecimal() else (path, operand, None)

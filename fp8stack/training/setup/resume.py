@@ -20,6 +20,7 @@ from fp8stack.planning.run_config import (
     TRACKERS,
     RunConfig,
     at_home,
+    merged,
     parse_config,
     with_files,
 )
@@ -33,7 +34,7 @@ from fp8stack.training.init_from import same_source
 from fp8stack.training.load import emulation_dtype, layers_left_out, own_tokenizer
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
-from fp8stack.training.run_plans import ANY, Decided
+from fp8stack.training.run_plans import ANY, Decided, without_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,22 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     note = f"{folder.path} has no checkpoint yet: starting again from step 1"
     saved = parse_config(str(folder.config), {})
     return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
+
+
+def with_saved_machine(config: RunConfig, resume: str | None) -> RunConfig:
+    """`config` with the device and the timeout of the run that it resumes, unless it names its own.
+    They are needed before the run's configuration is read."""
+    folder = None
+    with suppress(UserError):
+        if resume not in (None, "auto"):
+            folder, _ = _locate(Path(str(resume)))
+        elif resume == "auto" or config.out is not None:
+            folder = choose_folder(config, resume=resume is not None)
+        if folder is not None and folder.config.exists():
+            saved = parse_config(str(folder.config), {})
+            keys = {"device", "rank_timeout"} - config.given.keys()
+            return config.model_copy(update={key: getattr(saved, key) for key in keys})
+    return config
 
 
 def _locate(path: Path) -> tuple[RunFolder, Path | None]:
@@ -217,7 +234,7 @@ def config_to_resume(resumption: Resumption, requested: RunConfig) -> RunConfig:
     if is_branch and flags.get("recipe", saved.recipe) != saved.recipe:
         table["recipe_overrides"] = {}
     for key in ("guard", "model_overrides", "recipe_overrides"):
-        flags[key] = table[key] | flags.get(key, {})
+        flags[key] = merged(table[key], flags.get(key, {}))
     config: RunConfig = presets.parse(RunConfig, table | flags, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME - (FREE_IN_BRANCH if is_branch else set())
     changes = differences(saved.model_dump(include=fixed), config.model_dump(include=fixed))
@@ -284,6 +301,12 @@ def _decided_in(info: Mapping[str, Any]) -> Decided:
     places = {name: place for name, place in phases["places"].items() if place < len(plans)}
     decisions["auto_in_fp8"] = "auto" not in places or _is_in_fp8(plans[places["auto"]])
     left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
+    names = [without_folder(name) for name in left_out]
+    left_out |= {
+        name: layers
+        for name, layers in zip(names, [*left_out.values()], strict=True)
+        if names.count(name) == 1
+    }
     needs_reference = phases["ended_at"] is not None
     return Decided(left_out=left_out, needs_reference=needs_reference, **decisions)
 

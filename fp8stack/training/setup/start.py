@@ -38,6 +38,7 @@ from fp8stack.training.setup.resume import (
     refuse_differences,
     restore,
     tokenizer_to_resume,
+    with_saved_machine,
 )
 from fp8stack.training.threads import use_threads
 
@@ -63,6 +64,8 @@ def set_up(
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
     config = with_absolute_paths(parse_config(file, flags, sets))
+    if not overwrite:
+        config = with_saved_machine(config, resume)
     expand_segments(config.device)  # before CUDA is initialized
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)

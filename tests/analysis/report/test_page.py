@@ -406,8 +406,6 @@ def test_a_branch_has_its_own_events_and_speed(tmp_path):
     branch = {"step": 150, "event": "branch", "why": "begun with runs/a/checkpoints/step-000150"}
     rows_before = [*rows[:44], *events()[:5], *rows[30:150], branch]
     run = make_run(tmp_path / "r", metrics=[*rows_before, *after])
-        tmp_path / "r", metrics=[*rows[:44], *events()[:5], *rows[30:150], branch, *after]
-    )
     assert "skipped" not in " ".join(findings_of(run))
     analysis = analyzed(run)
     assert [row["event"] for row in folded(analysis.run.events)] == ["branch"]

@@ -16,6 +16,7 @@ from fp8stack.layers.operands import Draws
 from fp8stack.planning.run_config import GuardConfig
 from fp8stack.training.distributed.process_group import join
 from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
+from fp8stack.training.guard.policy import _place_of
 from fp8stack.training.step import Step
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -404,3 +405,9 @@ def test_the_time_left_leaves_the_first_step_out(tmp_path, monkeypatch, now):
     monkeypatch.setattr(Step, "__call__", slow_at_first)
     small.advance(4)
     assert etas == [None, 36, 34, 32]
+
+
+def test_a_slot_of_a_copy_for_one_gemm_is_its_operands():
+    assert _place_of("blocks.0.mlp.up.input.wgrad") == ("blocks.0.mlp.up", "input", None)
+    assert _place_of("blocks.0.mlp.up.weight.dgrad") == ("blocks.0.mlp.up", "weight", None)
+    assert _place_of("blocks.0.mlp.experts.up.3.input") == ("blocks.0.mlp.experts.up", "input", 3)

@@ -20,14 +20,14 @@ import torch
 import fp8stack
 from fp8stack import cli
 from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.planning.run_config import RunConfig
-from fp8stack.precision import Hardware
+from fp8stack.planning.run_config import RunConfig, parse_config
+from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.validation import newest_sound
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.run_plans import Decided, plan_phases
-from fp8stack.training.setup import resume
+from fp8stack.training.run_plans import Decided, Schedule, plan_phases
+from fp8stack.training.setup import resume, start
 from tests.conftest import TINY, contents, losses, metrics
 from tests.training.conftest import AUTO, saved
 
@@ -373,3 +373,64 @@ def test_auto_keeps_its_choice_to_train_without_fp8(model, reason):
         assert again.recipe.to_json(words=False) == plan.recipe.to_json(words=False)
         assert "the run began without FP8" in " ".join(again.reasons)
         plan = again
+
+
+def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
+    """With phases, decisions are by recipe; a resumed run names its own copy of the file."""
+    for name in ("mine", "copies/mine"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.toml").write_text('like = "delayed"\n')
+    shape = load_config("gpt-nano", {"mlp_width": 1000})  # 16 does not divide it
+
+    def planned(file: str, hardware: Hardware, decided: Decided) -> tuple[list[Plan], Schedule]:
+        phases = [{"name": "first", "recipe": "bf16", "until": 2}, {"name": "second"}]
+        config = RunConfig.model_validate({"recipe": str(tmp_path / file), "phases": phases})
+        return plan_phases(config, shape, hardware, decided, 4096)
+
+    plans, schedule = planned("mine.toml", Hardware("cuda", (9, 0), has_te=False), Decided())
+    layers = layers_left_out(plans[schedule.variants[1]].to_json())
+    assert "blocks.0.mlp.down" in layers
+    phases = {"places": schedule.places, "ended_at": None}
+    tables = [plan.to_json() for plan in plans]
+    info = {"phases": phases, "plans": tables, "plan": tables[schedule.variants[1]]}
+    again, schedule = planned("copies/mine.toml", Hardware("cpu"), resume._decided_in(info))
+    assert layers_left_out(again[schedule.variants[1]].to_json()) == layers
+
+
+def test_a_resumed_run_keeps_the_device_and_the_timeout_that_it_began_with(
+    new, command, tmp_path, monkeypatch
+):
+    probed: list[str] = []
+
+    def probed_as(device: str) -> Hardware:
+        probed.append(device)
+        return probe("cpu")
+
+    monkeypatch.setattr(start, "probe", probed_as)
+    flags = [*new, "--out", "r", "--device", "cpu", "--set", "rank_timeout=77"]
+    assert command(*flags, "--steps", "2") == 0
+    for words in (["--resume", "r"], ["--resume", "auto", "--out", "r"]):
+        assert command("pretrain", *words) == 0
+    assert command("pretrain", "--resume", "r", "--device", "auto") == 0
+    assert probed == ["cpu", "cpu", "cpu", "auto"]
+    config = parse_config(str(tmp_path / "r/run.toml"), {})
+    assert (config.device, config.rank_timeout) == ("auto", 77)
+
+
+def test_tables_in_lists_of_overrides_are_written_as_toml(new, command, tmp_path):
+    layers = 'recipe.layers=[{match="blocks.0.*", recipe="bf16"}]'
+    flags = [*new, "--recipe", "mxfp8", "--out", "r", "--set", layers]
+    assert command(*flags, "--steps", "2") == 0
+    config = parse_config(str(tmp_path / "r/run.toml"), {})
+    assert config.recipe_overrides == {"layers": [{"match": "blocks.0.*", "recipe": "bf16"}]}
+    assert command(*flags, "--steps", "3", "--resume", "auto") == 0
+
+
+def test_tables_within_overrides_are_merged(new, command, tmp_path):
+    flags = [*new, "--recipe", "delayed", "--out", "r"]
+    nested = "recipe.input.history_length=16"
+    assert command(*flags, "--steps", "2", "--set", nested) == 0
+    more = ["--set", "recipe.input.margin=1", "--out", "b", "--steps", "3"]
+    assert command("pretrain", "--resume", "r", *more) == 0
+    config = parse_config(str(tmp_path / "b/run.toml"), {})
+    assert config.recipe_overrides == {"input": {"history_length": 16, "margin": 1}}
