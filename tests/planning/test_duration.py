@@ -96,7 +96,7 @@ def test_an_emulated_recipe_has_no_prediction():
 
 @pytest.mark.parametrize(("recipe", "peak"), [("fp32", 67), ("tf32", 494.5)])
 def test_gemms_in_float32_take_the_time_of_their_own_units(recipe, peak):
-    """Of the peak rate they reach the fraction that an H200 reaches in bf16, 700 of 989."""
+    """GEMMs reach the share of the peak rate that an H200 reaches in bf16, 700 of 989."""
     model = load_config("llama-8b", {"layers": 2})
     planned = plan_for(model, recipe, machine_for("9.0", False))
     predicted = predict(model, planned, GPU, batch=4, context=2048)

@@ -103,7 +103,7 @@ class _Results:
         self.comparison = comparison
         self.machine = machine("accelerate", device=comparison.config.device)
         self.ended: dict[str, RunFigures] = {}
-        self.failed_now: set[str] = set()  # recipes of which a run failed in this start
+        self.failed_now: set[str] = set()  # recipes with a run that failed in this start
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
         saved = read_report(comparison.report)["runs"] if comparison.report.exists() else []
@@ -207,7 +207,7 @@ class _Results:
 
     @property
     def without_interval(self) -> set[str]:
-        """The recipes that diverged, or of which a run failed in this start."""
+        """The recipes with a diverged run, or with a run that failed in this start."""
         return {run.recipe for run in self.runs if run.status == "diverged"} | self.failed_now
 
     def pairs_needed(self) -> dict[str, int] | None:

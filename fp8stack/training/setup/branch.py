@@ -49,8 +49,8 @@ def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumpt
     require_same_tokenizer(resumption, checkpoint, run.data.tokenizer)
     fp8, note = _fp8_state(run, saved, checkpoint)
     plans = [variant.plan.to_json() for variant in run.variants]
-    info = checkpoint.info | {"identity": dict(run.identity), "plans": plans}
-    info |= {"plan": run.main.plan.to_json()}
+    current = {"identity": dict(run.identity), "plan": run.main.plan.to_json(), "plans": plans}
+    info = checkpoint.info | current
     info |= _decisions(run, saved, checkpoint, same_phases=resumption.saved.phases == config.phases)
     if run.ranks.is_main:
         folder.take_over_metrics(origin, step)

@@ -57,8 +57,8 @@ class Resumption:
         return folder.tokenizer
 
     def changes_recipes(self, config: RunConfig) -> bool:
-        """Whether a branch with the configuration `config` may have other recipes than the run of
-        its checkpoint. What `auto` stands for is decided anew."""
+        """Whether the recipes of a branch with the configuration `config` may differ from its
+        origin's. The recipe that `auto` stands for is chosen again."""
         keys = ("recipe", "recipe_overrides", "phases")
         differ = any(getattr(self.saved, key) != getattr(config, key) for key in keys)
         return differ or "auto" in (config.recipe, *(phase.recipe for phase in config.phases))

@@ -179,8 +179,7 @@ def test_the_other_run_may_be_training(tmp_path):
 
 @pytest.mark.parametrize("files", ["links", "copies", "of links"])
 def test_its_first_checkpoint_is_its_own(files, tmp_path, monkeypatch):
-    """Without hard links, as on another file system, the files are copied. Of symbolic links, it
-    takes the files."""
+    """Files are copied if the file system has no hard links, and symbolic links are followed."""
     trained(tmp_path / "a", "delayed", steps=AT)
     for file in list((tmp_path / "a").rglob("*.safetensors")) if files == "of links" else ():
         (tmp_path / "a/store").mkdir(exist_ok=True)

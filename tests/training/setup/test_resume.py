@@ -376,7 +376,8 @@ def test_auto_keeps_its_choice_to_train_without_fp8(model, reason):
 
 
 def test_layers_that_a_recipe_file_left_out_stay_out_in_its_copy(tmp_path):
-    """With phases, decisions are by recipe; a resumed run names its own copy of the file."""
+    """A run with phases stores these decisions by recipe, and a resumed run names its own copy of
+    the recipe's file."""
     for name in ("mine", "copies/mine"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.toml").write_text('like = "delayed"\n')
