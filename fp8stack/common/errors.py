@@ -23,6 +23,11 @@ class UnservedAttention(UserError):
         self.reason = reason
 
 
+class MissingRequirement(UserError):
+    """This machine, or this version of fp8stack, lacks what sound input needs: a package, memory,
+    a permission. Exit code 2."""
+
+
 class NoUsableCheckpoint(UserError):
     """No checkpoint of the run to resume can be loaded. Exit code 3."""
 

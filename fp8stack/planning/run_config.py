@@ -263,7 +263,7 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
         *("device", "deterministic", "out", "steps", "workers", "save_fp8", "compile"),
-        "worker_timeout",
+        *("accumulate", "worker_timeout"),
         *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
         *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
@@ -279,8 +279,8 @@ FREE_ON_RESUME = frozenset(
         *("telemetry_every", "what_if", "guard"),
     }
 )
-"""Keys that a resumed run may change: keys that do not affect its numbers, the device and the
-backend (which may change the order of summation), and a larger `steps`. The files of the model, the
+"""Keys that a resumed run may change: keys that do not affect its numbers; the device, the backend
+and `accumulate`, so that it can resume on other machines; and `steps`. The files of the model, the
 recipe and the data may have moved; their contents are compared."""
 FREE_IN_BRANCH = frozenset(
     {"phases", "calibration_steps", "lr", "min_lr", "schedule", "warmup_steps", "decay_fraction"}

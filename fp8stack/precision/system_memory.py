@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import MissingRequirement
 
 
 def system_memory_gib() -> float:
@@ -43,11 +43,11 @@ def require_free(size: int, consumer: str) -> None:
     """Require that the system has `size` bytes of memory available.
 
     Raises:
-        UserError: it has less; the message names the `consumer` that needs them.
+        MissingRequirement: it has less; the message names the `consumer` that needs them.
     """
     available = available_memory("cpu")
     if available is not None and size > available:
-        raise UserError(
+        raise MissingRequirement(
             f"{consumer} needs {size / 2**30:,.1f} GiB of memory, and {available / 2**30:,.1f} GiB "
             "are left. Use a machine with more."
         )

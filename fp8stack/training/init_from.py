@@ -73,6 +73,7 @@ def with_source(config: RunConfig, source: Trained) -> RunConfig:
     once the run has a checkpoint. Raises a UserError that names the first difference if the model
     differs from the source's."""
     keys: dict[str, Any] = {"init_from": source.name}
+    filled: dict[str, Any] = {}
     if "model" not in config.given:
         if (run := source.config) is not None:
             model, overrides = run.model, run.model_overrides
@@ -81,8 +82,9 @@ def with_source(config: RunConfig, source: Trained) -> RunConfig:
         overrides = merged(overrides, config.model_overrides)
         keys |= {"model": model, "model_overrides": overrides}
         if not overrides.keys() & {"layers", "width"}:  # it is that model
-            keys |= preset_for(config.given | keys)
-    config = config.model_copy(update=keys)
+            filled = preset_for(config.given | keys)
+    config = config.model_copy(update=keys | filled)
+    config.model_fields_set.difference_update(filled)  # not given by the user
     shape = load_config(config.model, config.model_overrides)
     for difference in differences(_beside(source.shape, shape), _beside(shape, source.shape)):
         raise UserError(

@@ -1,6 +1,7 @@
 """Find and read checkpoints: folders of safetensors and JSON files, verified on load, without
 pickle."""
 
+import errno
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8stack.common import presets
-from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.errors import MissingRequirement, UserError, quoted
 from fp8stack.common.io import parse_json, sha256_of_file
 from fp8stack.data.tokenizer import TokenizerIdentity
 from fp8stack.precision.system_memory import require_free
@@ -97,7 +98,9 @@ def load(path: Path) -> Checkpoint:
     """Read the checkpoint in the folder `path`, and verify every byte of it.
 
     Raises:
-        UserError: a file is missing, cut short, changed or of another format; the message names it.
+        MissingRequirement: the memory or a permission is missing, or the checkpoint is of a newer
+            version of fp8stack; the message says which.
+        UserError: a file is missing, cut short or changed; the message names it.
     """
     manifest = _manifest(path)
     require_free(
@@ -129,7 +132,7 @@ def _verify(file: Path, expected: FileSum) -> None:
         _require_size(file, expected.bytes)
         digest = sha256_of_file(file)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+        raise _unreadable(file, error) from error
     if digest != expected.sha256:
         raise UserError(f"{file} is damaged: its SHA-256 is not the manifest's.")
 
@@ -168,7 +171,10 @@ def _manifest(path: Path) -> Manifest:
     if stated != sha256_of(canonical(body)):
         raise UserError(f"{file} is damaged: its SHA-256 is not the one it states.")
     if body.get("format") != FORMAT:
-        raise UserError(f"{file} has format {body.get('format')}; this version reads {FORMAT}.")
+        raise MissingRequirement(
+            f"{file} has format {quoted(str(body.get('format')))}; this version of fp8stack reads "
+            f"{FORMAT}. Use the version that wrote it."
+        )
     manifest: Manifest = presets.parse(Manifest, body, str(file))
     for name in manifest.files:
         if not _FILE.fullmatch(name):
@@ -183,7 +189,15 @@ def _read(file: Path, size: int | None) -> bytes:
         _require_size(file, size)
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    """The error for a file that cannot be read. A lost file or a failing disk is damage; a missing
+    permission or a network file system that does not answer is none."""
+    is_damage = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EIO)
+    kind = UserError if is_damage else MissingRequirement
+    return kind(f"{file} cannot be read: {error.strerror}.")
 
 
 def _require_size(file: Path, size: int | None) -> None:

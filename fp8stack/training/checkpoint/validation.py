@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack.common import presets
-from fp8stack.common.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.common.errors import MissingRequirement, NoUsableCheckpoint, UserError, quoted
 from fp8stack.layers import Draws, build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
@@ -93,7 +93,8 @@ class _Guard(_CheckedKeys):
 
 def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str]]:
     """The newest checkpoint in `folder` that passes `check`, its path, and the reasons why newer
-    ones do not. Raises a NoUsableCheckpoint with the reasons if no checkpoint passes."""
+    ones do not. Raises a NoUsableCheckpoint with the reasons if no checkpoint passes, and a
+    MissingRequirement if a sound one needs what is missing here."""
     passed_over: list[str] = []
     for path in checkpoints.candidates(folder):
         try:
@@ -110,9 +111,12 @@ def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str
 
 def load_sound(path: Path, check: Check) -> Checkpoint:
     """Load the checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
-    NoUsableCheckpoint that names its fault."""
+    NoUsableCheckpoint that names its fault, or a MissingRequirement if it has none but needs what
+    is missing here."""
     try:
         checkpoint = checkpoints.load(path)
+    except MissingRequirement:
+        raise
     except UserError as error:
         raise NoUsableCheckpoint(str(error)) from error
     named = re.fullmatch(r"step-(\d{6,})", path.resolve().name)
@@ -120,6 +124,8 @@ def load_sound(path: Path, check: Check) -> Checkpoint:
         if named and int(named[1]) != checkpoint.step:
             raise UserError(f"it is of step {quoted(str(checkpoint.step))}")
         check(checkpoint)
+    except MissingRequirement:
+        raise
     except UserError as error:
         fault = str(error).rstrip(".")
         raise NoUsableCheckpoint(f"{path} cannot be used: {fault}.") from error

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp8stack.common.errors import NoUsableCheckpoint
+from fp8stack.common.errors import UserError
 from fp8stack.common.tables import counted
 from fp8stack.layers.fsdp import first_row, local_shard
 from fp8stack.layers.grouped import GroupedLinear
@@ -275,7 +275,7 @@ class Guard:
         for number in saved:  # the newest first
             if (after or -1) < number < step:
                 checkpoint = None
-                with suppress(NoUsableCheckpoint):  # damaged, or its weights are not finite
+                with suppress(UserError):  # damaged, its weights are not finite, or no memory
                     checkpoint = load_sound(checkpoints.path_of(folder, number), can_go_on)
                 if not ranks.any(checkpoint is None):
                     return checkpoint

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import MissingRequirement, UserError
 from fp8stack.layers.compiler import require_tools
 from fp8stack.layers.fsdp import local_shard
 from fp8stack.planning.run_config import RunConfig
@@ -175,14 +175,14 @@ def _share(step: int, start: int, end: int) -> float:
 
 
 def low_bit_optimizers() -> dict[str, Any]:
-    """The classes of torchao's AdamW, by the names of our options. Raises a UserError if torchao is
-    missing or old. No other module imports torchao's optimizers."""
+    """The classes of torchao's AdamW, by the names of our options. Raises a MissingRequirement if
+    torchao is missing or old. No other module imports torchao's optimizers."""
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:
-        raise UserError(
-            "The optimizers adamw8bit and adamwfp8 need torchao: pip install 'torchao>=0.18', or "
-            "choose --set optimizer=adamw."
+        raise MissingRequirement(
+            "The optimizers adamw8bit and adamwfp8 need torchao: pip install 'torchao>=0.18'. "
+            "A new run can use --set optimizer=adamw."
         ) from error
     return {"adamw8bit": _sharded(AdamW8bit), "adamwfp8": _sharded(AdamWFp8)}
 

@@ -182,21 +182,24 @@ def _branch(
     if named is None and not checkpoints.candidates(source.checkpoints):
         raise UserError(f"{source.path} has no checkpoint yet to begin {folder.path} with.")
     checkpoint, path, passed_over = _load(source, named)
-    resumption = _from_checkpoint(source, checkpoint, path, passed_over)
-    skipped = "".join(f"; passed over: {reason}" for reason in passed_over)
-    notes = (f"a new run that begins with {path}{skipped}",)
-    return replace(resumption, folder=folder, notes=notes, origin=path)
+    begins = "a new run that begins with"
+    resumption = _from_checkpoint(source, checkpoint, path, passed_over, begins)
+    return replace(resumption, folder=folder, notes=resumption.notes[:1], origin=path)
 
 
 def _from_checkpoint(
-    folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
+    folder: RunFolder,
+    checkpoint: Checkpoint,
+    path: Path,
+    passed_over: list[str],
+    begins: str = "resumed from",
 ) -> Resumption:
     """The resumption from a checkpoint. The configuration is the checkpoint's, since run.toml may
     have been edited."""
     table = at_home(checkpoint.info["config"], folder.path)
     saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     reasons = "".join(f"; passed over: {reason}" for reason in passed_over)
-    notes = [f"resumed from {path}{reasons}"]
+    notes = [f"{begins} {path}{reasons}"]
     try:
         parse_config(str(folder.config), {})
     except UserError as error:
@@ -339,8 +342,14 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
     if config.threads != saved.threads:
         before, now = (table.threads or "torch's choice" for table in (saved, config))
         notes.append(f"threads {before} -> {now}: sums may round differently")
-    if (version := info["versions"].get("torch")) != torch.__version__:
-        notes.append(f"torch {version} -> {torch.__version__}: losses may differ")
+    ranks = sum(name.startswith("cpu") for name in checkpoint.tensors["rng"])
+    for key, before, now in (
+        ("accumulate", saved.accumulate, config.accumulate),
+        ("ranks", ranks, run.ranks.count),
+        ("torch", info["versions"].get("torch"), torch.__version__),
+    ):
+        if before != now:
+            notes.append(f"{key} {before} -> {now}: losses may differ")
     run.restore(checkpoint)
     if (guard := info["guard"]) is not None:
         for layer in guard["demoted"]:

@@ -112,7 +112,6 @@ def _find_beginning(
     else:
         resumption = find_resumption_together(config, resume, ranks)
     if resumption is None:
-        config = for_ranks(config, ranks.count)
         folder = RunFolder(Path(ranks.from_main(lambda: _folder_for(config, overwrite))))
     else:
         folder = resumption.folder
@@ -128,7 +127,7 @@ def _find_beginning(
         tokenizer_file = tokenizer_to_resume(resumption, config)
     tokenizer = named_tokenizer(config)
     if resumption is None:
-        config = with_vocabulary(config, tokenizer)
+        config = with_vocabulary(for_ranks(config, ranks.count), tokenizer)
     return Beginning(
         config=config,
         folder=folder,

@@ -1,4 +1,4 @@
-"""Forty ways in which a run on the disk is damaged or made up, and what must become of it (R5)."""
+"""Ways in which a run on the disk is damaged or made up, and what must become of it (R5)."""
 
 import hashlib
 import json
@@ -182,7 +182,6 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
     "swapped files": (_swap, "model.safetensors is damaged"),
     "bytes too many": (_edited(FILES[0], lambda content: content + b"x"), "model.safetensors"),
     "another step": (lambda folder: rewrite(folder, lambda body: body.update(step=7)), "step 7"),
-    "another format": (lambda f: rewrite(f, lambda body: body.update(format=2)), "has format 2"),
     "short weight": (_with_tensor("model", f"{_UP}.weight", lambda t: t[:3]), f"{_UP}.weight"),
     "double weight": (_with_tensor("model", f"{_UP}.weight", Tensor.double), f"{_UP}.weight"),
     "NaN weight": (_with_tensor("model", f"{_UP}.weight", lambda t: t * torch.nan), "not finite"),

@@ -21,7 +21,7 @@ class Other:
 
 # Key, and what it is on resumption and was.
 PLAIN: list[tuple[str, Any, Any]] = [
-    ("seed", 3, 0), ("batch", 8, 4), ("context", 16, 32), ("lr", 0.1, 0.003), ("accumulate", 2, 1),
+    ("seed", 3, 0), ("batch", 8, 4), ("context", 16, 32), ("lr", 0.1, 0.003),
     ("schedule", "wsd", "cosine"), ("warmup_steps", 5, 2), ("decay_fraction", 0.5, 0.2),
     ("min_lr", 0.5, 0.1), ("weight_decay", 0.0, 0.1), ("beta1", 0.8, 0.9), ("beta2", 0.99, 0.95),
     ("adam_eps", 1e-6, 1e-8), ("clip", 0.5, 1.0), ("clip_mode", "value", "norm"),

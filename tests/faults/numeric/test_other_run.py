@@ -25,6 +25,7 @@ FREE: list[dict[str, Any]] = [
     {"workers": 1}, {"deterministic": False}, {"save_fp8": True}, {"telemetry_every": 7},
     {"telemetry_every": 7, "what_if": ["mxfp8"]}, {"guard": {"patience": 7}}, {"strict": False},
     {"activation_checkpointing": "block"}, {"debug_steps": 1}, {"backend": "torch"},
+    {"accumulate": 2},
 ]  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_what_may_change_goes_through(keys, saved):
     run = resumed_as(saved, keys)
     run.folder.release()
     assert run.step == 4
+    assert ("accumulate 1 -> 2: losses may differ" in run.notes) == ("accumulate" in keys)
     config = run.config.model_dump()
     for key, value in keys.items():
         if key == "guard":

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fp8stack import GPT, GPTConfig, data
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.model.hf import from_hf, model_from_config, open_folder
-from fp8stack.planning.run_config import RunConfig, parse_config
+from fp8stack.planning.run_config import RunConfig, for_ranks, parse_config
 from fp8stack.precision import system_memory
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.init_from import nearest_preset, same_source, with_source
@@ -379,6 +380,8 @@ def test_another_model_than_the_folders_is_refused_its_dropout_is_free_and_it_is
     config = with_source(RunConfig(model_overrides={"dropout": 0.1}), source)
     assert config.model_overrides["dropout"] == 0.1
     assert config.init_from == f"hf:{llama.resolve()}"
+    config = with_source(parse_config(None, {}), replace(source, shape=load_config("gpt2-124m")))
+    assert (config.batch, config.accumulate, for_ranks(config, 8).accumulate) == (512, 32, 4)
     monkeypatch.chdir(llama.parent)
     assert same_source("hf:llama", f"hf:{llama.resolve()}")
     for first, second in (("hf:llama", llama.resolve()), ("llama", f"hf:{llama.resolve()}")):

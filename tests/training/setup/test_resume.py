@@ -4,12 +4,14 @@ Tests of changes that a resumed run refuses are in tests/faults/numeric/test_oth
 other damage are in tests/faults/inputs/test_inputs.py.
 """
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import Decided, Schedule, plan_phases
 from fp8stack.training.setup import resume, start
 from tests.conftest import TINY, contents, losses, metrics
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.training.conftest import AUTO, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +130,41 @@ def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(run, ref
     error = refused(*AUTO, code=3, message="step-000012")
     assert "step-000008" in error
     assert contents(run) == before
+
+
+MEMORY = "fp8stack.precision.system_memory.available_memory"
+
+
+def _deny(*_: object) -> bytes:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+LACKING: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], object], str]] = {
+    "memory": (lambda patch, _: patch.setattr(MEMORY, lambda _: 0), "0.0 GiB are left"),
+    "a permission": (lambda patch, _: patch.setattr(Path, "read_bytes", _deny), "Permission den"),
+    "a newer version": (
+        lambda _, folder: rewrite(folder, lambda body: body.update(format=2)),
+        "has format 2; this version of fp8stack reads 1. Use the version that wrote it",
+    ),
+    "torchao": (
+        lambda patch, folder: (
+            patch.setitem(sys.modules, "torchao.optim", None),
+            rewrite(folder, lambda body: body["info"]["config"].update(optimizer="adamw8bit")),
+        ),
+        "need torchao: pip install",
+    ),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_sound_checkpoint_is_not_passed_over_for_what_the_machine_lacks(
+    lacking, run, refused, monkeypatch
+):
+    take_away, message = LACKING[lacking]
+    take_away(monkeypatch, run / "checkpoints/step-000012")
+    refused(*AUTO, message=message)
+    if lacking != "torchao":  # which a model does without
+        refused("eval", "r", message=message)
 
 
 def test_a_run_without_a_checkpoint_begins_again_as_its_run_toml_says_now(
