@@ -39,6 +39,7 @@ def copy(
     from fp8stack.common import presets
     from fp8stack.common.io import write_atomically
 
+    content: bytes | None = None
     if kind == "model":
         source = presets.find("models", name)
     elif kind == "recipe":
@@ -46,7 +47,7 @@ def copy(
             raise UserError("auto stands for another recipe; `fp8stack plan` says which. Copy it.")
         source = presets.find("recipes", name)
     elif kind == "run":
-        source = _configuration(name)
+        source, content = _configuration(name)
     else:
         raise unknown("kind to copy", kind, tuple(FLAGS))
     if file.suffix != ".toml":
@@ -55,17 +56,19 @@ def copy(
         raise UserError(f"There is no folder {quoted(str(file.parent))}. Create it first.")
     if file.exists() and not overwrite:
         raise UserError(f"{quoted(str(file))} exists. Give another name, or --overwrite.")
-    write_atomically(file, source.read_bytes())
+    write_atomically(file, source.read_bytes() if content is None else content)
     terminal.say(
         f"copied {source} to {file}; edit it, then: fp8stack pretrain {FLAGS[kind]} "
         f"{terminal.shell_quoted(str(file))}"
     )
 
 
-def _configuration(name: str) -> Path:
+def _configuration(name: str) -> tuple[Path, bytes]:
+    """The `run.toml` of a run, and its content with absolute paths of the files in the run."""
+    from fp8stack.planning.run_config import parse_config, to_toml
     from fp8stack.training.run_folder import RunFolder
 
     folder = RunFolder(Path(name))
     if not folder.holds_run:
         raise UserError(f"{quoted(name)} is no run folder: it has no {folder.config.name}.")
-    return folder.config
+    return folder.config, to_toml(parse_config(str(folder.config), {})).encode()

@@ -49,6 +49,15 @@ _DEEP_KEY = re.compile(
 )
 
 
+def absolute_path(path: str) -> str:
+    """`path` from the root, without symbolic links, except that a link to a file keeps its name:
+    its suffix and the files next to it say what it holds."""
+    if not os.path.isfile(path):
+        return os.path.realpath(path)
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder or os.curdir), name)
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Context that turns an OSError or a SafetensorError into a StorageError, whose one line names

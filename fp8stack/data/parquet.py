@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.common.errors import UserError, quoted
+from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.corpus import Segment, Separator
 
 MOST_BYTES = 2 * 2**30
@@ -80,8 +81,9 @@ def parquet_segments(paths: Sequence[Path]) -> tuple[Segment, ...]:
                 if len(tokens) + sum(map(len, segments)) > MOST_BYTES:
                     raise UserError(
                         f"{path} holds too much text to be read into memory: "
-                        f"{MOST_BYTES / 2**30:g} GiB is the most. Make tokens of it with `fp8stack "
-                        f"prepare {path} --tokenizer bytes --out tokens` and give `--data tokens`."
+                        f"{MOST_BYTES / 2**30:g} GiB is the most. Make tokens of it: fp8stack "
+                        f"prepare {shell_quoted(str(path))} --text-key {shell_quoted(column)} "
+                        "--tokenizer bytes --out tokens, and give --data tokens."
                     )
             if tokens.count(END_OF_TEXT) == len(tokens):
                 raise UserError(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fp8stack.common.errors import UserError
+from fp8stack.common.io import absolute_path
 from fp8stack.data.corpus import Corpus
 from fp8stack.data.order import BLOCK, shares
 
@@ -80,5 +81,5 @@ def absolute(data: str) -> str:
     """`data` with absolute paths, also in a mixture. Raises what `weighted` raises."""
     pieces = weighted(data)
     if pieces is None:
-        return os.path.realpath(data)
-    return ",".join(f"{weight!r}:{os.path.realpath(path)}" for weight, path in pieces)
+        return absolute_path(data)
+    return ",".join(f"{weight!r}:{absolute_path(path)}" for weight, path in pieces)

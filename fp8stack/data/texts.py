@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.corpus import Segment, Separator, map_tokens
 from fp8stack.data.files import encoding_of, head_and_size, is_empty, unreadable, walk
@@ -125,9 +125,9 @@ def encoded(name: str, segments: Sequence[Segment], tokenizer: Tokenizer) -> tup
     if size > MOST_BYTES:
         raise UserError(
             f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
-            f"tokens when a run begins. Make them before: fp8stack prepare "
-            f"{shell_quoted(name)} --tokenizer {shell_quoted(tokenizer.name)} --out tokens, and "
-            "give --data tokens."
+            f"tokens when a run begins. Make them before, of {quoted(tokenizer.name)}: fp8stack "
+            f"prepare {shell_quoted(name)} --tokenizer NAME|PATH --out tokens, and give "
+            "--data tokens."
         )
     return tuple(_tokens_of(segment, tokenizer) for segment in segments)
 

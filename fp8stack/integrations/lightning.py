@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.model.convert import convert
+from fp8stack.model.convertible import find_layers
 from fp8stack.model.expert_layouts import find_expert_weights
 from fp8stack.precision import Plan, probe, resolve
 
@@ -39,7 +41,8 @@ class FP8Precision(_base()):  # type: ignore[misc]
         modules: the attributes of the LightningModule to convert, such as `("model",)`. By default
             every attribute that contains linear layers. An attribute that is itself a linear layer
             is not converted.
-        exclude: patterns of module paths to leave unchanged, relative to each of `modules`.
+        exclude: patterns of module paths to leave unchanged, relative to each of `modules`. Each
+            must match a layer in one of them.
 
     Raises:
         UserError: `fp8stack.convert` raises one, or there is nothing to convert.
@@ -54,7 +57,7 @@ class FP8Precision(_base()):  # type: ignore[misc]
     ) -> None:
         self.plan = recipe if isinstance(recipe, Plan) else resolve(recipe, probe())
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
-        self.exclude = exclude
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._module: nn.Module = nn.Module()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -73,11 +76,32 @@ class FP8Precision(_base()):  # type: ignore[misc]
             if name not in children:
                 module_names = ", ".join(children)
                 raise UserError(f"FP8Precision: no module '{name}'. Modules: {module_names}.")
-            convert(children[name], self.plan, self.exclude)
+        patterns = self._patterns({name: children[name] for name in names})
+        for name in names:
+            convert(children[name], self.plan, patterns[name])
         for name, child in children.items():
             if isinstance(child, nn.Linear) and name not in self.modules:
                 log.info(f"{name}: unchanged, a linear layer by itself in the LightningModule")
         return module
+
+    def _patterns(self, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+        """The patterns of `exclude` that match a layer, by module. Raises a UserError if a pattern
+        matches a layer in none."""
+        paths = {
+            name: [path for layer in find_layers(module, ()).values() for path in layer.paths]
+            for name, module in modules.items()
+        }
+        matching = {
+            name: [pattern for pattern in self.exclude if fnmatch.filter(paths[name], pattern)]
+            for name in modules
+        }
+        for pattern in self.exclude:
+            if not any(pattern in patterns for patterns in matching.values()):
+                raise UserError(
+                    f"FP8Precision: the pattern '{quoted(pattern)}' of `exclude` matches no layer "
+                    f"in {', '.join(modules)}."
+                )
+        return matching
 
     def state_dict(self) -> dict[str, Tensor]:
         """The FP8 state; Lightning saves it as `checkpoint["FP8Precision"]`."""

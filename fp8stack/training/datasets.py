@@ -57,9 +57,8 @@ def read(
         if tokenizer is not None and not alike(tokenizer, named):
             raise UserError(
                 f"--tokenizer {config.tokenizer} is not that of the data, {tokenizer.name}. Leave "
-                "it out, or tokenize them: fp8stack prepare "
-                f"{shell_quoted(config.data or 'TEXT')} --tokenizer "
-                f"{shell_quoted(config.tokenizer or '')} --out DIR"
+                "it out, or tokenize the text that they were made of: fp8stack prepare TEXT "
+                f"--tokenizer {shell_quoted(config.tokenizer or '')} --out DIR"
             )
         tokenizer = named
     elif source is not None and tokenizer is not None and texts is None:

@@ -69,3 +69,13 @@ def test_overwrite_replaces_the_file(command):
     Path("mine.toml").write_text("old")
     assert command("copy", "recipe", "delayed", "mine.toml", "--overwrite") == 0
     assert load_recipe("mine.toml").quantizers == load_recipe("delayed").quantizers
+
+
+def test_a_copied_configuration_names_the_runs_own_files(command):
+    Path("mine.toml").write_text('like = "current"\n')
+    assert command("pretrain", *TINY, "--recipe", "mine.toml", "--steps", "1", "--out", "a") == 0
+    Path("mine.toml").unlink()
+    assert command("copy", "run", "a", "copy.toml") == 0
+    assert command("pretrain", "--config", "copy.toml", "--out", "b") == 0
+    a, b = (RunFolder(Path(path)).read_metrics()[-1]["val_loss"] for path in ("a", "b"))
+    assert a == b

@@ -355,7 +355,8 @@ def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, m
         monkeypatch.setattr(parquet, "MOST_BYTES", needed)
         assert len(everything(load_corpora(str(data), 256))) == needed
         monkeypatch.setattr(parquet, "MOST_BYTES", needed - 1)
-        assert f"`fp8stack prepare {path} --tokenizer bytes --out tokens`" in refusal(data)
+        remedy = f"fp8stack prepare {path} --text-key text --tokenizer bytes --out tokens"
+        assert remedy in refusal(data)
     read.reset_mock()
     monkeypatch.setattr(parquet, "MOST_BYTES", 5000)
     refusal(path)

@@ -145,6 +145,17 @@ def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(tmp_path, monke
     assert train.window(44, 2).tolist() == [7, 8]
 
 
+def test_a_link_to_a_file_keeps_its_name_and_links_to_folders_are_followed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "8f3a").write_bytes(bytes(100))
+    (tmp_path / "train.bin").symlink_to(tmp_path / "blobs" / "8f3a")
+    (tmp_path / "folder").symlink_to("blobs")
+    assert absolute("train.bin") == str(tmp_path / "train.bin")
+    assert absolute("folder") == str(tmp_path / "blobs")
+    assert absolute("folder/8f3a") == str(tmp_path / "blobs" / "8f3a")
+
+
 def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
     named = absolute(mixed)
     assert named == f"0.5:{tmp_path}/1.bin,0.3:{tmp_path}/2.bin,0.2:{tmp_path}/3.bin"

@@ -144,6 +144,21 @@ class Parts(pl.LightningModule):
         self.norm = nn.LayerNorm(32)
 
 
+def test_a_pattern_may_match_in_one_module_alone():
+    plan = fp8stack.resolve("delayed", fp8stack.probe("cpu"))
+    module: Any = Parts()
+    module.decoder.append(nn.Linear(32, 32))
+    converted = FP8Precision(plan, exclude=iter(["1"])).convert_module(module)
+    names = {name.rpartition(".")[0] for name in fp8_state(converted)}
+    assert {name for name in names if name.endswith("weight")} == {
+        "encoder.0.weight", "decoder.0.weight",
+    }  # fmt: skip
+    module = Parts()
+    with pytest.raises(UserError, match=r"'nothing' of `exclude` matches no layer in encoder, de"):
+        FP8Precision(plan, exclude=["0", "nothing"]).convert_module(module)
+    assert not hasattr(module.encoder, "fp8_plan")
+
+
 def test_which_modules_are_converted_can_be_said(caplog):
     plan = fp8stack.resolve("delayed", fp8stack.probe("cpu"))
     with caplog.at_level(logging.INFO, "fp8stack"):

@@ -17,6 +17,7 @@ from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
 from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
 from fp8stack.data.prepare.streams import PACKED, ByteStream
+from fp8stack.data.tokenizer.base import END_OF_TEXT
 
 LEAST_BPE = 257  # the bytes, and the token that ends a document
 MOST_BPE = 2**20
@@ -61,6 +62,11 @@ class Settings:
             raise UserError(
                 f"Cannot train a tokenizer of {self.train_bpe} tokens. Use {LEAST_BPE} (every byte "
                 f"and the end of a document) to {MOST_BPE:,}."
+            )
+        if self.train_bpe is not None and self.end_of_text not in (None, END_OF_TEXT):
+            raise UserError(
+                f"--train-bpe makes {END_OF_TEXT} the end of a document. Leave out --end-of-text "
+                f"{quoted(self.end_of_text)}."
             )
 
     def of_output(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fp8stack.common.errors import UserError, quoted
@@ -40,8 +42,8 @@ def prepare(
     settings: Settings, overwrite: bool = False, stopping: Stopping = nullcontext
 ) -> dict[str, Any]:
     """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
-    return its manifest. `overwrite` first removes an existing preparation. Steps that start over
-    if they are stopped run in a context of `stopping`.
+    return its manifest. `overwrite` first removes an existing preparation, unless that is this one
+    and unfinished. Steps that start over if they are stopped run in a context of `stopping`.
 
     Raises:
         UserError: datasets is missing; inputs, the tokenizer or the folder cannot be used.
@@ -53,7 +55,9 @@ def prepare(
     folder = OutputFolder(settings.out)
     with folder.claimed():
         is_own = folder.is_own
-        if overwrite:
+        begun_alike = folder.unfinished_content().get("settings") == settings.of_output()
+        if overwrite and not begun_alike:
+            _require_usable(settings, sources)
             folder.clear()
         manifest, speed = folder.manifest(), ""
         if manifest is not None:
@@ -67,6 +71,21 @@ def prepare(
             manifest, speed = _prepare(folder, settings, sources, stopping)
         say(*summary(settings, manifest, speed))
         return manifest
+
+
+def _require_usable(settings: Settings, sources: Sequence[Source]) -> None:
+    """Raise a UserError if the tokenizer or the first source cannot be used, before an earlier
+    preparation is removed."""
+    if settings.train_bpe is None:
+        _load(settings)
+    with TemporaryDirectory() as scratch:
+        reader = _reader(settings, Path(scratch))
+        with closing(reader.read(sources[0])) as texts:
+            next(texts, None)
+
+
+def _reader(settings: Settings, scratch: Path) -> Reader:
+    return Reader(text_key=settings.text_key, scratch=scratch / "table", size=BLOCK_BYTES)
 
 
 def _require_same(
@@ -100,7 +119,7 @@ def _prepare(
 ) -> tuple[dict[str, Any], str]:
     """The manifest, once the folder is finished, and the speed for the summary."""
     started = time.monotonic()
-    reader = Reader(text_key=settings.text_key, scratch=folder.scratch / "table", size=BLOCK_BYTES)
+    reader = _reader(settings, folder.scratch)
     begin: dict[str, Any] = {"settings": settings.of_output(), "version": __version__}
     begin |= {"block": BLOCK_BYTES}
     if settings.train_bpe is None:

@@ -94,10 +94,11 @@ class Reader:
     def _array(self, source: Source, skip: int) -> Texts:
         name = quoted(source.path)
         with ByteStream(Path(source.path)) as stream:
-            rows = _parsed(_decoded(stream.read())[0], name)
+            content, replaced = _decoded(stream.read())
+            rows = _parsed(content, name)
         for number, row in enumerate(rows[skip:], skip + 1):
-            text, replaced = self._field(row, f"{name} row {number}")
-            yield Text(text, source.size, replaced)
+            text, more = self._field(row, f"{name} row {number}")
+            yield Text(text, source.size, more + (replaced if number == 1 else 0))
 
     def _field(self, row: Any, where: str) -> tuple[str, int]:
         """The text of a JSON object, with the number of U+FFFD that replaced lone surrogates, which
@@ -126,13 +127,17 @@ class Reader:
         """The rows of CSV, TSV or parquet."""
         rows = self._csv(source, skip) if source.kind == "csv" else self._parquet(source, skip)
         for number, (text, on_disk) in enumerate(rows, skip + 1):
-            yield Text(_text_in(text, f"{quoted(source.path)} row {number}"), on_disk)
+            content = _text_in(text, f"{quoted(source.path)} row {number}").encode(
+                errors="surrogateescape"
+            )
+            decoded, replaced = _decoded(content)
+            yield Text(decoded, on_disk, replaced)
 
     def _csv(self, source: Source, skip: int) -> Iterator[tuple[object, int]]:
         csv.field_size_limit(LONGEST_LINE)
         with ByteStream(Path(source.path)) as stream:
-            text = TextIOWrapper(stream, encoding="utf-8", errors="replace", newline="")
-            separator = "\t" if ".tsv" in source.path.lower() else ","
+            text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
+            separator = "\t" if ".tsv" in Path(source.path).name.lower() else ","
             table = csv.reader(text, delimiter=separator, strict=True)
             try:
                 header = next(table, [])
@@ -317,7 +322,7 @@ def _pieces(
     longest = LONGEST_WORD if cut_texts else LONGEST_UNCUT
     piece, want, is_last = stream.read(size + 1), size, False
     while piece and not is_last:
-        piece += stream.read(want + 1 - len(piece))
+        piece += stream.read(max(0, want + 1 - len(piece)))
         is_last = len(piece) <= want
         at = len(piece) if is_last else cut_of(piece[:want]) if cut_texts else 0
         if at == 0 and want < longest:

@@ -94,10 +94,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write `tokenizer.json` to a folder, and `special_tokens_map.json` where the former does not
     say which token ends a text. Raises a StorageError if that fails."""
     text = tokenizer.to_json()
+    says_the_end = tokenizer_from_json(text).end_of_text == tokenizer.end_of_text
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SPECIAL_TOKENS).unlink(missing_ok=True)
-    if tokenizer_from_json(text).end_of_text != tokenizer.end_of_text:
+        if says_the_end:
+            (folder / SPECIAL_TOKENS).unlink(missing_ok=True)
+    if not says_the_end:
         table = json.dumps({"eos_token": tokenizer.end_token}, ensure_ascii=False)
         write_atomically(folder / SPECIAL_TOKENS, f"{table}\n".encode())
     write_atomically(folder / TOKENIZER_FILE, text.encode())

@@ -30,7 +30,9 @@ from fp8stack.data.prepare import inputs, readers, train
 from fp8stack.data.prepare import pipeline as run
 from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.progress_display import ProgressDisplay
+from fp8stack.data.prepare.shards import Writer
 from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
+from tests.conftest import contents
 from tests.conftest import refusal as refused_by
 from tests.support.small_tokenizers import metaspace, trained
 
@@ -708,7 +710,9 @@ def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus
         assert tokenizer_of(str(tmp_path / name)).end_token == token
     message = refusal(corpus, out=tmp_path / "beside", **options, end_of_text="</s>")
     assert "--end-of-text was none, now </s>" in message
-    assert "Known: <|endoftext|>" in refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
+    refused = refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
+    assert "--train-bpe makes <|endoftext|> the end of a document" in refused
+    assert not out.exists()
 
 
 def test_a_tokenizer_of_the_hub_is_fetched(corpus, tmp_path, out, monkeypatch):
@@ -926,3 +930,48 @@ def test_what_was_prepared_is_json_on_request_and_progress_is_elsewhere(corpus, 
         assert summary["held_out"]["documents"] == held == splits["val"]["documents"] > 0
         assert ("is finished already." in printed.err) == again
         assert "documents: 300" in printed.err
+
+
+def test_places_to_cut_that_are_far_apart_are_found(tmp_path, out, monkeypatch):
+    monkeypatch.setattr(run, "BLOCK_BYTES", 64)
+    text = b"1," * 70 + b" " + b"1," * 90  # after the cut more than a block is left
+    manifest = prepared(written(tmp_path / "a.txt", text), out=out, held_out=0)
+    assert manifest["documents"]["cut_words"] == 0
+    assert bytes(shards(out, "train")[1][0]) == text
+
+
+def test_bytes_that_are_no_utf8_are_counted_in_tables_and_arrays_too(tmp_path, out):
+    table = written(tmp_path / "a.csv", "text\nGröße\nok\n".encode("cp1252"))
+    array = written(tmp_path / "b.json", '[{"text": "Größe"}, {"text": "a"}]'.encode("cp1252"))
+    manifest = prepared(table, array, out=out, held_out=0)
+    assert manifest["documents"]["replaced"] == 4
+    texts = [bytes(tokens).decode() for tokens in shards(out, "train")[1]]
+    assert texts == ["Gr\ufffd\ufffde", "ok", "Gr\ufffd\ufffde", "a"]
+
+
+def test_overwriting_removes_nothing_before_what_is_new_can_begin(corpus, out):
+    prepared(corpus, out=out)
+    before = contents(out)
+    wrong: list[dict[str, Any]] = [{"tokenizer": "mistyped.json"}, {"text_key": "mistyped"}]
+    for changes in wrong:
+        assert "mistyped" in refusal(corpus, out=out, overwrite=True, **changes)
+        assert contents(out) == before
+
+
+def test_overwriting_goes_on_with_the_same_preparation_that_was_interrupted(
+    corpus, out, monkeypatch, capsys
+):
+    monkeypatch.setattr(run, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(run, "GROUP_BYTES", 1500)
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(corpus, out=out)
+    capsys.readouterr()
+    prepared(corpus, out=out, overwrite=True)
+    assert "going on after" in capsys.readouterr().out
+    require(out, documents(300))
+
+
+def _interrupt(_: object) -> None:
+    raise KeyboardInterrupt
