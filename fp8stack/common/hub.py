@@ -22,13 +22,17 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
 
 # `consolidated*` files hold the weights a second time, under the original authors' names.
 _TOKENIZER = [TOKENIZER_FILE, SPECIAL_TOKENS, "tokenizer_config.json"]
+_USAGE = ["generation_config.json", CHAT_TEMPLATE]
 _FILES: dict[str, Any] = {
-    "allow_patterns": ["config.json", *_TOKENIZER, "*.safetensors.index.json", "*.safetensors"],
+    "allow_patterns": [
+        *("config.json", *_TOKENIZER, *_USAGE, "*.safetensors.index.json", "*.safetensors")
+    ],
     "ignore_patterns": ["*/*", "consolidated*"],
 }
 # Weights of an earlier push, which a reader would mix with the new weights.

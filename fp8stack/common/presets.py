@@ -54,6 +54,11 @@ def names(kind: Kind) -> list[str]:
     return sorted(_files(kind))
 
 
+def label(name: str) -> str:
+    """The short name of a preset or of a file: `mine` of `folder/mine.toml`, else `name` itself."""
+    return Path(name).stem if name.endswith(".toml") else name
+
+
 def training_recipes() -> list[str]:
     """The names of the recipes for training, sorted: all but the schemes of inference servers,
     `served:...`, which quantize the forward pass alone."""

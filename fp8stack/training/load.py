@@ -29,6 +29,7 @@ from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
+from fp8stack.training.run_plans import phases_in, without_folder
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -113,14 +114,56 @@ class Trained:
     @property
     def recipe(self) -> str:
         """The recipe of the last training step; fp32 for a model of transformers."""
+        return "fp32" if self.checkpoint is None else str(self._last_plan["recipe"]["name"])
+
+    @property
+    def left_fp8(self) -> tuple[str, ...]:
+        """The layers, and attention, that the guard had taken out of FP8 at the last step."""
+        guard = None if self.checkpoint is None else self.checkpoint.info["guard"]
+        return tuple(guard["demoted"]) if guard else ()
+
+    @property
+    def has_last_scales(self) -> bool:
+        """Whether the last step set the checkpoint's scales of delayed scaling, and not a step of
+        an earlier phase."""
+        return self.checkpoint is not None and self._last_plan == self.checkpoint.info["plan"]
+
+    @property
+    def _last_plan(self) -> Mapping[str, Any]:
+        """The plan of the last training step. `plan` in checkpoint.json is the plan of the phase
+        whose FP8 state is saved."""
+        config, checkpoint = self.config, self.checkpoint
+        assert checkpoint is not None
+        assert config is not None
+        saved: Mapping[str, Any] = checkpoint.info["plan"]
+        plans: list[Mapping[str, Any]] = checkpoint.info["plans"]
+        if (state := checkpoint.info["phases"]) is None or len(plans) < 2:
+            return saved
+        if state["ended_at"] is not None and checkpoint.step > state["ended_at"]:
+            request = "fp32"  # the reference that the guard went on with
+        else:
+            phases = phases_in(config)
+            request = next(p.asked for p in phases if checkpoint.step <= p.last or p is phases[-1])
+        places = {without_folder(name): place for name, place in state["places"].items()}
+        place = places.get(without_folder(request), len(plans))
+        return plans[place] if place < len(plans) else saved
+
+    def _plan_of(self, recipe: str) -> Mapping[str, Any] | None:
+        """The last plan in `recipe` that the run had; None if it had none."""
         if self.checkpoint is None:
-            return "fp32"
-        return str(self.checkpoint.info["plan"]["recipe"]["name"])
+            return None
+        plans = (self._last_plan, self.checkpoint.info["plan"], *self.checkpoint.info["plans"])
+        return next((plan for plan in plans if plan["recipe"]["name"] == recipe), None)
 
     @property
     def recorded_tokenizer(self) -> TokenizerIdentity | None:
         """The tokenizer that its checkpoint records, if any."""
         return None if self.checkpoint is None else recorded_tokenizer(self.checkpoint.info)
+
+    @property
+    def data(self) -> Mapping[str, str] | None:
+        """The fingerprints of the data that it was trained on, see `RunData`; None if unknown."""
+        return None if self.checkpoint is None else self.checkpoint.info["identity"]["data"]
 
     @property
     def own_tokenizer(self) -> str | None:
@@ -136,9 +179,10 @@ class Trained:
         recipe_to_run: str | Recipe = recipe
         notes: tuple[str, ...] = ()
         info = {} if self.checkpoint is None else self.checkpoint.info
-        if info and recipe == self.recipe:  # keep its overrides: E5M2's scales do not fit E4M3
+        run_plan = self._plan_of(recipe)
+        if run_plan is not None:  # keep its overrides: E5M2's scales do not fit E4M3
             where = f"recipe in {self.path / 'checkpoint.json'}"
-            recipe_to_run = recipe_from_json(info["plan"]["recipe"], where)
+            recipe_to_run = recipe_from_json(run_plan["recipe"], where)
         try:
             plan = plan_for(self.shape, recipe_to_run, hardware, backend)
         except UnservedAttention as error:
@@ -148,18 +192,26 @@ class Trained:
             notes = (f"{error.reason}: attention runs in the compute dtype",)
             plan = plan_for(self.shape, recipe_to_run, hardware, backend)
         if info:
-            where = f"identity.recipe in {self.path}"
-            trained_in = recipe_from_json(info["identity"]["recipe"], where)
+            saved_plan = run_plan or info["plan"]
+            trained_in = recipe_from_json(saved_plan["recipe"], f"recipe in {self.path}")
             # The checkpoint has FP8 state for the layers that trained in FP8, and no others.
             if plan.recipe.quantizers == trained_in.quantizers:
+                requested = plan
+                needs_state = run_plan is not None or plan.delayed
                 plan = plan_for(
                     self.shape,
                     recipe_to_run,
                     hardware,
                     backend,
-                    left_out=layers_left_out(info["plan"]),
-                    compute_dtype=emulation_dtype(info["plan"]),
+                    left_out=layers_left_out(saved_plan) if needs_state else None,
+                    compute_dtype=emulation_dtype(saved_plan),
                 )
+                lost = _in_fp8(requested) - _in_fp8(plan)
+                if lost and run_plan is None:
+                    names = ", ".join(sorted(lost))
+                    notes += (f"the checkpoint has no scales for {names}: not in FP8",)
+            if run_plan is not None and self.left_fp8:
+                notes += (f"the guard took these out of FP8: {', '.join(self.left_fp8)}",)
         if plan.delayed and not any(map(_is_scale, self._fp8_state)):
             of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(
@@ -185,6 +237,9 @@ class Trained:
                 f"{self.path} holds scales that do not fit recipe '{recipe}': it is the checkpoint "
                 f"of a run in {self.recipe}. Use that recipe, or one without delayed scaling."
             ) from error
+        if self._plan_of(recipe) is not None:
+            for layer in self.left_fp8:
+                model.set_fp8(layer, False)
         return model.to(hardware.device).eval()
 
     @property
@@ -246,6 +301,11 @@ def _in_run(path: Path) -> bool:
 def _folder_of(path: Path) -> Path:
     """The folder of the run that the checkpoint at `path` belongs to; `path` if it is in no run."""
     return path.parent.parent if _in_run(path) else path
+
+
+def _in_fp8(plan: Plan) -> set[str]:
+    """The layers that a plan has in FP8."""
+    return {layer.name for layer in plan.layers if layer.fp8}
 
 
 def _is_scale(name: str) -> bool:

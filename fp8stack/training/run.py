@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -12,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8stack import data
+from fp8stack.common import presets
 from fp8stack.common.version import __version__
 from fp8stack.data.tokenizer import Tokenizer
 from fp8stack.layers import Backend, build_backend
 from fp8stack.layers.grouped import GroupedLinear
-from fp8stack.layers.linear import CastLinear, LowPrecisionLayer
+from fp8stack.layers.linear import CastLinear
 from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, Plan
@@ -166,12 +166,7 @@ class Run:
         """Switch FP8 on or off for a layer, or attention, in every variant whose plan has it in
         FP8."""
         for variant in self.variants:
-            module = variant.model.get_submodule(layer)
-            if isinstance(module, Attention):
-                module.in_fp8 = in_fp8 and variant.plan.recipe.fp8_attention
-            elif variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
-                assert isinstance(module, LowPrecisionLayer), layer
-                module.in_fp8 = in_fp8
+            variant.model.set_fp8(layer, in_fp8)
 
     def leave_fp16(self) -> None:
         """Replace each fp16 variant by one in bf16, without a loss scale."""
@@ -194,7 +189,7 @@ class Run:
     def plan_json(self) -> dict[str, Any]:
         """The main variant's plan as JSON data, with the requested recipe, and the phases if
         any."""
-        plan = self.main.plan.to_json() | {"asked": Path(self.config.recipe).stem}
+        plan = self.main.plan.to_json() | {"asked": presets.label(self.config.recipe)}
         # `config`, not `schedule`, names the run's copies of recipe files.
         if warning := never_asked_for(self.config, phases_in(self.config)):
             plan["reasons"] = [warning, *plan["reasons"]]

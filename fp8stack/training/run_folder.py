@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from fp8stack.common import presets
 from fp8stack.common.errors import StorageError, UserError
 from fp8stack.common.io import (
     LOCK,
@@ -394,7 +395,7 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
     matching = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
     if resume and (latest := next(matching, None)):
         return latest
-    stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
+    stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
     used = None
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
@@ -418,5 +419,6 @@ def _agree(saved: RunConfig, requested: RunConfig) -> bool:
     named = {"model", "recipe"} & requested.given.keys()
     fixed = requested.given.keys() - FREE_ON_RESUME - {"init_from"}
     return all(
-        Path(getattr(saved, key)).stem == Path(getattr(requested, key)).stem for key in named
+        presets.label(getattr(saved, key)) == presets.label(getattr(requested, key))
+        for key in named
     ) and all(getattr(saved, key) == getattr(requested, key) for key in fixed)

@@ -71,7 +71,7 @@ def test_weights_come_from_the_hub_to_the_bit_and_once(hub: Hub, files, capsys):
     assert source.name == f"hf:a/b@{sha}"
     assert capsys.readouterr().err == ""
     fetched = {path.rsplit("/", 1)[1] for path in hub.requested("GET", "/resolve/")}
-    assert fetched == {"config.json", "model.safetensors"}
+    assert fetched == {"config.json", "generation_config.json", "model.safetensors"}
     hub.requests.clear()
     assert find_source(f"hf:a/b@{sha}").name == source.name
     assert not hub.requested("GET", "/resolve/")

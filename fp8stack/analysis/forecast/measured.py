@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from fp8stack.analysis.forecast.forecast import (
     RECIPES,
     expectation,
@@ -45,8 +43,6 @@ from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.run_plans import context_of
 
 WINDOWS, LEAST_WINDOWS = 128, 8
-BATCH, BATCH_TOKENS = 32, 4096
-"""The most windows and tokens per forward pass. The operands of a pass are kept in float32."""
 REFERENCE = "nvfp4"
 BY_DIVERGENCE = "by its divergence and its backward error on this model, relative to NVFP4's"
 
@@ -160,12 +156,6 @@ def find_trained(request: ForecastOptions) -> tuple[Trained, int | None]:
     return source, tokens
 
 
-def batch_of(tokens: Tensor) -> int:
-    """The number of windows in a forward pass, of windows [B, T + 1] or [B, 2, T + 1]."""
-    context = tokens.shape[-1] - 1
-    return max(1, min(BATCH, BATCH_TOKENS // context))
-
-
 def load_trained(request: ForecastOptions, source: Trained, tokens: int | None) -> TrainedModel:
     """Build the model that `find_trained` returned, and compute its loss on the text. For errors
     see `windows_for`."""
@@ -176,9 +166,16 @@ def load_trained(request: ForecastOptions, source: Trained, tokens: int | None) 
     name = request.tokenizer or source.own_tokenizer
     tokenizer = tokenizer_of_run(request.run, name, source.recorded_tokenizer)
     windows = windows_for(
-        request.run, config, source.shape, tokenizer, request.data, request.windows, None
+        request.run,
+        config,
+        source.shape,
+        tokenizer,
+        request.data,
+        request.windows,
+        None,
+        source.data,
     )
-    nats = nats_of(model, windows.tokens, batch_of(windows.tokens))
+    nats = nats_of(model, windows.tokens, windows.usual_batch)
     return TrainedModel(
         name=request.run,
         checkpoint=Path(source.name).name,
@@ -209,7 +206,7 @@ def forecast(request: ForecastOptions, tell: Callable[[str], None] = lambda line
         {REFERENCE: load_recipe(REFERENCE)} | recipes,
         trained.windows.tokens,
         trained.hardware,
-        batch_of(trained.windows.tokens),
+        trained.windows.usual_batch,
     ):
         measured[name] = sensitivity
         tell(name)

@@ -11,6 +11,7 @@ from fp8stack.common.terminal import warn
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Hardware, probe
+from fp8stack.precision.system_memory import available_memory
 from fp8stack.trained.evaluate.served_folder import ServedFolder, is_folder, served_folder
 from fp8stack.trained.evaluate.windows import Windows, require_text, windows_for
 from fp8stack.training.load import Trained, find_source, name_of_run, tokenizer_of_run
@@ -48,36 +49,63 @@ def evaluated_runs(
     device: str,
     backend: str,
 ) -> Iterator[EvaluatedRun]:
-    """Find the models and their text; for the arguments and errors see `evaluate`. Notes on a model
-    are printed to stderr."""
+    """Find the models and their text; for the arguments and errors see `evaluate`. Of several, each
+    is tried before the first is evaluated. Notes on a model are printed to stderr."""
     for name, value in (("windows", windows), ("context", context), ("batch", batch)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
     hardware = probe(device)
     if isinstance(runs, str | Path) or not isinstance(runs, Iterable):
         runs = [runs]
-    for run in map(name_of_run, runs):
-        trained = find_source(run)
+    names = [*map(name_of_run, runs)]
+    for run in names if len(names) > 1 else []:
+        _found(run, recipes, data, hardware, backend)
+    for run in names:
+        trained, folders = _found(run, recipes, data, hardware, backend)
         for note in trained.notes:
             warn(note)
-        require_text(run, trained.config, data)
         config = trained.config or RunConfig()
-        chosen = tuple(recipes) or (trained.recipe,)
-        folders = {name: served_folder(name, trained.shape) for name in chosen if is_folder(name)}
-        for recipe in chosen:  # raise for any recipe before the first is evaluated
-            if recipe in folders:
-                folders[recipe].plan(hardware, backend)
-            else:
-                trained.plan(recipe, hardware, backend)
         tokenizer_name = tokenizer or trained.own_tokenizer
         run_tokenizer = tokenizer_of_run(run, tokenizer_name, trained.recorded_tokenizer)
+        run_windows = windows_for(
+            run, config, trained.shape, run_tokenizer, data, windows, context, trained.data
+        )
+        usual = config.batch // config.accumulate if trained.config else run_windows.usual_batch
+        count, length = batch or usual, run_windows.tokens.shape[-1] - 1
+        _require_memory(count, length, trained.shape.vocabulary, hardware.device)
         yield EvaluatedRun(
             run=run,
             trained=trained,
-            recipes=chosen,
-            windows=windows_for(run, config, trained.shape, run_tokenizer, data, windows, context),
-            batch=batch or config.batch // config.accumulate,
+            recipes=tuple(recipes) or (trained.recipe,),
+            windows=run_windows,
+            batch=count,
             hardware=hardware,
             backend=backend,
             folders=folders,
+        )
+
+
+def _found(
+    run: str, recipes: Sequence[str], data: str | None, hardware: Hardware, backend: str
+) -> tuple[Trained, dict[str, ServedFolder]]:
+    """The model of a run, and the recipes that are folders, by name. Raises a UserError if one
+    cannot be used."""
+    trained = find_source(run)
+    require_text(run, trained.config, data)
+    folders = {name: served_folder(name, trained.shape) for name in recipes if is_folder(name)}
+    for recipe in recipes or (trained.recipe,):
+        if recipe in folders:
+            folders[recipe].plan(hardware, backend)
+        else:
+            trained.plan(recipe, hardware, backend)
+    return trained, folders
+
+
+def _require_memory(windows: int, context: int, vocabulary: int, device: str) -> None:
+    """Raise a UserError if the logits of one forward pass, in float32, do not fit into memory."""
+    size, free = 4 * windows * context * vocabulary, available_memory(device)
+    if free is not None and size > free:
+        raise UserError(
+            f"The logits of {windows} x {context} tokens take {size / 2**30:,.1f} GiB, and "
+            f"{free / 2**30:,.1f} GiB are left. Give a smaller --batch or --context."
         )

@@ -2,7 +2,7 @@
 windows, T tokens."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fp8stack import data
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.terminal import shell_quoted
 from fp8stack.data import Corpus
 from fp8stack.data.tokenizer import Tokenizer, alike
 from fp8stack.model.config import GPTConfig
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.run_plans import context_of
+
+BATCH, BATCH_TOKENS = 32, 4096
+"""The most windows and tokens per forward pass, where no run says how many."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +30,12 @@ class Windows:
     # UTF-8 bytes that each label stands for, int64 [N, T]; or bytes per window, [N, 1], if the
     # bytes of single tokens are unknown; None if the tokenizer is unknown.
     text_bytes: Tensor | None
+
+    @property
+    def usual_batch(self) -> int:
+        """The windows per forward pass, where no run says how many."""
+        context = self.tokens.shape[-1] - 1
+        return max(1, min(BATCH, BATCH_TOKENS // context))
 
 
 def require_text(run: str, config: RunConfig | None, data_path: str | None) -> None:
@@ -46,6 +54,7 @@ def windows_for(
     data_path: str | None,
     count: int | None,
     context: int | None,
+    trained_on: Mapping[str, str] | None = None,
 ) -> Windows:
     """The windows for the run that the user calls `run`. They are evenly spaced, and by default the
     same as in the run's own last evaluation.
@@ -56,6 +65,7 @@ def windows_for(
             held-out split is used, too, but all of a single file that the run was not trained on.
         count: the number of windows; None for as many as the run's own last evaluation has.
         context: tokens per window; None for the context of the run.
+        trained_on: the fingerprints of the run's data, which may have moved, see `RunData`.
 
     Raises:
         UserError: the data cannot be used, or belong to another tokenizer than the run's.
@@ -65,9 +75,6 @@ def windows_for(
             f"--context {context} is more than the {model.context} that the model takes. Lower it."
         )
     path = config.data if data_path is None else data_path
-    is_run_data = path == config.data
-    if path is not None and config.data is not None:
-        is_run_data = is_run_data or data.absolute(path) == config.data
     holds_text = data.holds_text(path)
     if tokenizer is None and holds_text:
         raise UserError(
@@ -83,12 +90,16 @@ def windows_for(
     ):
         raise UserError(
             f"{quoted(str(path))} is read as tokens of {data_tokenizer.name}, and {quoted(run)} "
-            f"was trained on those of {tokenizer.name}. Make them: fp8stack prepare "
-            f"{shell_quoted(str(path))} --tokenizer {shell_quoted(run)} --out DIR"
+            f"was trained on those of {tokenizer.name}. Give text, or tokens that `fp8stack "
+            "prepare` made of it with the tokenizer.json of the run."
         )
     tokenizer = tokenizer or data_tokenizer
     end = None if tokenizer is None else tokenizer.end_of_text
     train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end, texts=texts)
+    fingerprints = {"train": train.fingerprint(), "validation": held_out.fingerprint()}
+    is_run_data = path == config.data or fingerprints == trained_on
+    if path is not None and config.data is not None:
+        is_run_data = is_run_data or data.absolute(path) == config.data
     if not is_run_data and path is not None and os.path.isfile(path):
         held_out = Corpus(name=path, segments=(*train.segments, *held_out.segments))
     tokens = data.validation_windows(

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fp8stack.common import hub
 from fp8stack.common.errors import UserError
-from fp8stack.common.hub import HF
+from fp8stack.common.hub import CHAT_TEMPLATE, HF, SPECIAL_TOKENS
+from fp8stack.common.io import read_json
 from fp8stack.common.version import __version__
-from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.data.tokenizer import TOKENIZER_FILE, Tokenizer, alike, load_tokenizer
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.hf import config_json, layout_of, reader_notes, to_hf
 from fp8stack.planning.run_config import toml_lines
@@ -26,6 +28,11 @@ from fp8stack.training.load import (
 )
 
 Dtype = Literal["fp32", "bf16"]
+_USED = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token"),
+    *("chat_template", "model_max_length"),
+)
+"""Keys of a `tokenizer_config.json` that say how the tokenizer is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +44,24 @@ class ModelSource:
     config: GPTConfig
     weights: Mapping[str, Tensor]  # float32, all parameters, without vocabulary padding
     plan: Mapping[str, Any]  # the run's plan, as JSON data
-    fp8: Mapping[str, Tensor]  # state of delayed scaling; empty without
+    fp8: Mapping[str, Tensor]  # state of delayed scaling; empty without, or if it is outdated
     dtype: torch.dtype  # of the exported weights
     notes: tuple[str, ...]  # for the user
     info: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's info, as JSON data
     began_with: str | None = None  # the source of the initial weights, as `--init-from` names it
     tokenizer_file: str | None = None  # of a model of transformers, if it has one
+    left_fp8: tuple[str, ...] = ()  # the layers that the guard took out of FP8
+
+    @property
+    def folder_of_source(self) -> Path | None:
+        """The transformers folder of the initial weights, which may not exist any more; None if
+        they come from none."""
+        path = None if self.began_with is None else hub.path_in(self.began_with)
+        if self.began_with is None or path is None:
+            return None
+        if (repository := hub.repository_in(self.began_with)) is not None:
+            return hub.folder_in_cache(repository) or path
+        return path
 
     @property
     def run(self) -> Path | None:
@@ -83,12 +102,18 @@ def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> ModelSourc
     if checkpoint is None:
         plan = plan_for(trained.shape, trained.recipe, Hardware("cpu")).to_json()
         return ModelSource(step=0, plan=plan, fp8={}, began_with=trained.name, **fields)
-    config = trained.config
+    config, scales = trained.config, checkpoint.tensors.get("fp8", {})
+    if scales and not trained.has_last_scales:
+        scales = {}
+        fields["notes"] += (
+            f"the last steps were in {trained.recipe}, after the scales of delayed scaling",
+        )
     return ModelSource(
         step=checkpoint.step,
         plan=checkpoint.info["plan"],
-        fp8=checkpoint.tensors.get("fp8", {}),
+        fp8=scales,
         info=checkpoint.info,
+        left_fp8=trained.left_fp8,
         began_with=None if config is None else config.init_from,
         **fields,
     )
@@ -136,18 +161,48 @@ def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
     dtype = "float32" if source.dtype == torch.float32 else "bfloat16"
     table = config_json(config, dtype, tokenizer.end_of_text if tokenizer else None)
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    texts = _tokenizer_texts(tokenizer, config.context) if tokenizer else {}
+    began_with = _folder_with(source, tokenizer)
+    if began_with is not None:
+        texts |= _texts_of(began_with, json.loads(texts["tokenizer_config.json"]))
+        ids = read_json(began_with / "config.json")
+        table |= {key: ids[key] for key in keys if key in ids}
     generation = {key: table[key] for key in keys if table[key] is not None}
     return Files(
         title=f"{layout.architecture} of transformers",
         tensors=_cast(to_hf(config, layout, source.weights), source.dtype),
         metadata={"format": "pt"},
         texts={
-            **(_tokenizer_texts(tokenizer, config.context) if tokenizer else {}),
-            "config.json": as_json(table),
             "generation_config.json": as_json({"_from_model_config": True} | generation),
+            **texts,
+            "config.json": as_json(table),
         },
         notes=notes,
     )
+
+
+def _folder_with(source: ModelSource, tokenizer: Tokenizer | None) -> Path | None:
+    """The transformers folder of the initial weights, if it is there and has this tokenizer."""
+    folder = source.folder_of_source
+    if folder is None or tokenizer is None or not (folder / "config.json").is_file():
+        return None
+    file = folder / TOKENIZER_FILE
+    return folder if file.is_file() and alike(load_tokenizer(str(file)), tokenizer) else None
+
+
+def _texts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of a transformers folder that say how its tokenizer is used: chat template, special
+    tokens and generation. `config` is the table of our `tokenizer_config.json`."""
+    texts = {
+        name: (folder / name).read_text(encoding="utf-8")
+        for name in ("generation_config.json", SPECIAL_TOKENS, CHAT_TEMPLATE)
+        if (folder / name).is_file()
+    }
+    if (file := folder / "tokenizer_config.json").is_file():
+        table = read_json(file)
+        used = {key: table[key] for key in _USED if key in table}
+        texts["tokenizer_config.json"] = as_json({**config, **used})
+    return texts
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -169,7 +224,7 @@ def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     return {
         TOKENIZER_FILE: text,
         "tokenizer_config.json": as_json(table),
-        "special_tokens_map.json": as_json(special),
+        SPECIAL_TOKENS: as_json(special),
     }
 
 

@@ -151,13 +151,18 @@ def _layers_to_quantize(
     blocks = block_indices(layers)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
     for layer in source.plan["layers"]:
-        if name := layer["name"] if layer["fp8"] else "":
+        name = layer["name"]
+        if layer["fp8"] and name not in source.left_fp8:
             quantizers, recipe_name, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
             if quantizers is not None and quantizers.weight is not None:
                 planned[name] = quantizers, recipe_name
+    if taken_out := [layer["name"] for layer in source.plan["layers"] if layer["fp8"]]:
+        taken_out = [name for name in taken_out if name in source.left_fp8]
+    if taken_out and planned:
+        notes.append(f"the guard took {', '.join(taken_out)} out of FP8: they stay out of it")
     if not planned:
         notes.append(
-            f"the run had no layer in FP8: the layers of all blocks are cast, by {cast_by}"
+            f"the run has no layer in FP8: the layers of all blocks are cast, by {cast_by}"
         )
         without = {"lm_head", *source.config.routers}
         return {name: (None, recipe.name) for name in layers if name not in without}
@@ -194,13 +199,16 @@ def _scheme(
     strategy = "block" if scheme_name == "deepseek" else scheme_name
     if weight is not None and weight.per_tensor and strategy in (None, "tensor"):
         strategy = "tensor"
-        if weight.delayed and f"{name}.weight.scale" in source.fp8:
-            is_static = (
-                activation is not None and activation.delayed and activation.format == weight.format
-            )
-            return Scheme(PLAIN, "tensor", weight, "static" if is_static else inputs)
-        if weight.delayed:
-            notes.append("the checkpoint has no scales: weights are cast with their own amax")
+        if weight.delayed and scheme_name is None:
+            if f"{name}.weight.scale" in source.fp8:
+                is_static = (
+                    activation is not None
+                    and activation.delayed
+                    and activation.format == weight.format
+                )
+                cast_by = replace(weight, rounding="nearest")
+                return Scheme(PLAIN, "tensor", cast_by, "static" if is_static else inputs)
+            notes.append("there are no scales for weights: they are cast with their own amax")
     elif weight is not None and strategy is None:
         length = weight.blocks[1] if weight.blocks else 0
         packed_layout = PACKED.get((weight.format, weight.scale, length))

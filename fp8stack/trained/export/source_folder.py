@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fp8stack.common import hub
 from fp8stack.common.errors import UserError
 from fp8stack.model.hf import ModelFolder, holds, model_from_config, open_folder
 from fp8stack.trained.export.format_files import Files, ModelSource
@@ -25,13 +24,9 @@ def unchanged_folder(
         scheme: the requested scheme; a folder in another one does not count. None: any.
         notes: where the note is added.
     """
-    name = source.began_with
-    path = None if name is None else hub.path_in(name)
-    if name is None or path is None:
-        return None
     try:
-        if (repository := hub.repository_in(name)) is not None:
-            path = hub.folder_in_cache(repository) or path
+        if (path := source.folder_of_source) is None:
+            return None
         folder = open_folder(path)
         names = {stored.name for stored in folder.tensors.schemes.values()}
         if not names or (scheme is not None and names != {scheme}):
@@ -41,8 +36,8 @@ def unchanged_folder(
         return folder if holds(source.config, layout, *where) else None
     except UserError as error:
         notes.append(
-            f"{name}, which the run began with, cannot be read, so weights are cast again even if "
-            f"no step has changed them: {error}"
+            f"{source.began_with}, which the run began with, cannot be read, so weights are cast "
+            f"again even if no step has changed them: {error}"
         )
         return None
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8stack.common.errors import UserError
-from fp8stack.common.hub import INDEX, WEIGHTS
+from fp8stack.common.hub import CHAT_TEMPLATE, INDEX, SPECIAL_TOKENS, WEIGHTS
 from fp8stack.common.io import replacing, settle, write_flushed
 from fp8stack.data.tokenizer import TOKENIZER_FILE
 from fp8stack.trained.export.card import CARD, MARK
@@ -21,7 +21,7 @@ LARGEST_FILE = 5_000_000_000  # bytes of tensors per file; more are split, with 
 
 _EXPORTED = {
     *(WEIGHTS, INDEX, "model.toml", "config.json", "generation_config.json"),
-    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json"),
+    *(TOKENIZER_FILE, "tokenizer_config.json", SPECIAL_TOKENS, CHAT_TEMPLATE),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +21,13 @@ from torch import Tensor
 import fp8stack
 from fp8stack.data import load_corpora, validation_windows
 from fp8stack.data.tokenizer import load_tokenizer
+from fp8stack.layers.observe import fp8_parts
 from fp8stack.trained import evaluate as evaluation
+from fp8stack.trained.evaluate import evaluated_run
 from fp8stack.trained.evaluate import scores as scoring
 from fp8stack.trained.evaluate.scores import Score, bits_per_byte, nats_of
 from tests.conftest import exit_code, metrics, refusal
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.study_recipes import NO_HADAMARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,9 +68,9 @@ def by_hand(run: Path, recipe: str, windows: Tensor) -> list[float]:
     return losses
 
 
-def windows_of(run: Path, count: int = 9, context: int = 32, all_text: bool = False) -> Tensor:
-    text = np.frombuffer(TEXT.encode(), dtype=np.uint8).astype(np.int64)
-    used_text = text if all_text else text[len(text) - int(len(text) * 0.1) :]
+def windows_of(run: Path, count: int = 9, context: int = 32, whole_text: str = "") -> Tensor:
+    text = np.frombuffer((whole_text or TEXT).encode(), dtype=np.uint8).astype(np.int64)
+    used_text = text if whole_text else text[len(text) - int(len(text) * 0.1) :]
     last = len(used_text) - context - 1
     starts = [i * last // (count - 1) for i in range(count)]
     return torch.from_numpy(np.stack([used_text[s : s + context + 1] for s in starts]))
@@ -176,10 +179,10 @@ def test_a_tokenizer_that_gives_the_same_ids_is_the_runs_own(tmp_path):
 
 
 def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
-    (tmp_path / "other.txt").write_text(TEXT, encoding="utf-8")
-    for path, all_text in ((run.parent / "text.txt", False), (tmp_path / "other.txt", True)):
+    (tmp_path / "other.txt").write_text(TEXT.swapcase(), encoding="utf-8")
+    for path, text in ((run.parent / "text.txt", ""), (tmp_path / "other.txt", TEXT.swapcase())):
         (score,) = scores(run, recipes=["fp32"], data=str(path))
-        expected = by_hand(run, "fp32", windows_of(run, all_text=all_text))
+        expected = by_hand(run, "fp32", windows_of(run, whole_text=text))
         np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
 
 
@@ -272,7 +275,76 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(t
     remedy = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
     assert exit_code("prepare", str(tmp_path / "text.txt"), *remedy) == 0
     message = refusal(scores, other_run, data=str(tmp_path / "bytes"))
-    assert re.search("fp8stack prepare .*bytes --tokenizer", message)
+    assert "Give text, or tokens that `fp8stack prepare` made of it" in message
+
+
+def test_the_runs_own_text_at_another_path_is_scored_where_the_run_was_not_trained(run, tmp_path):
+    moved = Path(shutil.copy(run.parent / "text.txt", tmp_path / "moved.txt"))
+    (score,), (by_default,) = scores(run, data=str(moved)), scores(run)
+    assert torch.equal(score.losses_N, by_default.losses_N)
+    assert "held-out" in score.data
+
+
+# What ran in the last step
+
+
+def test_after_phases_it_repeats_the_validation_loss_of_the_last_one(tmp_path):
+    run = trained(tmp_path, phases="default", decay_fraction=0.4)
+    assert [row["phase"] for row in metrics(run)][-2:] == ["decay", "decay"]
+    (default,) = scores(run)
+    assert default.recipe == "bf16"
+    assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
+    assert scores(run, recipes=["delayed"])[0].fp8_gemms > 0
+
+
+def test_layers_that_the_guard_took_out_of_fp8_stay_out(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    demoted = {"blocks.0.mlp.up": 9, "blocks.0.mlp.down": None}
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        rewrite(checkpoint, lambda body: body["info"]["guard"].update(demoted=demoted))
+    model, plain = (fp8stack.load(path, recipe="delayed") for path in (tmp_path / "run", run))
+    assert set(fp8_parts(plain)) - set(fp8_parts(model)) == set(demoted)
+    for layer in demoted:
+        plain.set_fp8(layer, False)
+    windows = windows_of(run)
+    (score,) = scores(tmp_path / "run")
+    assert torch.equal(score.losses_N, nats_of(plain, windows, 4).mean(dim=1))
+    assert score.loss != scores(run)[0].loss
+    assert "blocks.0.mlp.up, blocks.0.mlp.down" in score.plan.reasons[-1]
+
+
+def test_layers_are_left_out_as_the_requested_recipe_says(tmp_path):
+    run = trained(tmp_path, recipe="current")
+    recipe = tmp_path / "head.toml"
+    recipe.write_text('like = "current"\nhead = true\n')
+    current, with_head = scores(run, recipes=["current", str(recipe)])
+    assert with_head.fp8_gemms > current.fp8_gemms
+    assert with_head.difference != 0
+    run = trained(tmp_path, recipe="delayed", out=str(tmp_path / "delayed"))
+    recipe.write_text('like = "delayed"\nhead = true\n')
+    (score,) = scores(run, recipes=[str(recipe)])
+    assert "no scales for lm_head" in score.plan.reasons[-1]
+
+
+# What is refused
+
+
+def test_a_recipes_name_is_no_folder_unless_the_user_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('like = "current"\n')
+    run = trained(tmp_path, recipe="mine.toml", out="mine")
+    assert scores(run)[0].recipe == "mine"
+
+
+def test_all_runs_are_tried_before_the_first_is_evaluated(run, monkeypatch):
+    monkeypatch.setattr(scoring, "nats_of", pytest.fail)
+    assert "No run and no checkpoint at 'nothing'" in refusal(scores, run, "nothing")
+
+
+def test_logits_that_do_not_fit_are_refused(run, monkeypatch):
+    monkeypatch.setattr(evaluated_run, "available_memory", lambda device: 4 * 4 * 32 * 256 - 1)
+    assert "of 4 x 32 tokens" in refusal(scores, run)
+    assert len(scores(run, batch=3)) == 1
 
 
 # Documents

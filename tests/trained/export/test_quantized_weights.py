@@ -200,6 +200,28 @@ def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path):
     assert not torch.equal(state["lm_head.weight"], model.get_parameter("lm_head.weight")[:50])
 
 
+def test_what_the_guard_took_out_of_fp8_stays_out_of_it():
+    _, source = trained(QWEN3, "delayed")
+    source = replace(source, left_fp8=("blocks.0.mlp.up", "blocks.1.attention.output"))
+    files = quantized_files(source, None)
+    plain = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")]
+    plain.append("model.layers.1.self_attn.o_proj")
+    assert all(f"{name}.weight_scale" not in files.tensors for name in plain)
+    assert "model.layers.0.mlp.down_proj.weight_scale" in files.tensors
+    config = json.loads(files.texts["config.json"])["quantization_config"]
+    assert set(config["ignore"]) >= set(plain)
+    assert any("blocks.0.mlp.up, blocks.1.attention.output out of FP8" in n for n in files.notes)
+
+
+def test_weights_are_rounded_to_nearest_in_a_format_that_readers_have():
+    _, source = trained(QWEN3, "delayed", **{"weight": {"rounding": "stochastic"}})
+    name = "model.layers.0.mlp.down_proj.weight"
+    nearest = quantized_files(trained(QWEN3, "delayed")[1], None).tensors[name]
+    assert torch.equal(quantized_files(source, None).tensors[name].float(), nearest.float())
+    _, source = trained(QWEN3, "delayed", forward_format="e5m2")
+    assert quantized_files(source, None, "tensor").tensors[name].dtype == torch.float8_e4m3fn
+
+
 def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path):
     config = LLAMA.model_copy(update={"tied": True})
     _, source = trained(config, "current", head=True)
@@ -221,8 +243,11 @@ def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused(
 
 @pytest.mark.parametrize(
     ("recipe", "strategy"),
-    [("delayed", "channel"), ("block", "tensor"), ("mxfp8", "block"), ("bf16", "block")],
-)
+    [
+        ("delayed", "channel"), ("delayed", "tensor"), ("block", "tensor"), ("mxfp8", "block"),
+        ("bf16", "block"),
+    ],
+)  # fmt: skip
 def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strategy, tmp_path):
     model, source = trained(LLAMA, recipe)
     files = quantized_files(source, None, strategy)
@@ -233,9 +258,9 @@ def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strate
     replace_folder(tmp_path / "x", files)
     hf_model = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
     plain = GPT(LLAMA).eval()
-    power = {"power_of_two": True} if strategy == "tensor" else {}  # as the recipe has it
+    power = {"power_of_two": True} if recipe == "block" and strategy == "tensor" else {}
     same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
-    restore_weights(plain, dequantized(model, source, same, **power))
+    restore_weights(plain, dequantized(model, source, same, **power))  # as the recipe has it
     down = hf_model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, plain.get_parameter("blocks.0.mlp.down.weight"))
     require_same_logits(plain, hf_model, atol=2e-5)

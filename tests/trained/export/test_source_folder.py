@@ -160,6 +160,28 @@ def test_a_written_scheme_is_read_back_here_and_by_transformers(scheme, model, c
     require_same_logits(fp8stack.load("hf:x"), hf_model, atol=1e-4)
 
 
+def test_what_says_how_the_tokenizer_is_used_is_taken_over(command, tmp_path):
+    write_quantized(tmp_path / "source", "mxfp4")
+    source, generation = tmp_path / "source", {"eos_token_id": [0, 2], "temperature": 0.6}
+    tokenizer = fp8stack.load_tokenizer("bytes")
+    (source / "tokenizer.json").write_text(tokenizer.to_json())
+    used = {"chat_template": "{{ messages }}", "bos_token": "a", "pad_token": {"content": "b"}}
+    table = used | {"tokenizer_class": "OtherTokenizer"}
+    (source / "tokenizer_config.json").write_text(json.dumps(table))
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
+    for scheme in ([], ["--scheme", "channel"]):
+        assert command("export", "hf:source", *FP8, *scheme, "--overwrite") == 0
+        assert json.loads(Path("x/generation_config.json").read_text()) == generation
+        assert Path("x/chat_template.jinja").read_text() == "{{ messages }}"
+        written = json.loads(Path("x/tokenizer_config.json").read_text())
+        assert written | used == written
+        assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert json.loads(Path("x/config.json").read_text())["bos_token_id"] == 7
+
+
 def test_a_converted_folder_has_a_card_that_claims_no_training(command, tmp_path):
     write_quantized(tmp_path / "source", "mxfp4")
     assert command("export", "hf:source", *FP8, "--scheme", "deepseek") == 0
