@@ -214,7 +214,7 @@ class EmulatedOperand(OperandQuantizers):
         if isinstance(across, Quantizer) and across == along and across.per_tensor:
             self.bytes_of_rows = across.element.dtype if across.turns else None
         separate = self.slot_across is not None and self.slot_across is not self.slot
-        self.always_records = separate and name != "grad_output" and not self.packs
+        self.always_records = separate and name != "grad_output"
         in_bf16 = along is not None and along.exact_in_bf16
         self.rows = Form(False, in_bf16)
         if isinstance(across, Quantizer):
@@ -241,7 +241,7 @@ class EmulatedOperand(OperandQuantizers):
             return Emulated(x, None, form)
         if self.bytes_of_rows is not None:
             return Emulated(rows.values.to(self.bytes_of_rows), rows.factor, form)
-        scale = self.scale(x, across=True, record=False)
+        scale = self.scale(x, across=True, record=call.record)
         bits = self.bits(True, call.rows, call.first_row)
         packed = numerics.quantize(castable(x), across, 0, bits, scale=scale)
         return Emulated(packed.data, packed.scales, form, packed.amax, packed.has_nan)

@@ -94,7 +94,9 @@ class GroupedOperand(EmulatedOperand):
         if self.packs and isinstance(self.across, Quantizer) and self.bytes_of_rows is None:
             self.packing = GroupPacking(rounding(self.across, [0]))
 
-    def pack_groups(self, x: Tensor, ends: Tensor | None, rows: EmulatedGroups) -> EmulatedGroups:
+    def pack_groups(
+        self, x: Tensor, ends: Tensor | None, rows: EmulatedGroups, call: Call
+    ) -> EmulatedGroups:
         """`pack` of groups."""
         form = self.column_form._replace(packed=self, shape=tuple(x.shape))
         if self.across is None:
@@ -104,9 +106,12 @@ class GroupedOperand(EmulatedOperand):
         if self.bytes_of_rows is not None:
             return rows._replace(values=rows.values.to(self.bytes_of_rows), form=form)
         assert self.packing is not None
-        bits = self.bits(True, len(x))
-        scale = None if self.slot_across is None else self.slot_across.scale()
-        packed = self.packing.pack(castable(x), ends, bits, scale)
+        scale = recorded = counts = None
+        if self.slot_across is not None:
+            scale, recorded, counts = self.slot_across.cast_arguments(call.record)
+        packed = self.packing.pack(castable(x), ends, self.bits(True, len(x)), scale)
+        if recorded is not None:
+            record_amax(recorded, packed.amax, counts)
         return EmulatedGroups(packed.data, packed.scales, form, ends, packed.amax, packed.has_nan)
 
     def unpack_groups(self, copy: EmulatedGroups) -> EmulatedGroups:
@@ -170,7 +175,7 @@ class GroupedEmulation:
         bf16 = quantizers.bf16
         if with_columns and quantizers.packs:
             rows = self._copy(matrix, ends, quantizers, False, call)
-            return rows, quantizers.pack_groups(matrix, ends, rows)
+            return rows, quantizers.pack_groups(matrix, ends, rows, call)
         if with_columns and quantizers.round_both is not None:
             (first, second), _ = quantizers.round_both.round(matrix, ends, bf16=bf16)
             rows = EmulatedGroups(*first, quantizers.row_form, ends)

@@ -53,6 +53,7 @@ from fp8stack.layers.linear import (
     Gradients,
     QuantizedLinear,
     Size,
+    has_hooks,
     multiply_backward,
     multiply_forward,
     no_autocast,
@@ -379,6 +380,8 @@ class TorchBackend(Backend):
             for layer in model.modules()
             if isinstance(layer, QuantizedGroupedLinear) and layer.backend is self.grouped
         ]
+        for layer in self._layers:  # `convert` built another, on meta
+            layer.quantizers["weight"].layer = layer
         model.register_forward_pre_hook(self._cache_weights)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
@@ -397,7 +400,7 @@ class TorchBackend(Backend):
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
         """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""
-        if not has_kernel(x.device) or mlp._forward_hooks or mlp._forward_pre_hooks:
+        if not has_kernel(x.device) or has_hooks(mlp):
             return False
         layers = (mlp.up, mlp.down)
         if not all(_takes_products(layer) for layer in layers):
@@ -498,7 +501,7 @@ def _takes_products(layer: nn.Module) -> bool:
     they never exist in high precision: no hook reads them."""
     if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
         return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    if has_hooks(layer):
         return False
     kinds = {getattr(layer.quantizers[name], "kind", None) for name in ("input", "grad_output")}
     return kinds <= {ScaleLayout.PER_TENSOR, *_BY_BLOCKS}

@@ -99,6 +99,7 @@ def convert(
             f"{described(plan)}."
         )
     plan = decide(module, plan, layers, left_out, scaled_loss)
+    require_one_device([layers[layer.name].module for layer in plan.layers if layer.fp8], plan)
     backend = build_backend(plan)
     if backend.delayed is not None:
         backend.delayed.sharing.group = amax_group
@@ -128,6 +129,19 @@ def convert(
     for line in plan.summary():
         log.info(line)
     return module
+
+
+def require_one_device(modules: Iterable[nn.Module], plan: Plan) -> None:
+    """Raise a UserError if modules that are on several devices need state that is on one."""
+    has_state = plan.delayed or any(table.stochastic for table in plan.tables)
+    devices = {str(p.device) for module in modules for p in module.parameters(recurse=False)}
+    devices -= {"meta"}
+    if has_state and len(devices) > 1:
+        raise UserError(
+            f"The layers are on several devices ({', '.join(sorted(devices))}), and recipe "
+            f"'{plan.recipe.name}' keeps its scales or counters on one. Use a recipe without such "
+            "state: current, block or mxfp8."
+        )
 
 
 def _with_all_experts(layers: Layers, plan: Plan) -> list[LayerPlan]:

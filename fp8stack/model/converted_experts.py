@@ -52,6 +52,16 @@ class StoredInExperts(GroupedLinear):
         """See `LowPrecisionLayer.stored_weight`."""
         return self.stored.module._parameters.get(self.stored.key)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> StoredInExperts:
+        """See `LowPrecisionLayer._apply`. The parameters are the parent's and move later."""
+        nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+        weight = self.stored_weight
+        if self.delayed is not None and weight is not None:
+            device = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).device
+            if device.type != "meta":
+                self.delayed.move(device)
+        return self
+
     def name_at(self, path: str) -> str:
         """See `LowPrecisionLayer.name_at`: the parameter's path. A parameter called `weight` has
         its module's."""

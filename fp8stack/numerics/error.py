@@ -98,6 +98,7 @@ def quantization_error(
     limit = target.max + last_step / 2
     clips = largest.device.type != "cpu" or float(largest) > limit
     sums = []
+    survivors = torch.zeros((), dtype=torch.int64, device=x.device)
     for start, chunk in _parts(x, height):
         blocks = _blocks(chunk, sizes)
         chunk_blocks = slice(None)
@@ -118,8 +119,10 @@ def quantization_error(
             # Divided in float64, so that the figures hold no error but the values'.
             factor = (1.0 / into.to(torch.float64)).expand(blocks.shape)
         else:
-            survivors = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
-            emptied = ((survivors == 0) & (amaxes[chunk_blocks] > 0)).sum()
+            count = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
+            survivors = survivors + count if tall else count
+            if not tall or start + len(chunk) == len(x):
+                emptied = ((survivors == 0) & (amaxes[chunk_blocks] > 0)).sum()
         sums.append([clipped, *_losses(blocks, rounded, factor), emptied])
     used = (amaxes * scales.into > 0) | ~(amaxes > 0).any()
     least = torch.where(used, scales.into, torch.inf).min()

@@ -175,7 +175,7 @@ def round_to(
         ValueError: `x` is not a matrix, or see `quantize`.
     """
     check_arguments(quantizer, generator, scale)
-    return rounding(quantizer, [matrix_dim(x, dim)]).round(x, generator, scale)[0]
+    return rounding(quantizer, [matrix_dim(x, dim)]).round(x.detach(), generator, scale)[0]
 
 
 def matrix_dim(x: Tensor, dim: int) -> int:

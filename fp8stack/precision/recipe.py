@@ -466,7 +466,7 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[s
     values = {key: getattr(file, key) for key in _PLAIN_KEYS}
     values = {key: value for key, value in values.items() if value not in (None, "")}
     recipe = start.model_copy(update={**values, "name": file.name, "quantizers": quantizers})
-    if file.layers:
+    if "layers" in file.model_fields_set:
         rules = tuple(
             _rule(entry, recipe, f"{where}: layers entry {place}", above)
             for place, entry in enumerate(file.layers, 1)
@@ -562,6 +562,11 @@ def _with_tables(
                 copies[field] = _replaced(quantizer, keys.quantizer.set, f"{where}: quantizer")
     for name, table in operands.items():
         _set_operand(copies, name, table, f"{where}: {name}")
+    if keys.quantizer is not None:
+        _require_use(keys.quantizer.set, copies, f"{where}: quantizer")
+    for name, table in operands.items():
+        of_operand = {field: copies[field] for field in _PLACES[name].values()}
+        _require_use({} if table == "none" else table.set, of_operand, f"{where}: {name}")
     if keys.backward in ("dequantized", "high_precision"):
         backward = "forward" if keys.backward == "dequantized" else None
         if any(isinstance(q, Quantizer) and q.delayed for q in copies.values()):
@@ -635,6 +640,18 @@ _SHORT: dict[str, tuple[str, str, _Place]] = {
 }
 """The short forms: the field of `Quantizer`, the condition on quantizers in words, for the error
 that none satisfies it, and the condition on (field of `Quantizers`, quantizer)."""
+
+
+_USED_WHERE = ("history_length", "amax_algorithm", "margin", "eps", "scale_rounding")
+
+
+def _require_use(fields: Mapping[str, Any], copies: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError if one of the `fields` that a table sets is used by none of `copies`."""
+    for key in fields.keys() & set(_USED_WHERE):
+        _, condition, applies = _SHORT[key]
+        used = any(applies(field, q) for field, q in copies.items() if isinstance(q, Quantizer))
+        if not used and fields[key] != getattr(Quantizer(), key):
+            raise UserError(f"{where}: {key} changes nothing: no quantizer {condition}.")
 
 
 def _set_short(copies: dict[str, Any], key: str, value: Any, where: str) -> None:

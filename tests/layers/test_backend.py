@@ -170,6 +170,20 @@ def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_me
     assert sizes[0] / 4 <= sizes[1] < sizes[0] / 3.7
 
 
+@pytest.mark.parametrize(
+    "changes", [{"weight": {"dgrad": {"margin": 2}}}, {"input": {"wgrad": {"format": "e5m2"}}}]
+)
+def test_scales_of_column_copies_alone_follow_amaxes_of_saved_bytes_too(changes):
+    x, dy = normal(80, 160, seed=1), 1e-3 * normal(80, 130, seed=2)
+    results = []
+    for save_fp8 in (False, True):
+        layer, _ = linear("delayed", 160, 130, save_fp8=save_fp8, **changes)
+        steps = [run(layer, 1e-2 * x, dy) for _ in range(3)]
+        results.append([*(tensor for step in steps for tensor in step), *fp8_state(layer).values()])
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+
+
 # Counting, and what is left out
 
 

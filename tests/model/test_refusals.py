@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fp8stack import (
     numerics,
     resolve,
 )
+from fp8stack.model.convert import require_one_device
 from fp8stack.numerics import Quantizer
 from tests.support.backend_models import CPU, normal
 
@@ -297,3 +299,16 @@ def test_layers_in_bf16_can_be_traced_and_transformed_but_not_scripted():
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
     assert torch.allclose(vmap(model)(x[None])[0], model(x), atol=1e-2)
     assert "compiled by torch.jit" in refusal(torch.jit.script, model)
+
+
+def test_state_on_one_device_is_refused_for_layers_on_several():
+    def on(device: str) -> Any:
+        parameter = SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(parameters=lambda recurse: [parameter])
+
+    layers = [on("cuda:0"), on("cuda:1"), on("meta")]
+    plans = {name: resolve(name, Hardware("cuda", (9, 0))) for name in ("delayed", "current")}
+    with pytest.raises(UserError, match=r"\(cuda:0, cuda:1\), and recipe 'delayed' keeps"):
+        require_one_device(layers, plans["delayed"])
+    require_one_device(layers[1:], plans["delayed"])
+    require_one_device(layers, plans["current"])

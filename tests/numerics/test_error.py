@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8stack.analysis.conform import oracles
 from fp8stack.analysis.conform.check_inputs import uneven
 from fp8stack.common.formats import FormatName, ScaleFormat, ScaleRounding
-from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
+from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize, round_to
 from fp8stack.numerics.error import FIGURES, headroom_bits, joint_error, sqnr_db
 from tests.support.oracles import (
     FLOAT_DTYPES,
@@ -300,3 +300,19 @@ def test_the_figures_of_several_matrices_are_those_of_one_of_all_their_rows() ->
     torch.testing.assert_close(joint, error.quantization_error(x, quantizer), rtol=1e-12, atol=0)
     empty = figures[1]
     assert torch.equal(joint_error([empty, empty], [0, 0]), empty)
+
+
+def test_blocks_of_all_rows_are_counted_over_all_chunks() -> None:
+    x = normal(64, 4096)
+    x[:40] = 0  # a chunk is of 32 rows
+    x[:, 128:] = 0
+    quantizer = Quantizer(block=(1, 128))
+    figures = dict(
+        zip(FIGURES, error.quantization_error(x, quantizer, dim=0).tolist(), strict=True)
+    )
+    assert figures["zero_blocks"] == 0
+
+
+def test_rounded_values_have_no_gradient() -> None:
+    x = normal(8, 32).requires_grad_()
+    assert not round_to(x, Quantizer(), 1).values.requires_grad

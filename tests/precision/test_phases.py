@@ -7,9 +7,11 @@ import pytest
 import fp8stack
 from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
-from fp8stack.planning.run_config import parse_config, to_toml
+from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
+    Override,
     Phase,
     PhaseConfig,
     evaluation_in,
@@ -17,6 +19,7 @@ from fp8stack.precision.phases import (
     phases_of,
     preset,
 )
+from fp8stack.training.run_plans import plan_recipe
 
 H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}
@@ -202,3 +205,14 @@ def test_a_wrong_table_is_one_line_that_names_the_key(tmp_path, text: str, messa
     with pytest.raises(UserError, match=message) as caught:
         parse_config(str(file), {})
     assert "\n" not in str(caught.value)
+
+
+def test_overrides_of_a_phase_come_on_top_of_the_runs_tables() -> None:
+    overrides: dict[str, Override] = {"grad_output": {"format": "e4m3"}}
+    config = RunConfig(recipe="current", recipe_overrides=overrides)
+    more: dict[str, Override] = {"grad_output": {"eps": 1e-6}}
+    shape = load_config("gpt-nano")
+    plan = plan_recipe("current", config, shape, Hardware("cpu"), 1024, overrides=more)
+    assert plan.recipe.quantizers is not None
+    quantizer = plan.recipe.quantizers.grad_output
+    assert (quantizer.format, quantizer.eps) == ("e4m3", 1e-6)

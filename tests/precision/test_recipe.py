@@ -473,6 +473,27 @@ CHANGES_NOTHING = {
 }
 
 
+@pytest.mark.parametrize(
+    ("like", "line"),
+    [
+        ("current", "quantizer.margin = 1"),
+        ("delayed", "quantizer.eps = 0.01"),
+        ("mxfp8", "input.eps = 1e-6"),
+        ("delayed", 'weight.scale_rounding = "even"'),
+    ],
+)
+def test_a_field_of_a_table_that_no_quantizer_uses_is_refused(write, like, line):
+    place, _, key = line.partition(" ")[0].partition(".")
+    message = refusal(write(f'like = "{like}"\n{line}\n'))
+    assert message.startswith(f"recipe 'mine': {place}: {key} changes nothing: no quantizer ")
+
+
+def test_no_layers_of_its_own_can_be_an_override():
+    path = "bench/recipes/nvfp4_last_bf16.toml"
+    assert load_recipe(path).layers
+    assert load_recipe(path, {"layers": []}).layers == ()
+
+
 @pytest.mark.parametrize("like", CHANGES_NOTHING)
 def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(write, like):
     for line in CHANGES_NOTHING[like]:
