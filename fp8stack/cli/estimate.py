@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
@@ -57,6 +58,9 @@ def estimate(
     if price is not None and (tokens is None or not 0 < price < 1e6):
         raise UserError(f"--price {price:g}: give dollars per GPU hour, and --tokens beside.")
     work = None if tokens is None else _work(tokens, hardware)
+    if work is not None and "steps" not in parsed.given:  # phases and warm-up depend on them
+        flags["steps"] = _steps_of(work[1], parsed)
+        parsed = parse_config(config, flags, set or [])
     estimated = answer(parsed, hardware, ranks, memory)
     predicted = None if work is None else duration(parsed, estimated, ranks, *work, price)
     if json:
@@ -80,6 +84,15 @@ def _work(tokens: str, hardware: Hardware) -> tuple[Gpu, int]:
             f"--tokens: time is predicted of known GPUs, not of {hardware}. Give --gpu."
         )
     return gpu, count
+
+
+def _steps_of(tokens: int, config: RunConfig) -> int:
+    """The steps of a run of so many training tokens."""
+    from fp8stack.model.config import load_config
+    from fp8stack.training.run_plans import context_of
+
+    model = load_config(config.model, config.model_overrides)
+    return max(1, math.ceil(tokens / (config.batch * context_of(config, model))))
 
 
 def duration(

@@ -59,7 +59,7 @@ RECOMPUTE = option(
     "Recompute: none, selective or block. [none]",
     autocompletion=completion.choices("activation_checkpointing"),
 )
-COMPILE = option("Use torch.compile. [on a GPU, except te]")
+COMPILE = option("Use torch.compile. [on a GPU]")
 PHASES = option(
     "By phase: conservative, default or aggressive.", autocompletion=completion.choices("phases")
 )

@@ -28,7 +28,7 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
-from fp8stack.training.metrics.throughput import Peak, peak_rate
+from fp8stack.training.metrics.throughput import Peak, peak_rate, restart_peak_memory
 from fp8stack.training.phase_switches import Phases
 from fp8stack.training.run import Run, Variant, versions
 from fp8stack.training.run_folder import BRANCH
@@ -231,6 +231,7 @@ class _Loop:
         if index != self.run.state.active:
             self.run.use(index)
             self.metrics.update_peak()
+            restart_peak_memory(self.run.accelerator.device)
 
     def check(self, step: int) -> bool:
         """Have the guard check the steps up to `step`. Returns and raises as `carry_out` does."""

@@ -2,6 +2,7 @@
 memory of this machine."""
 
 import ctypes
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -88,6 +89,11 @@ class Footprint:
             estimates.append(replace(estimated, fp8_weights=weights, buffers=buffers))
         return estimates
 
+    def accumulating(self, micro_batches: int) -> "Footprint":
+        """The footprint with so many micro-batches."""
+        config = self.config.model_copy(update={"accumulate": micro_batches})
+        return replace(self, config=config)
+
     def peak(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> int:
         """The bytes of the worst phase. For the arguments see `estimates`."""
         return max(phase.peak for phase in self.estimates(plans, kind, sequences))
@@ -129,12 +135,16 @@ def require_memory(
             f"Choose a smaller model or --context{lower}. (--set check_memory=false skips this "
             "check.)"
         )
-    accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= fits)
+    # Gradients stay from one micro-batch to the next.
+    alone, several = (footprint.accumulating(n).largest(plans, kind, free) for n in (1, 2))
+    counts = (n for n in range(2, share + 1) if share % n == 0 and share // n <= several)
+    ways = [f"--batch {config.batch} --accumulate {n}" for n in itertools.islice(counts, 1)]
+    if alone:
+        ways.append(f"--batch {alone * ranks}{' --accumulate 1' * (config.accumulate > 1)}")
     raise UserError(
         f"Model {config.model} needs about {_gib(needed)} for {share // config.accumulate} "
         f"sequences of {footprint.context} tokens at a time; {available}, enough for {fits}. Give "
-        f"--batch {config.batch} --accumulate {accumulate}, or --batch {fits * ranks}. (--set "
-        "check_memory=false skips this check.)"
+        f"{', or '.join(ways)}. (--set check_memory=false skips this check.)"
     )
 
 

@@ -9,7 +9,7 @@ from fp8stack.common import presets
 from fp8stack.common.errors import UserError
 from fp8stack.layers.compiler import TE_COMPILED, is_compiled
 from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.planning.run_config import RunConfig
+from fp8stack.planning.run_config import RunConfig, merged
 from fp8stack.precision import Hardware, Plan, Recipe, load_recipe
 from fp8stack.precision.fp8_attention import SEQUENCE_MULTIPLE
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
@@ -148,7 +148,7 @@ def plan_recipe(
     has the run's overrides too. A micro-batch has `tokens` tokens on each rank; `left_out` are the
     layers that are not in FP8, if that was decided before. Raises what `plan_for` raises."""
     is_own = recipe == config.recipe
-    changes = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
+    changes = merged(config.recipe_overrides if is_own else {}, overrides or {})
     if changes and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
     decided = decided or Decided()

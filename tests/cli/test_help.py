@@ -46,7 +46,7 @@ def test_pretrains_help_has_at_most_75_lines_in_all_groups(helped):
         *GROUPS,
         "Options",
     ]
-    assert "  --[no-]compile               Use torch.compile. [on a GPU, except te]" in lines
+    assert "  --[no-]compile               Use torch.compile. [on a GPU]" in lines
 
 
 def test_every_option_that_a_group_names_is_one_of_a_command():

@@ -105,3 +105,12 @@ def test_gemms_in_float32_take_the_time_of_their_own_units(recipe, peak):
     assert predicted.parts_ms["GEMMs"] == pytest.approx(expected_ms, rel=0.05)
     assert predicted.peak_of == recipe
     assert 0 < predicted.mfu < 700 / 989
+
+
+def test_phases_are_those_of_a_run_of_so_many_tokens(command, capsys):
+    words = ["--model", "gpt2-124m", "--recipe", "delayed", "--gpu", "H100", "--phases", "default"]
+    assert command("estimate", *words, "--tokens", "10B", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    steps = [phase["steps"] for phase in answer["phases"]]
+    assert sum(steps) == answer["predicted"]["steps"] == math.ceil(10**10 / (512 * 1024))
+    assert steps[0] == 715  # of the preset's warm-up

@@ -386,10 +386,10 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path):
 
 def test_keys_that_change_nothing_are_told(tmp_path):
     notes = SmallLoop(
-        tmp_path / "r", "fp32", loss_scale=8.0, clip_window=50, calibration_steps=3, parallel="fsdp"
+        tmp_path / "r", "fp32", loss_scale=8.0, clip_window=50, calibration_steps=3
     ).run.notes
     assert [note.partition(" ")[0] for note in notes] == [
-        "loss_scale", "calibration_steps", "clip_window", "parallel",
+        "loss_scale", "calibration_steps", "clip_window",
     ]  # fmt: skip
     assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
 

@@ -21,7 +21,6 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers import Backend
 from fp8stack.layers.fsdp import ShardedWeight
 from fp8stack.layers.linear import LowPrecisionLayer
-from fp8stack.layers.observe import fp8_linears
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan
@@ -103,22 +102,24 @@ def _fully_shard(model: GPT, backend: Backend, accelerator: Accelerator) -> None
 
 class _BeforeAllGather:
     """A forward pre-hook of the model, which prepares the weights that FSDP2 gathers in the pass.
-    The gathered weight of a layer that left FP8, or came back to it, needs other memory: the hook
-    makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
+    The gathered weight of a layer that left FP8 or fp16, or came back to FP8, needs other memory:
+    the hook makes FSDP2 forget the old memory (private names of torch 2.11 to 2.13)."""
 
     def __init__(self, model: GPT, backend: Backend) -> None:
         self.backend = backend
         self.gathered = {
-            layer: layer.in_fp8
-            for layer in fp8_linears(model).values()
-            if isinstance(layer.weight, DTensor)
-            and isinstance(layer.weight.to_local(), ShardedWeight)
+            layer: (layer.in_fp8, layer.compute_dtype)
+            for layer in model.modules()
+            if isinstance(layer, LowPrecisionLayer)
+            and isinstance(layer.stored_weight, DTensor)
+            and isinstance(layer.stored_weight.to_local(), ShardedWeight)
         }
 
     def __call__(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        for layer, was in self.gathered.items():
-            if layer.in_fp8 != was:
-                self.gathered[layer] = layer.in_fp8
+        for layer, before in self.gathered.items():
+            current = layer.in_fp8, layer.compute_dtype
+            if current != before:
+                self.gathered[layer] = current
                 _forget_gathered(model, layer)
         self.backend.before_all_gather()
 

@@ -32,8 +32,8 @@ class MetricsLog:
     def step_done(self) -> None:
         """Count a step, and the FP8 GEMMs that it ran."""
         self._timed += 1
-        if not self.run.active.compiled:  # compiled code does not count its GEMMs
-            self.fp8_gemms = self.run.backend.fp8_gemms()
+        compiled = self.run.active.compiled  # compiled code does not count its GEMMs
+        self.fp8_gemms = None if compiled else self.run.backend.fp8_gemms()
 
     def step_over(self, step: int) -> None:
         """Called when a step is logged and saved; `seconds_left` measures from the first such

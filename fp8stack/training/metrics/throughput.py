@@ -106,6 +106,12 @@ def best_tflops(
             return best
 
 
+def restart_peak_memory(device: torch.device) -> None:
+    """Restart the peak of `peak_memory_gib`; a CPU's process has no such function."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The peak memory so far: the allocator's on a GPU, the process's on a CPU."""
     if device.type != "cpu":

@@ -309,7 +309,7 @@ def without_effect(
         "there are no workers": () if config.workers else ("worker_timeout",),
         "the run is not compiled": () if compiled else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
-        "there is one rank": () if ranks > 1 else ("parallel", "grad_compression"),
+        "there is one rank": () if ranks > 1 else ("grad_compression",),
     }
     return tuple(
         f"{key} changes nothing here: {reason}"

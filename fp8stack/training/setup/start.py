@@ -9,7 +9,7 @@ from typing import Any
 from fp8stack import data
 from fp8stack.common.errors import UnservedAttention, UserError
 from fp8stack.common.hub import path_in, repository_in
-from fp8stack.common.io import write_atomically
+from fp8stack.common.io import absolute_path, write_atomically
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.data.tokenizer import NAMED, save_tokenizer
 from fp8stack.planning.run_config import (
@@ -93,7 +93,7 @@ def set_up(
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with absolute paths, so that the run can be resumed from any directory."""
-    config = with_files(config, os.path.realpath)
+    config = with_files(config, absolute_path)
     files: dict[str, Any] = {}
     if config.data is not None:
         files["data"] = data.absolute(config.data)

@@ -25,6 +25,7 @@ from fp8stack.training.checkpoint import reader
 from fp8stack.training.checkpoint.state import random_states
 from fp8stack.training.distributed.parallelize import part_of, require_divisible
 from fp8stack.training.distributed.process_group import ALONE, ElsewhereError, Ranks, join
+from fp8stack.training.guard.policy import Guard, Outcome
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
@@ -291,6 +292,30 @@ def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], rec
 def _both(first: Change, second: Change, rank: int) -> Iterator[None]:
     with first(rank), second(rank):
         yield
+
+
+@contextmanager
+def leaving_fp16(rank: int) -> Iterator[None]:
+    """A change: after the second step the run leaves fp16, as the guard can decide."""
+    check = Guard.check
+
+    def checked(guard: Guard, step: int) -> Outcome:
+        outcome = check(guard, step)
+        outcome.to_bf16 = step == 2
+        return outcome
+
+    with patch.object(Guard, "check", checked):
+        yield
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", case("ddp", quick=False)])
+def test_ranks_that_leave_fp16_for_bf16_train_as_one(trained, parallel):
+    flags = ("--recipe", "fp16", "--accumulate", "2")
+    single = trained.single_rank(flags, leaving_fp16)
+    several = trained.several((*flags, "--parallel", parallel), 2, leaving_fp16)
+    for row, expected in zip(metrics(several), metrics(single), strict=True):
+        assert row["precision"] == expected["precision"] == ("fp16" if row["step"] < 3 else "bf16")
+        assert row["loss"] == pytest.approx(expected["loss"], rel=5e-3, abs=0)
 
 
 GRID = [

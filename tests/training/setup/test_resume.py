@@ -139,6 +139,11 @@ def _deny(*_: object) -> bytes:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
+def _without_torchao(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setitem(sys.modules, "torchao.optim", None)
+    rewrite(folder, lambda body: body["info"]["config"].update(optimizer="adamw8bit"))
+
+
 LACKING: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], object], str]] = {
     "memory": (lambda patch, _: patch.setattr(MEMORY, lambda _: 0), "0.0 GiB are left"),
     "a permission": (lambda patch, _: patch.setattr(Path, "read_bytes", _deny), "Permission den"),
@@ -146,13 +151,7 @@ LACKING: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], object], str]] = {
         lambda _, folder: rewrite(folder, lambda body: body.update(format=2)),
         "has format 2; this version of fp8stack reads 1. Use the version that wrote it",
     ),
-    "torchao": (
-        lambda patch, folder: (
-            patch.setitem(sys.modules, "torchao.optim", None),
-            rewrite(folder, lambda body: body["info"]["config"].update(optimizer="adamw8bit")),
-        ),
-        "need torchao: pip install",
-    ),
+    "torchao": (_without_torchao, "need torchao: pip install"),
 }
 
 
