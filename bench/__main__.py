@@ -45,7 +45,7 @@ def main() -> int:
     except UserError as error:
         parser.exit(2, f"{error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "\nInterrupted. The same command continues after what is measured.\n")
+        parser.exit(130, "\nInterrupted. The same command continues after what it has saved.\n")
 
 
 if __name__ == "__main__":

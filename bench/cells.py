@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from bench.report import Row
 from fp8stack.analysis.benchmark.step_timing import unserved
 from fp8stack.analysis.benchmark.timing import Timing, interleaved
+from fp8stack.common.errors import unknown
 from fp8stack.precision import Hardware
 
 Arm = Callable[[], object]
@@ -24,6 +26,18 @@ Arm = Callable[[], object]
 def words(text: str) -> list[str]:
     """Split the value of an option at its commas."""
     return [word for piece in text.split(",") if (word := piece.strip())]
+
+
+def some_of(kind: str, names: Collection[str]) -> Callable[[str], list[str]]:
+    """`words` that refuses a word that is not among `names`, for an option's `type`."""
+
+    def chosen(text: str) -> list[str]:
+        for word in words(text):
+            if word not in names:
+                raise argparse.ArgumentTypeError(str(unknown(kind, word, names)))
+        return words(text)
+
+    return chosen
 
 
 class Cells:

@@ -42,16 +42,20 @@ tied = false
 CAPABILITIES = ("none", "7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib", "seconds", "machine"}
 SHOWN = 40
+SECTIONS = ("training", "plans")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.same", description=__doc__)
     parser.add_argument("revision", help="the commit to compare with, or a folder that holds one")
-    parser.add_argument("--only", default="training,plans", help="parts (default: %(default)s)")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="(default: %(default)s)")
     parser.add_argument("--recipes", default="", help="some of the shipped recipes (default: all)")
     parser.add_argument("--steps", type=int, default=8, help="of each run (default: %(default)s)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    for section in chosen.only.split(","):
+        if section not in SECTIONS:
+            parser.error(f"--only: no section '{section}', only {', '.join(SECTIONS)}")
     if chosen.child:
         Path(chosen.child).write_text(json.dumps(dict(_facts(chosen))))
         return 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import peers, report, runner
-from bench.cells import words
+from bench.cells import some_of, words
 from bench.report import Bar, Report, Row
 from fp8stack.analysis.benchmark.step_timing import FP8, StepArm, StepWork, arms, build_step, works
 from fp8stack.analysis.benchmark.timing import Timing, ratio
@@ -107,7 +107,11 @@ BARS = _bars()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runner.add_options(parser, rounds=20, budget_s=40.0, device=False)
     parser.add_argument(
-        "--parts", type=words, default=[*PARTS], metavar="A,B", help=", ".join(PARTS)
+        "--parts",
+        type=some_of("part", PARTS),
+        default=[*PARTS],
+        metavar="A,B",
+        help=", ".join(PARTS),
     )
     parser.add_argument(
         "--compiled",

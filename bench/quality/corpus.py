@@ -2,7 +2,7 @@
 train on.
 
 Models of 3 and 10 million parameters need more text than Python's standard library has. The
-package's version and hash are kept beside the tokens, so that anyone can build the corpus again.
+package's version and hash are fixed, so that all runs of the study have the same text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from fp8stack.common.io import write_atomically
 from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.pipeline import prepare
 
+VERSION = "6.1.192-3"
+SHA256 = "5259c57ca92092da39bd2ea803046da0e3c28f2b6a11ea20f6297468188ceb67"
 PACKAGE, ARCHIVE = "linux-source-6.1", "usr/src/linux-source-6.1.tar.xz"
 FOLDERS = (
     "arch", "block", "crypto", "fs", "include", "ipc", "kernel", "lib", "mm", "net", "security",
@@ -28,19 +30,23 @@ FOLDERS = (
 """Folders of the source to read. Most of the rest is tables of registers, in headers of drivers."""
 PATTERNS = ("*.c", "*.h", "*.S")
 TOKENS, NAME = "tokens", "corpus.json"
+IDENTITY = f"{PACKAGE} {VERSION} ({SHA256[:16]})"
+"""The corpus in words."""
 
 
-def require(folder: Path) -> str:
-    """The corpus in this folder, in words: package, version, hash. It is built if it is not there.
+def require(folder: Path) -> None:
+    """Build the corpus in this folder, unless it is there.
 
     Raises:
-        UserError: a program of Debian's is missing or fails.
+        UserError: a program of Debian's is missing or fails, the package is another one, or the
+            folder holds another corpus.
     """
     path = folder / NAME
     if not path.is_file():
         _build(folder)
-    corpus = json.loads(path.read_text())
-    return f"{corpus['package']} {corpus['version']} ({corpus['sha256'][:16]})"
+    built_from = json.loads(path.read_text()).get("sha256")
+    if built_from != SHA256:
+        raise UserError(f"{folder} holds another corpus than {IDENTITY}. Give another --corpus.")
 
 
 def _build(folder: Path) -> None:
@@ -48,10 +54,12 @@ def _build(folder: Path) -> None:
     scratch = folder / "source"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    _output(["apt-get", "download", PACKAGE], scratch)
-    package = next(scratch.glob("*.deb"))
-    version = _output(["dpkg-deb", "--field", str(package), "Version"], scratch)
-    digest = hashlib.sha256(package.read_bytes()).hexdigest()
+    package = folder / f"{PACKAGE}_{VERSION}_all.deb"
+    if not package.is_file():
+        _output(["apt-get", "download", f"{PACKAGE}={VERSION}"], scratch)
+        package = next(scratch.glob("*.deb"))
+    if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
+        raise UserError(f"{package} is not {IDENTITY}: its SHA-256 is another one.")
     _output(["dpkg-deb", "--extract", str(package), str(scratch)], scratch)
     members = [f"{PACKAGE}/{name}" for name in FOLDERS]
     _output(["tar", "-xJf", str(scratch / ARCHIVE), *members], scratch)
@@ -70,8 +78,8 @@ def _build(folder: Path) -> None:
     shutil.rmtree(scratch)
     corpus = {
         "package": PACKAGE,
-        "version": version,
-        "sha256": digest,
+        "version": VERSION,
+        "sha256": SHA256,
         "folders": FOLDERS,
         "tokens": manifest["splits"]["train"]["tokens"],
     }
@@ -87,5 +95,9 @@ def _output(command: Sequence[str], folder: Path) -> str:
         ) from error
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise UserError(f"{command[0]} failed while building the corpus: {last}") from error
+        raise UserError(
+            f"{command[0]} failed while building the corpus: {last}. Debian keeps old packages at "
+            "https://snapshot.debian.org/package/linux: put "
+            f"{PACKAGE}_{VERSION}_all.deb into {folder.parent}."
+        ) from error
     return done.stdout.strip()

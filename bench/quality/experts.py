@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=300, help="of each run (default: %(default)s)")
     add("--seeds", type=int, default=3, help="of each recipe (default: %(default)s)")
     add("--shared", default="25%", help="steps in fp32 at the start (default: %(default)s)")
+    add("--runs", type=Path, default=Path("runs/experts"), help="(default: %(default)s)")
     runner.add_options(parser, device=False, recipes=RECIPES)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """A row for each recipe: the mean validation loss of its seeds and the gap to fp32."""
-    with tempfile.TemporaryDirectory() as folder:
-        compared = comparison(Path(folder), arguments)
+    folder = arguments.runs / ("tiny" if arguments.tiny else "all")
+    folder.mkdir(parents=True, exist_ok=True)
+    compared = comparison(folder, arguments)
     rows: list[Row] = [
         {
             "case": "gpt-nano-moe",
             "arm": row["recipe"],
-            "val_loss": round(row["val_loss"], 6),
+            "val_loss": row["val_loss"] and round(row["val_loss"], 6),
             "gap_percent": row["gap_percent"] and round(row["gap_percent"]["mean"], 4),
             "limit_percent": LIMITS.get(row["recipe"], LIMIT),
         }
@@ -52,7 +53,7 @@ def comparison(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The contents of `compare.json`.
 
     Raises:
-        RuntimeError: the command failed.
+        RuntimeError: the command failed. Its finished runs are kept in `folder`.
     """
     words = ["compare", "--model", "gpt-nano-moe", "--out", "comparison"]
     words += ["--recipes", ",".join(["fp32", *arguments.recipes])]
@@ -73,7 +74,7 @@ def table(data: Report) -> str:
     cells = [
         [
             row["arm"],
-            f"{row['val_loss']:.4f}",
+            "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}",
             "" if row["gap_percent"] is None else f"{row['gap_percent']:+.2f} %",
             f"{row['limit_percent']:.0f} %",
         ]

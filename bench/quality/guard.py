@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from bench import report, runner
-from bench.cells import words
+from bench.cells import some_of
 from bench.report import Report, Row
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
@@ -126,8 +126,9 @@ CASES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    names = ",".join(case.name for case in CASES)
-    add("--cases", type=words, default=[], metavar="A,B", help=f"some of {names} (default: all)")
+    names = [case.name for case in CASES]
+    help_text = f"some of {','.join(names)} (default: all)"
+    add("--cases", type=some_of("case", names), default=[], metavar="A,B", help=help_text)
     add("--runs", type=Path, default=Path("runs/guard"), help="(default: %(default)s)")
     runner.add_options(parser, device=False)
 

@@ -23,6 +23,7 @@ from fp8stack.analysis.forecast import law as laws
 from fp8stack.analysis.forecast.law import RATIO, Law
 from fp8stack.analysis.forecast.published import PublishedGap, published
 from fp8stack.analysis.forecast.result import Gap
+from fp8stack.common.errors import UserError
 from fp8stack.common.io import write_atomically
 
 Rows = Sequence[PublishedGap]
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     folder = study.folder_of(arguments)
+    for name in (study.NAME, SENSITIVITY):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing, which the law is fitted to.")
     gaps = fits.study_gaps(json_lines(folder / study.NAME))
     ratios = fits.sensitivity_ratios(json_lines(folder / SENSITIVITY))
     law = fits.fit(published(), gaps, ratios)

@@ -31,6 +31,7 @@ from bench.timing_lock import held_by_another
 from fp8stack.analysis.benchmark.timing import machine
 from fp8stack.analysis.compare.run_results import read_run
 from fp8stack.common.errors import NumericFailure, UserError, quoted
+from fp8stack.common.io import write_atomically
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.plan import WIDE
@@ -189,7 +190,7 @@ class Job:
         or models changes no hash."""
         keys = self.keys | {"recipe": self.recipe}  # independent of the path of its file
         if self.corpus is not None:
-            keys["data"] = corpus.require(self.corpus)
+            keys["data"] = corpus.IDENTITY
         shape = _shape(self.size).model_dump(mode="json", exclude_defaults=True)
         content = json.dumps([keys, _recipe(self.source), shape, cpu], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -295,7 +296,7 @@ def run(arguments: argparse.Namespace) -> None:
         if size not in SHAPES:
             raise UserError(f"--sizes {quoted(size)}: there are {', '.join(SIZES | RUNGS)}.")
     text = arguments.corpus if not RUNGS.keys().isdisjoint(sizes) else None
-    if text is not None:
+    if text is not None and not arguments.table:
         corpus.require(text)
     folder = folder_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
@@ -384,6 +385,11 @@ def _train(remaining: list[Job], path: Path, cpu: str, arguments: argparse.Names
             stopped = True
     if failed:
         raise UserError(f"Failed, and to be made again: {', '.join(failed)}.")
+    if ended < len(remaining) and not stopped:
+        codes = " or ".join(sorted({str(worker.exitcode) for worker in workers}))
+        raise UserError(
+            f"{len(remaining) - ended} runs are to be made: a process ended with exit code {codes}."
+        )
 
 
 def _told(row: Mapping[str, Any]) -> str:
@@ -426,7 +432,7 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
         if job is None:
             return
         folder = runs / job.name
-        began, error, exit = time.monotonic(), "", 0
+        began, error, exit = time.process_time(), "", 0
         try:
             with (runs / f"{job.name}.log").open("a") as log, redirect_stdout(log):
                 keys: dict[str, Any] = job.keys
@@ -436,14 +442,25 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
         except NumericFailure as failed:
             exit = failed.exit_code  # a failed training is a result
         except Preempted:
+            _spent(folder, time.process_time() - began)
             return
         except UserError as failed:
             error, exit = str(failed), failed.exit_code
-        row = _figures(job, folder, cpu, exit, time.monotonic() - began) | {"error": error}
-        (runs / f"{job.name}.log").unlink(missing_ok=True)
+        seconds = _spent(folder, time.process_time() - began)
+        row = _figures(job, folder, cpu, exit, seconds) | {"error": error}
+        for suffix in (".log", ".seconds"):
+            folder.with_name(f"{job.name}{suffix}").unlink(missing_ok=True)
         if (job.recipe, job.design) != (BASELINE, SHARED) and not error:
             shutil.rmtree(folder, ignore_errors=True)
         done.put(row)
+
+
+def _spent(folder: Path, seconds: float) -> float:
+    """Add the CPU time of this start of a run to that of earlier ones. Returns the sum."""
+    file = folder.with_name(f"{folder.name}.seconds")
+    total = seconds + (float(file.read_text()) if file.exists() else 0.0)
+    write_atomically(file, f"{total:.1f}".encode())
+    return total
 
 
 def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dict[str, Any]:

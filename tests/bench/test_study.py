@@ -18,7 +18,7 @@ import pytest
 import fp8stack
 from bench import runner, timing_lock
 from bench.cells import json_lines
-from bench.quality import study, study_tables
+from bench.quality import corpus, study, study_tables
 from fp8stack.common.errors import UserError
 from fp8stack.training.checkpoint import reader
 from tests.support.run_folders import write_lines
@@ -142,11 +142,11 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
 
 def test_the_committed_runs_are_known_to_the_study():
     """A new key of recipes or models does not train them again."""
-    by_name = {job.name: job for job in study.jobs([*study.SIZES])}
+    planned = study.jobs([*study.SIZES, *study.RUNGS], Path("corpus"))
+    by_name = {job.name: job for job in planned}
     rows = json_lines(ROOT / "bench" / "results" / "cpu" / "study.jsonl")
-    small = [row for row in rows if row["size"] in study.SIZES]
-    assert len(small) > 900
-    assert [r["key"] for r in small] == [by_name[r["name"]].content(r["cpu"]) for r in small]
+    assert len(rows) > 900
+    assert [r["key"] for r in rows] == [by_name[r["name"]].content(r["cpu"]) for r in rows]
 
 
 def test_pairs_of_another_kind_of_cpu_are_not_made_again():
@@ -277,3 +277,27 @@ def test_who_measures_times_is_seen(tmp_path, monkeypatch):
     with timing_lock.timing(), timing_lock.timing():
         assert timing_lock.held_by_another()
     assert not timing_lock.held_by_another()
+
+
+def test_the_corpus_is_one_package_to_the_byte(tmp_path):
+    (tmp_path / corpus.NAME).write_text('{"sha256": "another"}')
+    with pytest.raises(UserError, match=r"holds another corpus than linux-source-6\.1 "):
+        corpus.require(tmp_path)
+    (tmp_path / corpus.NAME).unlink()
+    (tmp_path / f"{corpus.PACKAGE}_{corpus.VERSION}_all.deb").write_bytes(b"another")
+    with pytest.raises(UserError, match="its SHA-256 is another one"):
+        corpus.require(tmp_path)
+
+
+def test_the_time_of_all_starts_of_a_run_counts(tmp_path):
+    assert study._spent(tmp_path / "run", 2.0) == 2.0
+    assert study._spent(tmp_path / "run", 0.5) == 2.5
+
+
+def test_a_name_that_no_option_knows_is_refused(capsys):
+    for words in (["guard", "--cases", "spike"], ["emulation", "--parts", "steps"]):
+        with pytest.raises(SystemExit, match="2"):
+            runner.run(words[0], words[1:])
+        assert f"No {'case' if words[0] == 'guard' else 'part'} '{words[-1]}'" in (
+            capsys.readouterr().err
+        )

@@ -73,6 +73,7 @@ def _alone(comparison: Comparison) -> Iterator[None]:
 
 def _compare(comparison: Comparison) -> int:
     results = _Results(comparison)
+    results.require_machine()
     results.write()  # first, so that a later start knows the folder as a comparison's
     write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
     try:
@@ -106,8 +107,9 @@ class _Results:
         self.failed_now: set[str] = set()  # recipes with a run that failed in this start
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
-        saved = read_report(comparison.report)["runs"] if comparison.report.exists() else []
-        for run in saved:
+        report = read_report(comparison.report) if comparison.report.exists() else {"runs": []}
+        self.began_on: dict[str, Any] = report.get("machine", {})
+        for run in report["runs"]:
             job = Job(recipe=run["recipe"], seed=run["seed"])
             if job.recipe not in comparison.recipes or run["exit"] is None:
                 continue
@@ -116,6 +118,23 @@ class _Results:
                     job, Ended(exit=run["exit"], error=run["error"], seconds=run.get("seconds"))
                 )
         self.failed_now.clear()
+
+    def require_machine(self) -> None:
+        """Raise a UserError if runs are left to train and another machine has trained runs to
+        compare them with. If none are left, the results keep the machine that trained."""
+        began_on, machine_here = self.began_on.get("machine"), self.machine["machine"]
+        if began_on in (None, machine_here) or not self.ended:
+            return
+        comparison = self.comparison
+        seeds = range(comparison.seeds)
+        jobs = [Job(recipe=recipe, seed=seed) for seed in seeds for recipe in comparison.recipes]
+        if comparison.judging.until is None and all(map(self.has, jobs)):
+            self.machine = self.began_on
+            return
+        raise UserError(
+            f"{comparison.out} was begun on {began_on}, and this is {machine_here}: other machines "
+            "round differently. Go on there, or give another --out."
+        )
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
         """Record how a run ended. Returns its figures."""

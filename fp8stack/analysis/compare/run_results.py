@@ -44,7 +44,7 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     curve: tuple[tuple[int, float], ...] = ()  # validation loss by step
     seconds: float | None = None  # wall time with startup; None if trained in several starts
     tokens_per_s: float | None = None  # the median over steps
-    peak_memory_gib: float | None = None  # the most of any step
+    peak_memory_gib: float | None = None  # of the last phase; on a CPU, of the run so far
     skips: int = 0
     events: dict[str, int] = {}
     fp8_gemms: int | None = None
@@ -84,7 +84,7 @@ def read_run(
     }
     speeds = {n: row["tokens_per_s"] for n, row in last_phase.items() if row.get("tokens_per_s")}
     warm_speeds = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
-    memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
+    memory = [row["memory_gib"] for row in last_phase.values() if _number(row, "memory_gib")]
     precision_rows = [row for row in last_phase.values() if "precision" in row]
     skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
     status, diverged_at = _status(rows_by_step, rows, curve, steps, vocabulary, exit)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from fp8stack.analysis.compare.gaps import Judging
 from fp8stack.analysis.compare.intervals import FEWEST_ADDING
+from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import read_json
 from fp8stack.common.presets import recipe_words
@@ -147,7 +148,9 @@ def prepare(
     sources = _names(recipes)
     if seeds < 1:
         raise UserError(f"--seeds {seeds}: there is nothing to train. Give 1 or more.")
-    baseline_name = baseline or ("fp32" if "fp32" in sources else next(iter(sources)))
+    baseline_name = "fp32" if "fp32" in sources else next(iter(sources))
+    if baseline is not None:
+        baseline_name = presets.label(baseline)
     if baseline_name not in sources:
         raise UserError(
             f"--baseline {quoted(baseline_name)} is not among the recipes: {', '.join(sources)}. "
@@ -164,7 +167,7 @@ def prepare(
         raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
     config, tokenizer, tokenizer_file = _config(flags, sets)
     use_threads(config.threads)  # raises here, not in every run
-    folder = out or f"runs/compare-{Path(config.model).stem}"
+    folder = out or f"runs/compare-{presets.label(config.model)}"
     report = Path(folder) / REPORT
     config = _with_final_windows(config, report)
     config = _with_shared_steps(config, shared, sources[baseline_name], report)
@@ -261,10 +264,14 @@ def _names(recipes: str) -> dict[str, str]:
     """The recipes as {name in tables and folders: name or absolute path of a TOML file}."""
     sources: dict[str, str] = {}
     for recipe in recipe_words(recipes):
-        name = Path(recipe).stem if recipe.endswith(".toml") else recipe
+        name = presets.label(recipe)
+        source = str(Path(recipe).resolve()) if recipe.endswith(".toml") else recipe
         if name in sources:
-            raise UserError(f"--recipes names '{quoted(name)}' twice. Name each recipe once.")
-        sources[name] = str(Path(recipe).resolve()) if recipe.endswith(".toml") else recipe
+            remedy = "Name each recipe once."
+            if sources[name] != source:
+                remedy = "Give one of the two another file name."
+            raise UserError(f"--recipes names '{quoted(name)}' twice. {remedy}")
+        sources[name] = source
     return sources
 
 

@@ -338,10 +338,13 @@ def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
 
 
 def command(run: str, out: str) -> str:
-    """The command that trains in the recipe file `out`, with the run's configuration."""
-    file = Path(run) / "run.toml"
-    config = ["--config", str(file)] if file.is_file() else []
-    out_option = ["--out", f"{out.removesuffix('.toml')}-run"] if config else []
+    """The command that trains in the recipe file `out`, with the configuration of `run`, a run or
+    one of its checkpoints; a model of transformers trains on, on text that the user names."""
+    path = Path(run)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    file = folder / "run.toml"
+    config = ["--config", str(file)] if file.is_file() else ["--init-from", run, "--data", "TEXT"]
+    out_option = ["--out", f"{out.removesuffix('.toml')}-run"] if file.is_file() else []
     return " ".join(
         map(shell_quoted, ["fp8stack", "pretrain", *config, "--recipe", out, *out_option])
     )

@@ -17,7 +17,7 @@ from fp8stack.analysis.report.drawing import (
     thinned,
     whole_steps,
 )
-from fp8stack.analysis.report.read import Operand, RunRecord, column, of_linears
+from fp8stack.analysis.report.read import Operand, RunRecord, column, of_linears, timed
 from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
 from fp8stack.training.metrics.loss_plot import smoothed, view_range
@@ -111,7 +111,7 @@ def throughput(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Pi
         tops: list[float] = []
         captions = []
         for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
-            steps, values = _positive(*column(run, "tokens_per_s"))
+            steps, values = timed(run, "tokens_per_s")
             if not values:
                 continue
             color = COLORS[index % len(COLORS)]
@@ -119,7 +119,7 @@ def throughput(runs: Sequence[RunRecord], names: Sequence[str], name: str) -> Pi
                 axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.8)
             axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.7, label=run_name)
             tops.append(float(np.percentile(values, 99)))
-            _, times = column(run, "step_ms")
+            _, times = timed(run, "step_ms")
             took = f", {np.median(times):,.0f} ms a step" if times else ""
             prefix = f"{run_name}: " if len(runs) > 1 else ""
             captions.append(f"{prefix}median {np.median(values):,.0f} tokens/s{took}")

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from fp8stack.analysis.forecast.forecast import forecast_of_shape
 from fp8stack.analysis.forecast.law import fitted
 from fp8stack.analysis.forecast.result import NAME, ForecastResult
+from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import FORMATS
 from fp8stack.common.io import LOCK, is_held, parse_json, read_json, read_toml
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import at_home
 from fp8stack.precision.recipe import recipe_from_json
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
@@ -135,6 +137,15 @@ def column(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def timed(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
+    """The steps that the run itself timed, and their values above 0: a branch has the rows of the
+    run that it began with, too."""
+    began = max((event["step"] for event in run.events if event["event"] == "branch"), default=0)
+    pairs = zip(*column(run, key), strict=True)
+    after = [(step, value) for step, value in pairs if value > 0 and step > began]
+    return [step for step, _ in after], [value for _, value in after]
+
+
 def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
     """Read the run in a folder. Raises a UserError if the folder holds no run, or if a file cannot
     be read."""
@@ -184,12 +195,14 @@ def _forecast_by_size(run: RunRecord) -> ForecastResult | None:
     if the run folder does not say enough."""
     with suppress(UserError, KeyError, TypeError, ValueError):
         recipe = recipe_from_json(run.plan["recipe"], "plan.json")
-        config = load_config(run.config["model"], run.config.get("model_overrides"))
-        sequences = run.config["steps"] * run.config["batch"]
-        tokens = sequences * run.config.get("context", config.context)
+        keys = at_home(run.config, run.path)
+        config = load_config(keys["model"], keys.get("model_overrides"))
+        tokens = keys["steps"] * keys["batch"] * keys.get("context", config.context)
+        if "init_from" in keys:  # the source's tokens are unknown
+            tokens = None
         if recipe.is_fp8:
             return forecast_of_shape(
-                run.config["model"], config, {recipe.name: recipe}, tokens, fitted()
+                presets.label(keys["model"]), config, {recipe.name: recipe}, tokens, fitted()
             )
     return None
 

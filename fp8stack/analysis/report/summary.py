@@ -18,6 +18,7 @@ from fp8stack.analysis.report.read import (
     layers,
     of_linears,
     table,
+    timed,
 )
 
 ALIKE_DB = 0.5  # smaller differences are not reported
@@ -32,9 +33,7 @@ def headline(analysis: Analysis) -> dict[str, str]:
     where = [str(run.plan[key]) for key in ("backend", "device") if run.plan.get(key)]
     total = "" if analysis.total is None else f" of {analysis.total}"
     steps, losses = column(run, "val_loss")
-    began = max((event["step"] for event in run.events if event["event"] == "branch"), default=0)
-    timed = zip(*column(run, "tokens_per_s"), strict=True)
-    rates = [rate for step, rate in timed if rate > 0 and step > began]
+    _, rates = timed(run, "tokens_per_s")
     fp8 = sum(layer.get("fp8") is True for layer in layers(run.plan))
     state = analysis.state
     if state == "unfinished" and run.written is not None:

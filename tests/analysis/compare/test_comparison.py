@@ -305,6 +305,7 @@ def test_the_worst_sqnr_is_of_the_runs_own_recipe_and_not_of_the_first_sample(tm
 BAD = {
     "empty name": (["--recipes", "fp32,,bf16"], "has an empty name"),
     "twice by path": (["--recipes", "delayed,x/delayed.toml"], "names 'delayed' twice"),
+    "two files of a name": (["--recipes", "a/d.toml,b/d.toml"], "one of the two another file na"),
     "no file": (["--recipes", "fp32,none.toml"], "none.toml"),
     "baseline": (["--baseline", "mxfp8"], "--baseline mxfp8 is not among the recipes: fp32"),
     "run": (["--out", "run"], "run holds a single run"),
@@ -708,6 +709,26 @@ def test_a_named_tokenizer_is_loaded_once(tmp_path, monkeypatch):
     monkeypatch.setattr("fp8stack.training.datasets.load_tokenizer", load)
     prepared(tmp_path / "c", "tokenizer=bytes")
     assert names == ["bytes"]
+
+
+def test_runs_of_another_machine_are_not_compared_with(copy, command, trained, refused):
+    (copy / "compare.json").write_text(
+        json.dumps(report(copy) | {"machine": report(copy)["machine"] | {"machine": "an H100"}})
+    )
+    before = contents(copy)
+    error = refused("compare", "--out", "c", "--recipes", "fp32,delayed,current", *AGAIN[2:])
+    assert "c was begun on an H100, and this is " in error
+    assert contents(copy) == before
+    assert command("compare", "--out", "c", *AGAIN) == 0  # all is trained
+    assert report(copy)["machine"]["machine"] == "an H100"
+    assert trained == []
+
+
+def test_a_baseline_may_be_given_by_its_file(command, trained):
+    Path("mine.toml").write_text('like = "current"\n')
+    words = ["--recipes", "fp32,mine.toml", "--baseline", "mine.toml", "--seeds", "1", *SMALL]
+    assert command("compare", "--out", "c", *words) == 0
+    assert report(Path("c"))["asked"]["baseline"] == "mine"
 
 
 def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):

@@ -247,3 +247,12 @@ def test_bits_that_no_recipe_has_are_refused_before_anything_is_measured(monkeyp
     monkeypatch.setattr(measured, "forecast", lambda *_: pytest.fail("measured"))
     message = "--bits 5: these recipes need at least 8.00. Give more, or other --recipes."
     assert message in refused("tune", "run", "--bits", "5", "--recipes", "mxfp8,bf16")
+
+
+def test_the_command_trains_the_model_that_was_tuned(run):
+    config = f"fp8stack pretrain --config {run / 'run.toml'} --recipe t.toml --out t-run"
+    for named in (run, run / "checkpoints" / "step-000400"):
+        assert tune.command(str(named), "t.toml") == config
+    assert tune.command("hf:folder", "t.toml") == (
+        "fp8stack pretrain --init-from hf:folder --data TEXT --recipe t.toml"
+    )

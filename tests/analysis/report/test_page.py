@@ -21,7 +21,7 @@ from rich.console import Console
 from fp8stack.analysis.report import curves, page, summary
 from fp8stack.analysis.report import text as terminal
 from fp8stack.analysis.report.analysis import Analysis, analyze, verdict
-from fp8stack.analysis.report.curves import amaxes
+from fp8stack.analysis.report.curves import amaxes, throughput
 from fp8stack.analysis.report.drawing import (
     MOST_POINTS,
     legend_above,
@@ -415,6 +415,25 @@ def test_a_branch_has_its_own_events_and_speed(tmp_path):
         float(headline(x)["tokens/s"].split()[0].replace(",", "")) for x in (analysis, origin)
     ]
     assert speeds[0] == pytest.approx(2 * speeds[1], rel=0.1)
+    picture = throughput([analysis.run], ["r"], "tokens")
+    assert picture is not None
+    assert f"median {headline(analysis)['tokens/s'].split()[0]} tokens/s" in picture.caption
+
+
+def test_a_model_from_a_file_and_one_that_trains_on_have_a_forecast_by_size(tmp_path):
+    preset = "vocabulary = 256\ncontext = 64\nlayers = 2\nwidth = 64\nheads = 2\n"
+    keys = "batch = 8\ncontext = 64\n"
+    run = make_run(tmp_path / "r", recipe="nvfp4", config=keys)
+    text = (run / "run.toml").read_text().replace('"gpt-nano"', '"presets/mine.toml"')
+    (run / "presets").mkdir()
+    (run / "presets" / "mine.toml").write_text(preset)
+    (run / "run.toml").write_text(text)
+    forecast = read_run(run).forecast
+    assert forecast is not None
+    (run / "run.toml").write_text(text + 'init_from = "/elsewhere"\n')
+    trained_on = read_run(run).forecast
+    assert trained_on is not None
+    assert trained_on.tokens != forecast.tokens
 
 
 def test_a_run_that_failed_says_why_first(tmp_path):
