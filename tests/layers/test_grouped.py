@@ -188,6 +188,23 @@ def test_columns_saved_as_bytes_give_the_same_gradients_in_a_quarter_of_the_memo
         assert saved_bytes[0] / 8 < saved_bytes[1] < saved_bytes[0] / 2.5
 
 
+@pytest.mark.parametrize(
+    "changes", [{"weight": {"dgrad": {"margin": 2}}}, {"input": {"wgrad": {"format": "e5m2"}}}]
+)
+def test_scales_of_column_copies_alone_follow_amaxes_of_saved_bytes_too(changes) -> None:
+    results = []
+    for save_fp8 in (False, True):
+        grouped = Grouped("delayed", save_fp8=save_fp8, **changes)
+        tensors: list[Tensor] = []
+        for seed in range(3):
+            grouped.zero_grad()
+            tensors += passed(grouped, [5, 33, 0, 16], torch.float32, seed)
+            tensors.append(grad(grouped.up.weight).clone())
+        results.append([*tensors, *fp8_state(grouped).values()])
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+
+
 def test_ranks_that_shard_the_weights_compute_what_ranks_with_all_of_them_do() -> None:
     for equal in in_ranks(grouped_ranks.all_of, 2):
         assert [len(tensors) for tensors in equal.values()] == [12, 6, 6]
