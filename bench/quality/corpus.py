@@ -95,9 +95,13 @@ def _output(command: Sequence[str], folder: Path) -> str:
         ) from error
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        remedy = ""
+        if command[0] == "apt-get":
+            remedy = (
+                " Debian keeps old packages at https://snapshot.debian.org/package/linux: put "
+                f"{PACKAGE}_{VERSION}_all.deb into {folder.parent}."
+            )
         raise UserError(
-            f"{command[0]} failed while building the corpus: {last}. Debian keeps old packages at "
-            "https://snapshot.debian.org/package/linux: put "
-            f"{PACKAGE}_{VERSION}_all.deb into {folder.parent}."
+            f"{command[0]} failed while building the corpus: {last}.{remedy}"
         ) from error
     return done.stdout.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     folder = arguments.runs / ("tiny" if arguments.tiny else "all")
     folder.mkdir(parents=True, exist_ok=True)
     compared = comparison(folder, arguments)
+    shutil.rmtree(folder)
     rows: list[Row] = [
         {
             "case": "gpt-nano-moe",

@@ -448,15 +448,17 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
             error, exit = str(failed), failed.exit_code
         seconds = _spent(folder, time.process_time() - began)
         row = _figures(job, folder, cpu, exit, seconds) | {"error": error}
-        for suffix in (".log", ".seconds"):
-            folder.with_name(f"{job.name}{suffix}").unlink(missing_ok=True)
+        (runs / f"{job.name}.log").unlink(missing_ok=True)
+        if not error:
+            (runs / f"{job.name}.seconds").unlink(missing_ok=True)
         if (job.recipe, job.design) != (BASELINE, SHARED) and not error:
             shutil.rmtree(folder, ignore_errors=True)
         done.put(row)
 
 
 def _spent(folder: Path, seconds: float) -> float:
-    """Add the CPU time of this start of a run to that of earlier ones. Returns the sum."""
+    """Add the CPU time of this start of a run to that of earlier ones that were not killed. Returns
+    the sum."""
     file = folder.with_name(f"{folder.name}.seconds")
     total = seconds + (float(file.read_text()) if file.exists() else 0.0)
     write_atomically(file, f"{total:.1f}".encode())

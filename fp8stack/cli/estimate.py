@@ -92,7 +92,10 @@ def _steps_of(tokens: int, config: RunConfig) -> int:
     from fp8stack.training.run_plans import context_of
 
     model = load_config(config.model, config.model_overrides)
-    return max(1, math.ceil(tokens / (config.batch * context_of(config, model))))
+    steps = max(1, math.ceil(tokens / (config.batch * context_of(config, model))))
+    if steps > 2**31:
+        raise UserError(f"--tokens: {tokens:,} are {steps:,} steps, more than a run can have.")
+    return steps
 
 
 def duration(

@@ -173,12 +173,6 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         return F.linear(x, self.matrix.to(self.compute_dtype), bias)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after the module, in the forward or the backward pass."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
 def require_supported_input(x: Tensor, weight: Tensor | None) -> None:
     """Check that an FP8 linear supports this input and weight.
 

@@ -53,7 +53,6 @@ from fp8stack.layers.linear import (
     Gradients,
     QuantizedLinear,
     Size,
-    has_hooks,
     multiply_backward,
     multiply_forward,
     no_autocast,
@@ -400,7 +399,7 @@ class TorchBackend(Backend):
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
         """Whether `_fused_mlp` can replace the layers of an MLP, with the same results."""
-        if not has_kernel(x.device) or has_hooks(mlp):
+        if not has_kernel(x.device) or _has_hooks(mlp):
             return False
         layers = (mlp.up, mlp.down)
         if not all(_takes_products(layer) for layer in layers):
@@ -496,12 +495,18 @@ def _is_plain(weight: Tensor) -> bool:
     return plain and weight.is_contiguous() and has_kernel(weight.device)
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module, in the forward or the backward pass."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
 def _takes_products(layer: nn.Module) -> bool:
     """Whether a kernel may compute the layer's input and output gradient as it casts them, so that
     they never exist in high precision: no hook reads them."""
     if type(layer) is not QuantizedLinear or not layer.in_fp8 or layer.keeps_dtype:
         return False
-    if has_hooks(layer):
+    if _has_hooks(layer):
         return False
     kinds = {getattr(layer.quantizers[name], "kind", None) for name in ("input", "grad_output")}
     return kinds <= {ScaleLayout.PER_TENSOR, *_BY_BLOCKS}

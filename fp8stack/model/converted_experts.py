@@ -57,7 +57,7 @@ class StoredInExperts(GroupedLinear):
         nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
         weight = self.stored_weight
         if self.delayed is not None and weight is not None:
-            device = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).device
+            device = fn(torch.empty(1, dtype=weight.dtype, device=weight.device)).device
             if device.type != "meta":
                 self.delayed.move(device)
         return self

@@ -565,8 +565,13 @@ def _with_tables(
     if keys.quantizer is not None:
         _require_use(keys.quantizer.set, copies, f"{where}: quantizer")
     for name, table in operands.items():
-        of_operand = {field: copies[field] for field in _PLACES[name].values()}
-        _require_use({} if table == "none" else table.set, of_operand, f"{where}: {name}")
+        if table != "none":
+            of_operand = {field: copies[field] for field in _PLACES[name].values()}
+            _require_use(table.set, of_operand, f"{where}: {name}")
+            for gemm, field in _PLACES[name].items():
+                nested = getattr(table, gemm)
+                if nested is not None and not isinstance(nested, str):
+                    _require_use(nested.set, {field: copies[field]}, f"{where}: {name}.{gemm}")
     if keys.backward in ("dequantized", "high_precision"):
         backward = "forward" if keys.backward == "dequantized" else None
         if any(isinstance(q, Quantizer) and q.delayed for q in copies.values()):
@@ -647,7 +652,7 @@ _USED_WHERE = ("history_length", "amax_algorithm", "margin", "eps", "scale_round
 
 def _require_use(fields: Mapping[str, Any], copies: Mapping[str, Any], where: str) -> None:
     """Raise a UserError if one of the `fields` that a table sets is used by none of `copies`."""
-    for key in fields.keys() & set(_USED_WHERE):
+    for key in (key for key in _USED_WHERE if key in fields):
         _, condition, applies = _SHORT[key]
         used = any(applies(field, q) for field, q in copies.items() if isinstance(q, Quantizer))
         if not used and fields[key] != getattr(Quantizer(), key):

@@ -123,10 +123,11 @@ class Trained:
         return tuple(guard["demoted"]) if guard else ()
 
     @property
-    def has_last_scales(self) -> bool:
-        """Whether the last step set the checkpoint's scales of delayed scaling, and not a step of
-        an earlier phase."""
-        return self.checkpoint is not None and self._last_plan == self.checkpoint.info["plan"]
+    def has_outdated_scales(self) -> bool:
+        """Whether its scales of delayed scaling are those of an earlier phase than the last."""
+        if self.checkpoint is None or not any(map(_is_scale, self._fp8_state)):
+            return False
+        return bool(self._last_plan != self.checkpoint.info["plan"])
 
     @property
     def _last_plan(self) -> Mapping[str, Any]:
@@ -144,8 +145,12 @@ class Trained:
         else:
             phases = phases_in(config)
             request = next(p.asked for p in phases if checkpoint.step <= p.last or p is phases[-1])
-        places = {without_folder(name): place for name, place in state["places"].items()}
-        place = places.get(without_folder(request), len(plans))
+        places = [
+            place
+            for name, place in state["places"].items()
+            if name == request or without_folder(name) == without_folder(request)
+        ]
+        place = state["places"].get(request, places[0] if len(places) == 1 else len(plans))
         return plans[place] if place < len(plans) else saved
 
     def _plan_of(self, recipe: str) -> Mapping[str, Any] | None:
@@ -210,8 +215,9 @@ class Trained:
                 if lost and run_plan is None:
                     names = ", ".join(sorted(lost))
                     notes += (f"the checkpoint has no scales for {names}: not in FP8",)
-            if run_plan is not None and self.left_fp8:
-                notes += (f"the guard took these out of FP8: {', '.join(self.left_fp8)}",)
+            taken_out = [name for name in self.left_fp8 if name in _in_fp8(plan)]
+            if run_plan is not None and taken_out:
+                notes += (f"the guard took these out of FP8: {', '.join(taken_out)}",)
         if plan.delayed and not any(map(_is_scale, self._fp8_state)):
             of = f": it is the checkpoint of a run in {self.recipe}" if info else ""
             raise UserError(

@@ -13,7 +13,7 @@ from bench import runner
 from bench.quality import experts
 
 
-def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch):
+def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch, tmp_path):
     commands: list[list[str]] = []
     rows = [
         {"recipe": "fp32", "val_loss": 2.0, "gap_percent": None},
@@ -29,6 +29,7 @@ def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch):
 
     monkeypatch.setattr(experts, "run_ranks", fake)
     options = ["--steps", "5", "--seeds", "2", "--recipes", "delayed,nvfp4"]
+    options += ["--runs", str(tmp_path)]
     data = runner.measured(experts, "experts", options)
     (words,) = commands
     assert words[words.index("--recipes") + 1] == "fp32,delayed,nvfp4"
@@ -41,8 +42,8 @@ def test_the_table_has_the_gap_of_each_recipe_and_its_limit(monkeypatch):
     assert bar.get_height() == 3.0
 
 
-def test_a_comparison_that_fails_ends_the_scenario(monkeypatch):
+def test_a_comparison_that_fails_ends_the_scenario(monkeypatch, tmp_path):
     ended = [SimpleNamespace(code=2, stderr="no such model")]
     monkeypatch.setattr(experts, "run_ranks", lambda *words, **options: ended)
     with pytest.raises(RuntimeError, match="no such model"):
-        runner.measured(experts, "experts", ["--recipes", "delayed"])
+        runner.measured(experts, "experts", ["--recipes", "delayed", "--runs", str(tmp_path)])

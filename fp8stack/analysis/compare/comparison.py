@@ -102,15 +102,17 @@ class _Results:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        self.machine = machine("accelerate", device=comparison.config.device)
+        self.machine_here = machine("accelerate", device=comparison.config.device)
         self.ended: dict[str, RunFigures] = {}
         self.failed_now: set[str] = set()  # recipes with a run that failed in this start
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
         report = read_report(comparison.report) if comparison.report.exists() else {"runs": []}
-        self.began_on: dict[str, Any] = report.get("machine", {})
+        self.machine = self.machine_here  # of the runs, of which failed ones are trained again
         for run in report["runs"]:
             job = Job(recipe=run["recipe"], seed=run["seed"])
+            if run["exit"] in (None, *FINAL) and comparison.folder(job).holds_run:
+                self.machine = report.get("machine", self.machine_here)
             if job.recipe not in comparison.recipes or run["exit"] is None:
                 continue
             if comparison.folder(job).holds_run:
@@ -121,20 +123,16 @@ class _Results:
 
     def require_machine(self) -> None:
         """Raise a UserError if runs are left to train and another machine has trained runs to
-        compare them with. If none are left, the results keep the machine that trained."""
-        began_on, machine_here = self.began_on.get("machine"), self.machine["machine"]
-        if began_on in (None, machine_here) or not self.ended:
-            return
+        compare them with."""
         comparison = self.comparison
-        seeds = range(comparison.seeds)
-        jobs = [Job(recipe=recipe, seed=seed) for seed in seeds for recipe in comparison.recipes]
-        if comparison.judging.until is None and all(map(self.has, jobs)):
-            self.machine = self.began_on
-            return
-        raise UserError(
-            f"{comparison.out} was begun on {began_on}, and this is {machine_here}: other machines "
-            "round differently. Go on there, or give another --out."
-        )
+        is_open = comparison.judging.until is not None and bool(self.open())
+        is_left = is_open or bool(self.runs_left([*comparison.recipes], 0))
+        if is_left and self.machine["machine"] != self.machine_here["machine"]:
+            raise UserError(
+                f"{comparison.out} was begun on {self.machine['machine']}, and this is "
+                f"{self.machine_here['machine']}: other machines round differently. Go on there, "
+                "or give another --out."
+            )
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
         """Record how a run ended. Returns its figures."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp8stack.analysis.compare.gaps import Judging
 from fp8stack.analysis.compare.intervals import FEWEST_ADDING
 from fp8stack.common import presets
 from fp8stack.common.errors import UserError, quoted
-from fp8stack.common.io import read_json
+from fp8stack.common.io import absolute_path, read_json
 from fp8stack.common.presets import recipe_words
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import shell_quoted
@@ -265,7 +266,7 @@ def _names(recipes: str) -> dict[str, str]:
     sources: dict[str, str] = {}
     for recipe in recipe_words(recipes):
         name = presets.label(recipe)
-        source = str(Path(recipe).resolve()) if recipe.endswith(".toml") else recipe
+        source = absolute_path(recipe) if recipe.endswith(".toml") else recipe
         if name in sources:
             remedy = "Name each recipe once."
             if sources[name] != source:
@@ -352,6 +353,9 @@ def _checked(comparison: Comparison) -> Comparison:
         saved["contents"]["recipes"] = {
             name: _recipe_table(recipe_from_json(recipe, where)) for name, recipe in recipes.items()
         }
+    data = saved["config"].get("data"), comparison.config.data
+    if None not in data and len(set(map(os.path.realpath, data))) == 1:  # by a link, or not
+        saved["config"]["data"] = comparison.config.data
     for difference in _changes(saved, as_saved(comparison)):
         raise UserError(
             f"{out} holds another comparison: {difference}. More recipes and more seeds may be "

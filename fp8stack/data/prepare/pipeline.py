@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.hub import fetch_tokenizer
+from fp8stack.common.io import TEMPORARY
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
 from fp8stack.common.version import __version__
@@ -55,8 +56,8 @@ def prepare(
     folder = OutputFolder(settings.out)
     with folder.claimed():
         is_own = folder.is_own
-        begun_alike = folder.unfinished_content().get("settings") == settings.of_output()
-        if overwrite and not begun_alike:
+        begun = {} if folder.manifest_path.exists() else folder.unfinished_content()
+        if overwrite and begun.get("settings") != settings.of_output():
             _require_usable(settings, sources)
             folder.clear()
         manifest, speed = folder.manifest(), ""
@@ -78,7 +79,7 @@ def _require_usable(settings: Settings, sources: Sequence[Source]) -> None:
     preparation is removed."""
     if settings.train_bpe is None:
         _load(settings)
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory(dir=settings.out, prefix=TEMPORARY) as scratch:
         reader = _reader(settings, Path(scratch))
         with closing(reader.read(sources[0])) as texts:
             next(texts, None)

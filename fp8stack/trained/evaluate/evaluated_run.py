@@ -49,8 +49,9 @@ def evaluated_runs(
     device: str,
     backend: str,
 ) -> Iterator[EvaluatedRun]:
-    """Find the models and their text; for the arguments and errors see `evaluate`. Of several, each
-    is tried before the first is evaluated. Notes on a model are printed to stderr."""
+    """Find the models and their text; for the arguments and errors see `evaluate`. Of several, all
+    models and recipes are tried before the first is evaluated. Notes on a model are printed to
+    stderr."""
     for name, value in (("windows", windows), ("context", context), ("batch", batch)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
@@ -71,7 +72,8 @@ def evaluated_runs(
             run, config, trained.shape, run_tokenizer, data, windows, context, trained.data
         )
         usual = config.batch // config.accumulate if trained.config else run_windows.usual_batch
-        count, length = batch or usual, run_windows.tokens.shape[-1] - 1
+        count = min(batch or usual, len(run_windows.tokens))
+        length = run_windows.tokens.shape[-1] - 1
         _require_memory(count, length, trained.shape.vocabulary, hardware.device)
         yield EvaluatedRun(
             run=run,

@@ -96,12 +96,13 @@ def windows_for(
     tokenizer = tokenizer or data_tokenizer
     end = None if tokenizer is None else tokenizer.end_of_text
     train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end, texts=texts)
-    fingerprints = {"train": train.fingerprint(), "validation": held_out.fingerprint()}
-    is_run_data = path == config.data or fingerprints == trained_on
+    is_run_data = path == config.data
     if path is not None and config.data is not None:
         is_run_data = is_run_data or data.absolute(path) == config.data
     if not is_run_data and path is not None and os.path.isfile(path):
-        held_out = Corpus(name=path, segments=(*train.segments, *held_out.segments))
+        fingerprints = {"train": train.fingerprint(), "validation": held_out.fingerprint()}
+        if fingerprints != trained_on:
+            held_out = Corpus(name=path, segments=(*train.segments, *held_out.segments))
     tokens = data.validation_windows(
         held_out,
         count=config.last_eval_windows if count is None else count,

@@ -103,7 +103,7 @@ def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> ModelSourc
         plan = plan_for(trained.shape, trained.recipe, Hardware("cpu")).to_json()
         return ModelSource(step=0, plan=plan, fp8={}, began_with=trained.name, **fields)
     config, scales = trained.config, checkpoint.tensors.get("fp8", {})
-    if scales and not trained.has_last_scales:
+    if trained.has_outdated_scales:
         scales = {}
         fields["notes"] += (
             f"the last steps were in {trained.recipe}, after the scales of delayed scaling",
@@ -162,11 +162,12 @@ def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
     table = config_json(config, dtype, tokenizer.end_of_text if tokenizer else None)
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     texts = _tokenizer_texts(tokenizer, config.context) if tokenizer else {}
-    began_with = _folder_with(source, tokenizer)
-    if began_with is not None:
-        texts |= _texts_of(began_with, json.loads(texts["tokenizer_config.json"]))
-        ids = read_json(began_with / "config.json")
-        table |= {key: ids[key] for key in keys if key in ids}
+    if tokenizer is not None:
+        try:
+            texts, ids = _taken_over(source, tokenizer, texts)
+            table |= {key: ids[key] for key in keys if key in ids}
+        except (UserError, OSError, ValueError) as error:
+            notes.append(f"the chat template of {source.began_with} is not taken over: {error}")
     generation = {key: table[key] for key in keys if table[key] is not None}
     return Files(
         title=f"{layout.architecture} of transformers",
@@ -181,28 +182,32 @@ def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
     )
 
 
-def _folder_with(source: ModelSource, tokenizer: Tokenizer | None) -> Path | None:
-    """The transformers folder of the initial weights, if it is there and has this tokenizer."""
+def _taken_over(
+    source: ModelSource, tokenizer: Tokenizer, texts: dict[str, str]
+) -> tuple[dict[str, str], Mapping[str, Any]]:
+    """`texts` with what the transformers folder of the initial weights says on the use of its
+    tokenizer: chat template, special tokens and generation. Also the folder's `config.json`. If the
+    folder is gone or has another tokenizer, `texts` alone.
+
+    Raises a UserError, an OSError or a ValueError if a file of the folder cannot be read."""
     folder = source.folder_of_source
-    if folder is None or tokenizer is None or not (folder / "config.json").is_file():
-        return None
-    file = folder / TOKENIZER_FILE
-    return folder if file.is_file() and alike(load_tokenizer(str(file)), tokenizer) else None
-
-
-def _texts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of a transformers folder that say how its tokenizer is used: chat template, special
-    tokens and generation. `config` is the table of our `tokenizer_config.json`."""
-    texts = {
-        name: (folder / name).read_text(encoding="utf-8")
-        for name in ("generation_config.json", SPECIAL_TOKENS, CHAT_TEMPLATE)
-        if (folder / name).is_file()
-    }
-    if (file := folder / "tokenizer_config.json").is_file():
-        table = read_json(file)
+    file = None if folder is None else folder / TOKENIZER_FILE
+    if folder is None or file is None or not file.is_file():
+        return texts, {}
+    if not alike(load_tokenizer(str(file)), tokenizer):
+        return texts, {}
+    texts = dict(texts)
+    for name in ("generation_config.json", SPECIAL_TOKENS, CHAT_TEMPLATE):
+        if (folder / name).is_file():
+            texts[name] = (folder / name).read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        table = read_json(config)
         used = {key: table[key] for key in _USED if key in table}
-        texts["tokenizer_config.json"] = as_json({**config, **used})
-    return texts
+        texts[config.name] = as_json(json.loads(texts[config.name]) | used)
+        if not (folder / SPECIAL_TOKENS).is_file():  # ours would come before these tokens
+            texts.pop(SPECIAL_TOKENS)
+    return texts, read_json(folder / "config.json")
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -156,8 +156,8 @@ def _layers_to_quantize(
             quantizers, recipe_name, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
             if quantizers is not None and quantizers.weight is not None:
                 planned[name] = quantizers, recipe_name
-    if taken_out := [layer["name"] for layer in source.plan["layers"] if layer["fp8"]]:
-        taken_out = [name for name in taken_out if name in source.left_fp8]
+    in_fp8 = {layer["name"] for layer in source.plan["layers"] if layer["fp8"]}
+    taken_out = [name for name in source.left_fp8 if name in in_fp8]
     if taken_out and planned:
         notes.append(f"the guard took {', '.join(taken_out)} out of FP8: they stay out of it")
     if not planned:

@@ -28,6 +28,9 @@ SHARED = ("model", "optimizer")  # the groups that FSDP2 shards
 _NAME = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"([a-z0-9]+/shard-\d{5}-model-00001-of-00001|[a-z0-9]+)\.safetensors")
 MANIFEST = "checkpoint.json"
+_DAMAGE = {
+    getattr(errno, name, None) for name in ("ENOENT", "ENOTDIR", "EIO", "EUCLEAN", "EBADMSG")
+}
 _LARGEST_MANIFEST = 8 * 2**20  # in memory it takes many times as much
 
 
@@ -98,7 +101,7 @@ def load(path: Path) -> Checkpoint:
     """Read the checkpoint in the folder `path`, and verify every byte of it.
 
     Raises:
-        MissingRequirement: the memory or a permission is missing, or the checkpoint is of a newer
+        MissingRequirement: the memory or a permission is missing, or the checkpoint is of another
             version of fp8stack; the message says which.
         UserError: a file is missing, cut short or changed; the message names it.
     """
@@ -195,8 +198,7 @@ def _read(file: Path, size: int | None) -> bytes:
 def _unreadable(file: Path, error: OSError) -> UserError:
     """The error for a file that cannot be read. A lost file or a failing disk is damage; a missing
     permission or a network file system that does not answer is none."""
-    is_damage = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EIO)
-    kind = UserError if is_damage else MissingRequirement
+    kind = UserError if error.errno in _DAMAGE else MissingRequirement
     return kind(f"{file} cannot be read: {error.strerror}.")
 
 

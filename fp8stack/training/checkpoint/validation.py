@@ -51,16 +51,24 @@ class _Layer(_CheckedKeys):
     fp8: bool = False
 
 
+class _Named(_CheckedKeys):
+    name: str
+
+
 class _Plan(_CheckedKeys):
     layers: list[_Layer]
     recipe: dict[str, Any] = {}
+
+
+class _PlanOfPhase(_Plan):
+    recipe: _Named  # type: ignore[assignment]
 
 
 class _Phases(_CheckedKeys):
     ended_at: int | None
     judged_at: int
     entered: str | None
-    places: dict[str, int]
+    places: dict[str, NonNegativeInt]
 
 
 class _Scaler(_CheckedKeys):
@@ -139,15 +147,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _plan(checkpoint)
-    plans = _parsed(list[_Plan], checkpoint, "plans")
-    if checkpoint.info["phases"] is not None:
-        _parsed(_Phases, checkpoint, "phases")
-    if checkpoint.info["guard"] is not None:
-        guard = _parsed(_Guard, checkpoint, "guard")
-        layer_names = {layer.name for layer in plan.layers}
-        layer_names |= {name.removesuffix(".qkv") for name in layer_names}  # attention
-        for name in guard.demoted.keys() - layer_names:
-            raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
+    plans = _plans(checkpoint, plan)
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()
     for place, planned in enumerate(plans):
@@ -166,7 +166,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     """Check that `checkpoint` holds the weights of the model that it names. Raises a UserError that
     names the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
-    _plan(checkpoint)
+    _plans(checkpoint, _plan(checkpoint))
     model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
@@ -199,6 +199,21 @@ def _plan(checkpoint: Checkpoint) -> _Plan:
     if odd := [layer.name for layer in plan.layers if layer.name not in linears]:
         raise UserError(f"plan in checkpoint.json: the model has no layer '{quoted(odd[0])}'.")
     return plan
+
+
+def _plans(checkpoint: Checkpoint, plan: _Plan) -> list[_PlanOfPhase]:
+    """The plans of the phases. Raises a UserError if they, the state of the phases or that of the
+    guard are invalid, whose layers are those of `plan`."""
+    plans: list[_PlanOfPhase] = _parsed(list[_PlanOfPhase], checkpoint, "plans")
+    if checkpoint.info["phases"] is not None:
+        _parsed(_Phases, checkpoint, "phases")
+    if checkpoint.info["guard"] is not None:
+        guard = _parsed(_Guard, checkpoint, "guard")
+        layer_names = {layer.name for layer in plan.layers}
+        layer_names |= {name.removesuffix(".qkv") for name in layer_names}  # attention
+        for name in guard.demoted.keys() - layer_names:
+            raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
+    return plans
 
 
 def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:

@@ -311,6 +311,8 @@ def test_layers_that_the_guard_took_out_of_fp8_stay_out(run, tmp_path):
     assert torch.equal(score.losses_N, nats_of(plain, windows, 4).mean(dim=1))
     assert score.loss != scores(run)[0].loss
     assert "blocks.0.mlp.up, blocks.0.mlp.down" in score.plan.reasons[-1]
+    (plain_score,) = scores(tmp_path / "run", recipes=["fp32"])
+    assert not any("guard" in reason for reason in plain_score.plan.reasons)
 
 
 def test_layers_are_left_out_as_the_requested_recipe_says(tmp_path):
@@ -344,7 +346,7 @@ def test_all_runs_are_tried_before_the_first_is_evaluated(run, monkeypatch):
 def test_logits_that_do_not_fit_are_refused(run, monkeypatch):
     monkeypatch.setattr(evaluated_run, "available_memory", lambda device: 4 * 4 * 32 * 256 - 1)
     assert "of 4 x 32 tokens" in refusal(scores, run)
-    assert len(scores(run, batch=3)) == 1
+    assert len(scores(run, batch=3)) == len(scores(run, batch=64, windows=3)) == 1
 
 
 # Documents

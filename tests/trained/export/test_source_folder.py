@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import safetensors.torch
 import torch
+from transformers import AutoTokenizer
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 import fp8stack
@@ -160,12 +161,12 @@ def test_a_written_scheme_is_read_back_here_and_by_transformers(scheme, model, c
     require_same_logits(fp8stack.load("hf:x"), hf_model, atol=1e-4)
 
 
-def test_what_says_how_the_tokenizer_is_used_is_taken_over(command, tmp_path):
+def test_what_says_how_the_tokenizer_is_used_is_taken_over(command, tmp_path, capsys):
     write_quantized(tmp_path / "source", "mxfp4")
     source, generation = tmp_path / "source", {"eos_token_id": [0, 2], "temperature": 0.6}
     tokenizer = fp8stack.load_tokenizer("bytes")
     (source / "tokenizer.json").write_text(tokenizer.to_json())
-    used = {"chat_template": "{{ messages }}", "bos_token": "a", "pad_token": {"content": "b"}}
+    used = {"chat_template": "{{ messages }}", "bos_token": "a", "pad_token": "b"}
     table = used | {"tokenizer_class": "OtherTokenizer"}
     (source / "tokenizer_config.json").write_text(json.dumps(table))
     (source / "generation_config.json").write_text(json.dumps(generation))
@@ -179,7 +180,13 @@ def test_what_says_how_the_tokenizer_is_used_is_taken_over(command, tmp_path):
         written = json.loads(Path("x/tokenizer_config.json").read_text())
         assert written | used == written
         assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+        loaded_tokenizer = AutoTokenizer.from_pretrained("x")
+        assert (loaded_tokenizer.bos_token, loaded_tokenizer.pad_token) == ("a", "b")
         assert json.loads(Path("x/config.json").read_text())["bos_token_id"] == 7
+    (source / "chat_template.jinja").write_bytes(b"\xff")
+    assert command("export", "hf:source", *FP8, "--overwrite") == 0
+    assert "is not taken over: 'utf-8' codec" in capsys.readouterr().err
+    assert not Path("x/chat_template.jinja").exists()
 
 
 def test_a_converted_folder_has_a_card_that_claims_no_training(command, tmp_path):
