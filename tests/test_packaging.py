@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
 import subprocess
@@ -60,14 +62,32 @@ SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rgl
 PRESETS = {f"models/{name}.toml" for name in MODELS} | {
     f"recipes/{name.replace(':', '/')}.toml" for name in RECIPES
 }
-BESIDE = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "PKG-INFO"}
+BESIDE = {
+    *("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "PKG-INFO", "Makefile"),
+    *(".ci/check", ".ci/run", ".github/workflows/checks.yml", ".pre-commit-config.yaml"),
+}
 OTHERS = {"fp8stack/py.typed", "tests/test_packaging.py"}
 
 
-def test_what_these_tests_import_is_in_the_test_extra():
-    extra = PYPROJECT["project"]["optional-dependencies"]["test"]
-    named = {re.split(r"[^\w-]", requirement)[0] for requirement in extra}
-    assert {"build", "hatchling", "pytest", "hypothesis"} <= named
+REQUIRED_BY_OTHERS = {"pil", "sympy", "yaml"}  # by matplotlib, torch, huggingface_hub
+
+
+def test_what_tests_and_benchmarks_import_is_in_the_test_extra():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    listed = [*PYPROJECT["project"]["dependencies"], *itertools.chain(*extras.values())]
+    names = {re.split(r"[^\w-]", entry)[0].lower().replace("-", "_") for entry in listed}
+    assert {"build", "hatchling"} <= names  # for the tests of this file
+    imported = set()
+    for folder in ("tests", "bench"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module)
+    packages = {name.partition(".")[0].lower() for name in imported}
+    packages -= {*sys.stdlib_module_names, "fp8stack", "tests", "bench"}
+    assert packages - names == REQUIRED_BY_OTHERS
 
 
 def test_the_sdist_holds_every_source_and_preset_what_a_builder_needs_and_no_rubbish(built):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.analysis.benchmark.timing import interleaved
+from fp8stack.analysis.benchmark.timing import interleaved, wait_for
 from fp8stack.layers.kernels.fused_casts import cast_transpose
 from fp8stack.layers.kernels.scaled_gemm import Scaled, ScaleLayout, scaled_gemm
 from fp8stack.precision import probe
@@ -25,6 +26,7 @@ Call = Callable[[], Any]
 # The name, the size, the call, the amount that it moves or computes, and the unit of the rate.
 Measured = tuple[str, tuple[int, ...], Call, float, str]
 LAUNCHES = 1000
+ROUND_S, MOST_CALLS = 5e-3, 1024
 # Rows, in and out features: a square, and the MLPs of gpt2-1.5b and llama-8b.
 SHAPES = ((8192, 8192, 8192), (8192, 1600, 6400), (8192, 4096, 14336))
 TINY = ((64, 64, 64), (64, 32, 96))
@@ -80,6 +82,31 @@ def launch(x: Tensor) -> None:
         x.add_(1.0)
 
 
+def calls_of_a_round(
+    call: Callable[[], object],
+    wait: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """The number of calls in a row that take the device `ROUND_S` or more, so that the time of one
+    launch and of waiting does not count."""
+    count = 1
+    while count < MOST_CALLS:
+        wait()
+        start = clock()
+        repeated(call, count)
+        wait()
+        if clock() - start >= ROUND_S:
+            break
+        count *= 2
+    return count
+
+
+def repeated(call: Callable[[], object], count: int) -> None:
+    """Call so many times."""
+    for _ in range(count):
+        call()
+
+
 def main() -> int:
     """Measure, print, and append to a file. Returns 1 if something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.ceilings", description=__doc__)
@@ -93,9 +120,11 @@ def main() -> int:
         words = " x ".join(map(str, size))
         row: dict[str, Any] = {"name": name, "size": words, "unit": unit}
         try:
-            timing = interleaved({name: call}, rounds=rounds, device=hardware.device)[name]
-            row["rate"] = round(1000 * amount / timing.median_ms, 4)
-            row["median_ms"] = round(timing.median_ms, 4)
+            count = calls_of_a_round(call, partial(wait_for, hardware.device))
+            arms = {name: partial(repeated, call, count)}
+            timing = interleaved(arms, rounds=rounds, device=hardware.device)[name]
+            row["rate"] = round(1000 * amount * count / timing.median_ms, 4)
+            row |= {"median_ms": round(timing.median_ms / count, 4), "calls": count}
         except RuntimeError as error:
             failed, row["failed"] = True, str(error).partition("\n")[0][:300]
         with arguments.out.open("a") as file:

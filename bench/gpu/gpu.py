@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="20 steps instead of 200, one shape of layers")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
     add("--cases", type=int, metavar="N", help="the first N cases of each section (default: all)")
+    add("--seconds", type=float, default=WHOLE, help="of all sections (default: %(default)g)")
     add(
         "--part",
         type=int,
@@ -86,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--minutes", type=float, metavar="N", help="all parts, or --part, in so many minutes")
     add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes")
+    add("--archive", type=Path, metavar="FILE", help="what such parts have written, as one tar.gz; "
+        "where --out is empty, they continue from it")  # fmt: skip
 
 
 def _sections(text: str) -> list[str]:
@@ -102,7 +104,9 @@ def run(arguments: argparse.Namespace) -> None:
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
     if arguments.part or arguments.minutes is not None or arguments.dry_run:
-        visit.run(arguments.part, arguments.out, arguments.minutes, arguments.dry_run)
+        visit.run(
+            arguments.part, arguments.out, arguments.minutes, arguments.dry_run, arguments.archive
+        )
         return
     start = time.monotonic()
     hardware = probe(arguments.device)
@@ -113,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     gpu_report.write(report, folder)
     print(f"{context.hardware}, {report['versions']}", flush=True)
     for name in arguments.sections:
-        remaining = WHOLE - (time.monotonic() - start)
+        remaining = arguments.seconds - (time.monotonic() - start)
         budget = min(BUDGETS[name], remaining)
         add_section(report, Section(name, context, folder, budget, arguments.cases))
         gpu_report.write(report, folder)
@@ -126,10 +130,10 @@ def run(arguments: argparse.Namespace) -> None:
 def add_section(report: Report, section: Section) -> None:
     """Run one section in a separate process, and add its rows to the report."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "rows.jsonl"
-        problem = in_a_process(partial(section.work, path), section.budget + GRACE)
-        rows, unfinished = read_rows(path)
+    path = section.folder / f"rows-{section.name}.jsonl"
+    path.unlink(missing_ok=True)
+    problem = in_a_process(partial(section.work, path), section.budget + GRACE)
+    rows, unfinished = read_rows(path)
     if problem and unfinished:
         problem = f"{problem} in the case '{unfinished}'"
     added = report["sections"][section.name] = {

@@ -86,6 +86,7 @@ def train(
     plan_of(load_recipe(recipe), context, backend)
     plan = plan_for(config, recipe, context.hardware, backend)
     built = build_backend(plan)
+    built.weights.only_tracked_changes = True  # as in a run
     batches = _batches(config, training)
     free_memory(context.device)
     if context.device == "cuda":

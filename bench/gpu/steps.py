@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.cells import words
+from bench.cells import json_lines, words
 from fp8stack.analysis.benchmark.step_timing import (
     StepWork,
     chosen,
@@ -44,7 +44,9 @@ def measured(
     if arguments.head and to_run.is_fp8:
         to_run = to_run.model_copy(update={"head": True})
     plan = plan_for(work.config, to_run, hardware, arguments.backend, tokens=work.tokens)
-    model = GPT(work.config, build_backend(plan)).to(hardware.device)
+    backend = build_backend(plan)
+    backend.weights.only_tracked_changes = True  # as in a run
+    model = GPT(work.config, backend).to(hardware.device)
     compiled = hardware.device == "cuda" and plan.backend != "te"
     if compiled:
         model.compile_blocks()
@@ -86,7 +88,12 @@ def main() -> int:
     else:
         (work,) = chosen([arguments.model], hardware.device)
     failed = False
+    rows = json_lines(arguments.out) if arguments.out.exists() else []
+    timed = {(row["model"], row["recipe"], row["head"]) for row in rows if "median_ms" in row}
     for recipe in arguments.recipes:
+        if (work.model, recipe, arguments.head) in timed:
+            print(f"{work.model} in {recipe}: measured before")
+            continue
         try:
             row = measured(work, recipe, hardware, arguments)
             result = f"{row['median_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"

@@ -15,9 +15,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MINUTES = 8.8  # of a part, by default: machines that are lent limit a command to ten
 LEAST_S = 15.0  # no task starts with less time left
+ENDS_EARLIER_S = 35.0  # a task that knows its time ends so long before it would be stopped
+DUMP_S = 2.0  # what a stopped task has to print where it is
 DRY_PATIENCE = 5.0  # a dry run has so many times as long: small machines are slow, or busy
 SHOWN = 15  # lines to print of a task that failed
 RECORDS = "visit.jsonl"
@@ -44,6 +48,8 @@ class Task:
     """A command. `words` follow `python -m`; `{out}` stands for the folder of the visit, and
     `{scratch}` for a temporary folder.
 
+    `{seconds}` is the time that the command gives itself, less than its limit.
+
     Attributes:
         part_number: the key in `PARTS`.
         seconds: the time limit, after which the command is stopped.
@@ -59,9 +65,12 @@ class Task:
     instead: bool = False
     alone: bool = False
 
-    def command(self, out: Path, scratch: Path, dry: bool) -> list[str]:
+    def command(
+        self, out: Path, scratch: Path, dry: bool, seconds: float | None = None
+    ) -> list[str]:
         text = self.dry if dry and self.instead else f"{self.words} {self.dry if dry else ''}"
-        places = {"out": str(out), "scratch": str(scratch)}
+        ends_s = max(0.0, (seconds or self.seconds) - ENDS_EARLIER_S)
+        places = {"out": str(out), "scratch": str(scratch), "seconds": f"{ends_s:.0f}"}
         return [sys.executable, "-m", *(word.format(**places) for word in shlex.split(text))]
 
     def log(self, out: Path) -> Path:
@@ -79,7 +88,7 @@ def first_step(recipe: str) -> Task:
 
 def tests(part_number: int, name: str, seconds: float) -> Task:
     """The GPU tests of this name; a dry run only imports and collects them."""
-    words = f"pytest -q -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
+    words = f"pytest -v -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
     dry = "-p tests.support.pretend_gpu --collect-only"
     return Task(part_number, f"tests of {name}", words, seconds, dry)
 
@@ -88,7 +97,7 @@ def section(name: str, seconds: float, alone: bool = False) -> Task:
     """A section of `bench gpu`. A dry run has two cases of it, on the CPU; layers and losses, which
     are too large for a CPU, are compared in `conform`'s short form, and in a run of two steps."""
     words, dry = (
-        f"bench gpu --sections {name} --out {{out}}/{name}",
+        f"bench gpu --sections {name} --out {{out}}/{name} --seconds {{seconds}}",
         "--device cpu --quick --cases 2",
     )
     if name == "layers":
@@ -129,7 +138,6 @@ TASKS = (
     Task(1, "ceilings", "bench.gpu.ceilings --out {out}/ceilings.jsonl", 90, "--tiny", alone=True),
     steps(3, "gpt2-1.5b", "bf16,delayed", 240, "--profile"),
     tests(1, "kernels", 300),
-    tests(1, "numbers", 300),
     tests(1, "plan", 300),
     section("casts", 150),
     section("histories", 120),
@@ -162,6 +170,7 @@ class Running:
         self._began, self._limit = time.monotonic(), seconds
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         if threads is not None:
             names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
             environment |= dict.fromkeys(names, str(threads))
@@ -187,9 +196,13 @@ class Running:
         return "done" if code == 0 else f"failed with exit code {code}"
 
     def stop(self) -> None:
-        """End the process and those that it started."""
+        """End the process and those that it started. The log gets the stacks of its threads."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(DUMP_S)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
@@ -200,20 +213,24 @@ class Visit:
         out: the folder of records, logs and results.
         seconds: the time for all tasks together.
         dry: whether to run on a CPU with tiny sizes.
+        archive: a file that gets all of `out` after each task.
     """
 
-    def __init__(self, out: Path, seconds: float, dry: bool) -> None:
+    def __init__(self, out: Path, seconds: float, dry: bool, archive: Path | None = None) -> None:
         self.out = out.resolve()  # the tasks run in another folder
-        self.dry = dry
+        self.dry, self.archive = dry, archive and archive.resolve()
         self._patience = DRY_PATIENCE if dry else 1.0
         self._end = time.monotonic() + seconds
         self._running: list[Running] = []
 
     def run(self, tasks: Sequence[Task]) -> bool:
-        """Run the tasks that are not recorded yet. Returns whether all tasks are done."""
+        """Run the tasks that are not recorded yet, those that were stopped before at the end.
+        Returns whether all tasks are done."""
+        self._unpack()
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        endings = self.recorded()
+        endings, attempted = self.recorded(), {record["task"] for record in self._records()}
         remaining = [task for task in tasks if task.name not in endings]
+        remaining.sort(key=lambda task: task.name in attempted)
         if len(remaining) < len(tasks):
             print(f"{len(tasks) - len(remaining)} of {len(tasks)} tasks are recorded in {self.out}")
         before = signal.signal(signal.SIGTERM, self._stop)
@@ -238,16 +255,38 @@ class Visit:
     def recorded(self) -> dict[str, str]:
         """The endings of tasks that need not run again, by name: of those that were done, and those
         that failed before their time was up. A last line that was cut off does not count."""
-        path = self.out / RECORDS
         endings: dict[str, str] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["dry_run"] == self.dry and not record["ended"].startswith("stopped"):
+        for record in self._records():
+            if not record["ended"].startswith("stopped"):
                 endings[record["task"]] = record["ended"]
         return endings
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        path = self.out / RECORDS
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                if record["dry_run"] == self.dry:
+                    yield record
+
+    def _unpack(self) -> None:
+        """Take over what an earlier visit has put into the archive, if `out` has no records."""
+        if self.archive is None or (self.out / RECORDS).exists() or not self.archive.is_file():
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(self.archive) as packed:
+            packed.extractall(self.out, filter="data")
+
+    def _pack(self) -> None:
+        """Put all of `out` into the archive."""
+        if self.archive is not None:
+            fresh = self.archive.with_name(f".{self.archive.name}.new")
+            names = {fresh.name, self.archive.name}  # it may lie in `out`
+            with tarfile.open(fresh, "w:gz") as packed:
+                for path in sorted(self.out.iterdir()):
+                    if path.name not in names:
+                        packed.add(path, path.name)
+            fresh.replace(self.archive)
 
     def _run_group(self, tasks: list[Task], scratch: Path, alone: bool) -> None:
         cores = os.cpu_count() or 1
@@ -260,8 +299,8 @@ class Visit:
                     tasks.clear()
                     break
                 task = tasks.pop(0)
-                command = task.command(self.out, scratch, self.dry)
                 limit_s = min(task.seconds * self._patience, left_s)
+                command = task.command(self.out, scratch, self.dry, limit_s)
                 print(f"{task.name}: started", flush=True)
                 self._running.append(Running(task, command, task.log(self.out), limit_s, threads))
             for running in list(self._running):
@@ -283,6 +322,7 @@ class Visit:
         }
         with (self.out / RECORDS).open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self._pack()
         print(f"{task.name}: {ended} after {running.seconds:.1f} s", flush=True)
         if ended != "done":
             lines = log.read_text(errors="replace").splitlines()
@@ -292,7 +332,13 @@ class Visit:
         raise SystemExit(128 + number)
 
 
-def run(part_number: int | None, out: Path, minutes: float | None, dry: bool) -> None:
+def run(
+    part_number: int | None,
+    out: Path,
+    minutes: float | None,
+    dry: bool,
+    archive: Path | None = None,
+) -> None:
     """Run a part, or all parts, in `minutes`, by default `MINUTES` for each part. Exits with code 1
     if a task failed or is left."""
     tasks = [task for task in TASKS if part_number in (None, task.part_number)]
@@ -301,7 +347,7 @@ def run(part_number: int | None, out: Path, minutes: float | None, dry: bool) ->
         print(f"part {number}: {PARTS[number]}", flush=True)
     if minutes is None:
         minutes = MINUTES * len(numbers) * (DRY_PATIENCE if dry else 1.0)
-    good = Visit(out, 60 * minutes, dry).run(tasks)
+    good = Visit(out, 60 * minutes, dry, archive).run(tasks)
     print(f"written: {out}")
     if not good:
         raise SystemExit(1)

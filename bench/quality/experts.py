@@ -36,7 +36,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     folder = arguments.runs / ("tiny" if arguments.tiny else "all")
     folder.mkdir(parents=True, exist_ok=True)
     compared = comparison(folder, arguments)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder / "comparison")
     rows: list[Row] = [
         {
             "case": "gpt-nano-moe",

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from bench import runner
-from bench.gpu import first_step, gpu, gpu_report, losses, steps, visit, wheels
+from bench.gpu import ceilings, first_step, gpu, gpu_report, losses, steps, visit, wheels
 from bench.gpu.gpu_report import TIME_IS_UP
 from fp8stack.analysis.conform import suite
 from fp8stack.analysis.conform.checks import Check, Context, Facts, broken, run_check, same_bits
@@ -85,6 +85,24 @@ def test_steps_of_a_visit_are_measured_with_the_head_in_bf16_and_in_fp8(tmp_path
     assert all(row["median_ms"] > 0 for row in rows)
     assert "lm_head" not in str(rows[3]["plan"])
     assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
+    assert steps.main() == 0  # all is measured
+    assert (tmp_path / "steps.jsonl").read_text().count("\n") == len(rows)
+
+
+def test_the_time_of_one_launch_does_not_count():
+    now = [0.0]
+
+    def call() -> None:
+        now[0] += 1e-4
+
+    def wait() -> None:
+        now[0] += 5e-5
+
+    assert ceilings.calls_of_a_round(call, wait, lambda: now[0]) == 64
+    assert ceilings.calls_of_a_round(lambda: None, lambda: None, lambda: 0.0) == ceilings.MOST_CALLS
+    calls = []
+    ceilings.repeated(lambda: calls.append(1), 3)
+    assert len(calls) == 3
 
 
 # The first visit
@@ -167,6 +185,33 @@ def test_a_visit_continues_after_the_tasks_that_are_recorded(four_tasks, tmp_pat
     ]
     # A dry run says nothing about the GPU.
     assert visit.Visit(tmp_path, 9.0, dry=True).recorded() == {}
+
+
+def test_what_was_stopped_is_repeated_after_what_was_never_tried(monkeypatch, tmp_path, capsys):
+    hangs, prints = python('print("here"); import time; time.sleep(99)', 1), python("print(1)")
+    monkeypatch.setattr(visit, "TASKS", (hangs,))
+    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    log = hangs.log(tmp_path).read_text()
+    assert log.startswith("here\n")
+    assert "time.sleep" in log or "most recent call first" in log  # where it was
+    monkeypatch.setattr(visit, "TASKS", (hangs, prints))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    capsys.readouterr()
+    assert exit_code(lambda: visit.run(1, tmp_path, None, False)) == 1
+    printed = capsys.readouterr().out.splitlines()
+    started = [line.partition(":")[0] for line in printed if line.endswith("started")]
+    assert started == ["print(1)", hangs.name.partition(":")[0]]
+
+
+def test_an_archive_holds_all_that_a_visit_wrote_and_it_continues_from_there(
+    four_tasks, tmp_path, capsys
+):
+    archive = tmp_path / "visit.tar.gz"
+    assert exit_code(lambda: visit.run(1, tmp_path / "a", None, False, archive)) == 1
+    capsys.readouterr()
+    assert exit_code(lambda: visit.run(1, tmp_path / "b", None, False, archive)) == 1
+    assert "3 of 4 tasks are recorded" in capsys.readouterr().out
+    assert (tmp_path / "b" / "logs" / "1-print-2-.txt").read_text().startswith("2\n")
 
 
 def test_no_task_starts_without_time_and_the_last_are_left_out(monkeypatch, tmp_path, capsys):

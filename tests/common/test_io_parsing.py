@@ -30,7 +30,7 @@ DEEP_TOML = {
 def test_deep_toml_is_refused_in_one_line_at_once(case):
     began = time.process_time()
     message = refusal(parse_toml, DEEP_TOML[case], "my.toml")
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 30  # quadratic time would be many times as much
     assert message.startswith("my.toml")
     assert "nested too deeply" in message
     assert len(message) < 300

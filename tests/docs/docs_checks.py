@@ -29,7 +29,7 @@ def check_pip(words: Sequence[str]) -> None:
         if word in ("-c", "--index-url"):
             value = next(values)
             assert word == "--index-url" or (ROOT / value).is_file(), value
-        elif word.startswith((".", "fp8stack", "dist/fp8stack")):
+        elif word.startswith((".", "dist/fp8stack")):
             for extra in re.findall(r"[\w-]+", word.partition("[")[2]):
                 assert extra in extras, f"pyproject.toml has no extra {extra}"
         elif not word.startswith("-"):

@@ -202,12 +202,11 @@ def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -
 
 
 def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str:
-    """The problem of a run that was asked to stop, "" if none; without the `seconds` that stopping
-    took, the run's total time counts."""
-    seconds = ended.seconds if seconds is None else seconds
+    """The problem of a run that was asked to stop, "" if none. `seconds`: what stopping took, if
+    known."""
     if wrong := _unexpected(ended, PREEMPTED):
         return wrong
-    if seconds > SECONDS_TO_STOP:
+    if seconds is not None and seconds > SECONDS_TO_STOP:
         return f"took {seconds:.1f} s to stop"
     reached, saved = rows(run)[-1]["step"], checkpoints(run)[-1].name
     return "" if saved == f"step-{reached:06d}" else f"stopped after {reached}, saved {saved}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -278,18 +277,15 @@ def hooks(model: GPT) -> None:
 
 
 @needs_triton
-def test_all_weights_of_192_linears_are_one_launch_and_little_host_time(launches) -> None:
+def test_all_weights_of_192_linears_are_one_launch(launches) -> None:
     model = gpt("delayed", layers=48)
-    backend, times = model.backend, []
+    backend = model.backend
     assert isinstance(backend, torch_backend.TorchBackend)
     for _ in range(12):
         backend.weights.mark_changed()
         backend.delayed._before_forward(model, ())
-        before = time.process_time()
         backend._cache_weights(model, ())
-        times.append(time.process_time() - before)
     assert launches == [240] * 12
-    assert min(times) < 4e-3  # 0.6 ms where nothing else runs; layer by layer 23 ms on a GPU
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -43,7 +43,7 @@ def kill(number: int) -> None:
     """Send a signal to the last data worker of this process, from another process. (A worker takes
     SIGTERM from its parent as a request to end.)"""
     worker = max(worker.pid or 0 for worker in multiprocessing.active_children())
-    subprocess.run(["kill", f"-{number:d}", str(worker)], check=True)
+    subprocess.run(["bash", "-c", f"kill -{number:d} {worker}"], check=True)
 
 
 def fill_shared_memory(number: int) -> None:

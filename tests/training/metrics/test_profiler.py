@@ -17,6 +17,7 @@ from tests.conftest import TINY, losses, metrics
 from tests.support.small_loop import SmallLoop
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def traced(run: Path) -> list[str]:

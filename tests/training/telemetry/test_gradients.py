@@ -301,7 +301,9 @@ def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     again = [line for line in lines if json.loads(line).get("step") == 2]
     path.write_text("\n".join([*lines, *again]) + "\n")
-    for gradient in read_run(tmp_path / "r").gradients:
+    gradients = read_run(tmp_path / "r").gradients
+    assert gradients
+    for gradient in gradients:
         assert gradient.steps.tolist() == [1, 2]
 
 
