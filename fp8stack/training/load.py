@@ -215,6 +215,8 @@ class Trained:
                 if lost and run_plan is None:
                     names = ", ".join(sorted(lost))
                     notes += (f"the checkpoint has no scales for {names}: not in FP8",)
+            if plan.delayed and self.has_outdated_scales:
+                notes += (f"the scales are older than the last steps, in {self.recipe}",)
             taken_out = [name for name in self.left_fp8 if name in _in_fp8(plan)]
             if run_plan is not None and taken_out:
                 notes += (f"the guard took these out of FP8: {', '.join(taken_out)}",)

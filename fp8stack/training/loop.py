@@ -233,9 +233,10 @@ class _Loop:
             self.metrics.update_peak()
             restart_peak_memory(self.run.accelerator.device)
 
-    def check(self, step: int) -> bool:
-        """Have the guard check the steps up to `step`. Returns and raises as `carry_out` does."""
-        outcome = self.guard.check(step)
+    def check(self, step: int, *, acts: bool = True) -> bool:
+        """Have the guard check the steps up to `step`, see `Guard.check`. Returns and raises as
+        `carry_out` does."""
+        outcome = self.guard.check(step, acts=acts)
         self.streak = outcome.streak
         return self.carry_out(outcome)
 
@@ -347,7 +348,7 @@ class _Loop:
     def stop(self) -> Path:
         """Check the last steps, save, and wait for the disk. Returns the checkpoint's path. Raises
         what `check` and `save` raise."""
-        self.check(self.run.step)
+        self.check(self.run.step, acts=False)  # the resumed run acts where this one would have
         self.save()
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)

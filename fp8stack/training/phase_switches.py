@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fp8stack import numerics
@@ -31,6 +32,8 @@ class Phases:
         self.ended_at: int | None = state.get("ended_at")  # after this step the reference trains
         self.judged_at: int = state.get("judged_at", 0)  # the last step that was compared
         self.entered: str | None = state.get("entered")  # the last phase that was announced
+        self.reason: str | None = state.get("reason")  # why the phases ended
+        self._told_the_end = False
 
     def variant(self, step: int) -> int:
         """The index of the variant that trains `step`."""
@@ -49,6 +52,8 @@ class Phases:
             if is_first and self.run.plan.recipe.attention_slots:  # within kernels: not calibrated
                 reason += "; the scales of its attention begin at 1, as in a new run"
             self._announce(step, phase.name, self.run.active, reason)
+        if step - 1 == self.ended_at and not self._told_the_end:  # a resumed run lost the event
+            self._announce(step, CONSERVATIVE, self.run.active, self.reason or "guard.quality")
         self.entered = phase.name
 
     def phase(self, step: int) -> str:
@@ -79,13 +84,18 @@ class Phases:
         delayed = self.run.main.backend.delayed
         assert delayed is not None
         amaxes: dict[str, Tensor] = {}
-        scaler = self.run.scaler
+        scaler, head, config = self.run.scaler, self.run.model.lm_head, self.run.config
+        micro_batches = config.accumulate * self.run.ranks.count
+        tokens = config.batch // micro_batches * self.run.context
 
         def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
             amax = numerics.amax(x)
             if operand == "grad_output" and scaler is not None:  # the loss was scaled
                 amax = amax / scaler.now(amax)
-            amaxes.update(dict.fromkeys(delayed.slots_of(path, operand), amax))
+            if operand == "grad_output" and layer is head and x.shape[:-1].numel() < tokens:
+                amax = amax / micro_batches  # a chunk of `head_loss`, which lacks this factor
+            for slot in delayed.slots_of(path, operand):
+                amaxes[slot] = torch.maximum(amaxes.get(slot, amax), amax)
 
         modules = dict(self.run.model.named_modules())
         named = (layer.name for layer in self.run.main.plan.layers if layer.fp8)
@@ -119,6 +129,7 @@ class Phases:
             f"validation loss {val_loss:.4f} in {run.plan.precision} is {worse} worse than the "
             f"{exact:.4f} of the same weights in fp32, and guard.quality allows {100 * limit:g} %"
         )
+        self.reason, self._told_the_end = reason, True
         self._announce(step + 1, CONSERVATIVE, reference, reason)
 
     def state(self) -> dict[str, Any]:
@@ -127,6 +138,7 @@ class Phases:
             "ended_at": self.ended_at,
             "judged_at": self.judged_at,
             "entered": self.entered,
+            "reason": self.reason,
             "places": self.run.schedule.places,
         }
 
@@ -135,7 +147,7 @@ class Phases:
         self.judged_at = min(self.judged_at, step)
         self.entered = self._at(step)[0].name if step else None
         if self.ended_at is not None and self.ended_at > step:
-            self.ended_at = None
+            self.ended_at = self.reason = None
 
     def _has_ended(self, step: int) -> bool:
         return self.ended_at is not None and step > self.ended_at

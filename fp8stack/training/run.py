@@ -234,7 +234,7 @@ def _in_bf16(variant: Variant) -> Variant:
             for layer in old.layers
         ),
     )
-    backend = build_backend(plan)
+    backend = build_backend(plan, draws=variant.backend.draws)
     backend.vocabulary_multiple = variant.backend.vocabulary_multiple
     for module in variant.model.modules():
         if isinstance(module, GPT | Block | Attention):

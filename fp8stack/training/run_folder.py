@@ -380,9 +380,13 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows up to the last row of `step` or an earlier step. They may include rows of later
-    steps that were rolled back."""
-    counts = [count for count, row in enumerate(rows, 1) if row.get("step", 0) <= step]
+    """The rows up to the last row of `step` or an earlier step, or the last event that went back
+    before `step`. They may include rows of later steps that were rolled back."""
+    counts = [
+        count
+        for count, row in enumerate(rows, 1)
+        if row.get("step", 0) <= step or row.get("to_step", step) < step
+    ]
     return list(rows[: max(counts, default=0)])
 
 

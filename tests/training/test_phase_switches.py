@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state
+from fp8stack.layers.observe import fp8_parts
 from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
 from fp8stack.training.metrics.console import describe_run
@@ -202,6 +203,22 @@ def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
     assert all(value > 0 for value in recorded.values())
 
 
+def test_amaxes_of_a_head_are_those_of_all_chunks_and_of_the_whole_loss(tmp_path):
+    recorded = {}
+    for rows in (None, 16):
+        small = SmallLoop(
+            tmp_path / str(rows), "delayed", phases=three("fp32"), calibration_steps=1,
+            accumulate=2, recipe_overrides={"head": True},
+        )  # fmt: skip
+        for variant in small.run.variants:
+            variant.model.loss.chunk_rows = rows
+        small.advance(3)
+        state = fp8_state(small.run.main.model)
+        recorded[rows] = {name: float(t.max()) for name, t in state.items() if "lm_head" in name}
+    assert len(recorded[16]) == 6
+    assert recorded[16] == pytest.approx(recorded[None], rel=1e-5)
+
+
 def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     """fp32 losses of an FP8 run equal the losses of the same weights in a run in fp32."""
     small_run = partial(SmallLoop, recipe="current", eval_every=2, steps=2)
@@ -219,12 +236,29 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     assert changed(with_recipe.state(), plain.state()) == []
 
 
-def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
-    def spoilt(small: SmallLoop) -> None:
-        """Drop the output of the last block in the FP8 variant."""
-        fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
-        fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
+def spoilt(small: SmallLoop) -> None:
+    """Drop the output of the last block in the FP8 variant."""
+    fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
+    fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
 
+
+def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_path):
+    small = SmallLoop(
+        tmp_path / "r", "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
+        eval_every=2, save_every=2, steps=8,
+    )  # fmt: skip
+    spoilt(small)
+    small.advance(4)
+    (ending,) = [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"]
+    small = small.resumed()
+    assert any("ended the phases after step 4" in note for note in small.run.notes)
+    small.advance(2)
+    rows = [row for row in metrics(tmp_path / "r") if row.get("event") == "phase"]
+    assert (rows[-1]["step"], rows[-1]["why"]) == (5, ending["why"])
+    assert sum(row["phase"] == "conservative" for row in rows) == 1
+
+
+def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
     small = SmallLoop(
         tmp_path / "r", "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
         eval_every=2, save_every=2, steps=8,
@@ -443,6 +477,22 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
         small.advance(1)
         rates.append(small.loop.metrics.peak.tflops)
     assert rates[3:] == [1979] * 3 + [989]
+
+
+def test_the_whole_model_is_the_layers_of_all_phases(tmp_path):
+    overrides = {"recipe_overrides": {"exclude": ["*.down"]}}
+    phases = {"name": "a", "until": 3, **overrides}, {"name": "b"}
+    guard = SmallLoop(tmp_path / "r", "mxfp8", phases=phases, width=128).loop.guard
+    assert "blocks.0.mlp.down" not in fp8_parts(guard.run.model)
+    assert "blocks.0.mlp.down" in guard._all_in_fp8()
+
+
+def test_the_variant_that_left_fp16_shares_the_counters_of_the_others(tmp_path):
+    phases = {"name": "a", "recipe": "fp16", "until": 3}, {"name": "b"}
+    run = SmallLoop(tmp_path / "r", "nvfp4", phases=phases, width=128).run
+    run.leave_fp16()
+    assert run.variants[0].plan.precision == "bf16"
+    assert run.variants[0].backend.draws is run.variants[1].backend.draws
 
 
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):

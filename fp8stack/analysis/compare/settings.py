@@ -318,7 +318,12 @@ def _plan(config: RunConfig, source: str) -> Plan:
     plans, schedule = plan_phases(run_config, model, probe(config.device), Decided(), tokens)
     if warning := never_asked_for(run_config, schedule.phases):
         raise UserError(f"{warning}. Give more --steps, a smaller --shared or other phases.")
-    plan = plans[schedule.variants[-1]]
+    of_source = [
+        place
+        for phase, place in zip(schedule.phases, schedule.variants, strict=True)
+        if phase.recipe == source
+    ]
+    plan = plans[of_source[-1] if of_source else schedule.variants[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
     return plan

@@ -126,9 +126,10 @@ class Guard:
         outcome.enter_fp8 = tuple(over)
         return outcome
 
-    def check(self, step: int) -> Outcome:
-        """The outcome of the steps since the last check, up to `step`. This waits for the
-        device."""
+    def check(self, step: int, *, acts: bool = True) -> Outcome:
+        """The outcome of the steps since the last check, up to `step`. This waits for the device.
+        If it does not act, bad steps in a row are left to the next check; broken weights are
+        not."""
         # Weights are checked rarely on a GPU: reading all weights and moments takes a third of the
         # optimizer's time. Broken weights show in the next steps, and every save checks them.
         number = step // CHECK_WEIGHTS_EVERY
@@ -164,7 +165,7 @@ class Guard:
         self._check_scale(step, findings.overflows)
         if findings.broken:
             self._mend(step, self._broken())
-        elif findings.repeats and self._recent:
+        elif acts and findings.repeats and self._recent:
             self._next_rung(step)
         return outcome
 
@@ -260,7 +261,7 @@ class Guard:
             return self._leave_fp8(step, where, str(culprit), last)
         reason = f"steps went wrong in spite of all: {bad[-1].reason}"
         if in_fp8:
-            self.demoted = dict.fromkeys([*self.demoted, *in_fp8])
+            self.demoted = dict.fromkeys([*self.demoted, *self._all_in_fp8()])
             return self._leave_fp8(step, {"layer": WHOLE}, reason, None)
         if self._can_leave_fp16():
             return self._to_bf16(step, reason)
@@ -290,10 +291,15 @@ class Guard:
     def _leave_fp8(self, step: int, where: Row, reason: str, last: int | None) -> None:
         precision, scope, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
         if scope == WHOLE:
-            scope, layers = "the whole model", fp8_parts(self.run.model)
+            scope, layers = "the whole model", self._all_in_fp8()
         self._tried.append(f"ran {scope} in {precision}")
         self._add_event(step, "demote", reason, **where, precision=precision, until_step=last)
         self._outcome.leave_fp8 = tuple(layers)
+
+    def _all_in_fp8(self) -> list[str]:
+        """The layers and attention that are in FP8 in any phase."""
+        paths = (path for variant in self.run.variants for path in fp8_parts(variant.model))
+        return list(dict.fromkeys(paths))
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
         """The operand to blame: the operand with a bad amax, or else the one that `diagnose` finds

@@ -26,7 +26,11 @@ from fp8stack.training.setup.resume import (
     with_quantizers,
 )
 
-GUARD_OF_RECIPE = {"demoted": {}, "left_fp16": False, "tried": [], "bad": []}
+GUARD_OF_RECIPE = {
+    **{"demoted": {}, "left_fp16": False, "tried": [], "bad": []},
+    **{"incidents": 0, "last_bad": 0, "mended_at": None},
+}
+WATCH_OF_RECIPE = {"streak": 0, "overflows": 0, "recent": []}
 """The part of the guard's state that depends on the recipe, as in a new run."""
 
 
@@ -109,7 +113,7 @@ def _decisions(
     info, step = checkpoint.info, checkpoint.step
     guard, phases = info["guard"], info["phases"]
     if guard is not None and saved_identity["recipe"] != run.identity["recipe"]:
-        guard = guard | GUARD_OF_RECIPE
+        guard = guard | GUARD_OF_RECIPE | {"watch": guard["watch"] | WATCH_OF_RECIPE}
     recipes = [[table["recipe"], table.get("recipes")] for table in (saved_identity, run.identity)]
     if not same_phases or recipes[0] != recipes[1]:
         phases = {"ended_at": None, "judged_at": step, "entered": run.schedule.at(step)[0].name}

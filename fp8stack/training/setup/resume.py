@@ -357,6 +357,11 @@ def restore(run: Run, resumption: Resumption) -> list[str]:
         if guard["left_fp16"]:
             run.leave_fp16()
             notes.append("the guard left fp16 before: the run goes on in bf16")
+    if (phases := info["phases"]) is not None and phases["ended_at"] is not None:
+        notes.append(
+            f"guard.quality ended the phases after step {phases['ended_at']}: the run goes on in "
+            "fp32"
+        )
     if config.profile and (config.profile_step or run.step + 1) <= run.step:
         notes.append(f"profile_step {config.profile_step} is done already: nothing is profiled")
     if run.ranks.is_main:

@@ -41,6 +41,7 @@ from fp8stack.numerics.error import (
     sqnr_db,
 )
 from fp8stack.precision import Plan, Recipe, load_recipe
+from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.training.telemetry import gradients
 
@@ -80,7 +81,7 @@ class _Measured(NamedTuple):
     figures: Tensor
 
 
-_Label = tuple[str, str, str]
+_Label = tuple[str, str, str, bool]
 """The layer, the operand and the recipe of a `_Measured`."""
 
 
@@ -235,7 +236,8 @@ class Telemetry:
         layer_plan = self.plan.layer(path)
         if self.plan.runs_fp8:
             tables.append((self.plan.recipe.name, False, layer_plan.quantizers))
-        tables += [(r.name, True, r.quantizers or r.compute_dtype) for r in self.what_if]
+        name = layer_plan.name
+        tables += [(recipe.name, True, self._table(recipe, name)) for recipe in self.what_if]
         for recipe, what_if, table in tables:
             if isinstance(table, Quantizers):
                 for place, quantizer, dim in _copies(table, operand):
@@ -250,13 +252,22 @@ class Telemetry:
                 measured = _Measured(*label, table, False, figures)
                 self._add(measured, x.numel(), layer_plan.groups)
 
+    def _table(self, recipe: Recipe, layer: str) -> Quantizers | ComputeDtype | None:
+        """What a recipe to try has for a layer; None if it leaves the layer as it is."""
+        if recipe.quantizers is None:
+            return recipe.compute_dtype
+        kind = layer.rpartition(".")[2]
+        block = block_indices([planned.name for planned in self.plan.layers]).get(layer)
+        quantizers, _, _ = recipe.for_layer(layer, block, kind == "lm_head", kind == "router")
+        return quantizers
+
     def _add(self, measured: _Measured, elements: int, groups: int) -> None:
         """Add the figures of a linear, or collect the figures of one of `groups` groups; after the
         last group, the figures of all groups are added as one."""
         if not groups:
             self._seen.append(measured)
             return
-        label = measured.layer, measured.operand, measured.recipe
+        label = measured.layer, measured.operand, measured.recipe, measured.what_if
         figures, counts = self._groups.setdefault(label, _OfGroups([], []))
         figures.append(measured.figures[:-1])
         counts.append(elements)

@@ -43,6 +43,7 @@ from fp8stack.analysis.compare.runs import Ended
 from fp8stack.cli.app import app
 from fp8stack.data.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.model.config import load_config
+from fp8stack.planning.run_config import parse_config
 from fp8stack.precision import Hardware, Plan
 from fp8stack.training.checkpoint.state import capture
 from fp8stack.training.dataloader import batches
@@ -729,6 +730,11 @@ def test_a_baseline_may_be_given_by_its_file(command, trained):
     words = ["--recipes", "fp32,mine.toml", "--baseline", "mine.toml", "--seeds", "1", *SMALL]
     assert command("compare", "--out", "c", *words) == 0
     assert report(Path("c"))["asked"]["baseline"] == "mine"
+
+
+def test_a_recipe_is_compared_by_the_plan_of_its_own_phases():
+    config = parse_config(None, {"steps": 40, "phases": "default"})
+    assert settings._plan(config, "mxfp8").recipe.name == "mxfp8"
 
 
 def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):

@@ -299,8 +299,8 @@ def leaving_fp16(rank: int) -> Iterator[None]:
     """A change: after the second step the run leaves fp16, as the guard can decide."""
     check = Guard.check
 
-    def checked(guard: Guard, step: int) -> Outcome:
-        outcome = check(guard, step)
+    def checked(guard: Guard, step: int, **options: bool) -> Outcome:
+        outcome = check(guard, step, **options)
         outcome.to_bf16 = step == 2
         return outcome
 

@@ -267,6 +267,23 @@ def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_ag
     assert resumed.guard_events() == uninterrupted[1] or not saves
 
 
+def test_a_stop_between_two_rows_decides_nothing_of_its_own(tmp_path):
+    """Three bad steps in a row, which the row of step 10 does not show any more."""
+    keys: dict[str, Any] = {"steps": 20, "log_every": 10, "save_every": 20}
+    states = []
+    for name, stops in (("a", False), ("b", True)):
+        small = SmallLoop(tmp_path / name, "fp32", **keys)
+        small.spoil("", {4, 5, 6})
+        small.advance(6)
+        if stops:
+            small.loop.stop()
+            small = small.resumed()
+        small.advance(14)
+        states.append(small.everything())
+        assert small.guard_events() == [(step, "skip") for step in (4, 5, 6)]
+    assert changed(*states) == []
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", steps=16, save_every=4)
 

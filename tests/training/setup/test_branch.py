@@ -160,9 +160,12 @@ def test_the_learning_rate_may_change(tmp_path):
 def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     first = SmallLoop(tmp_path / "a", "delayed", **EVERY | {"steps": AT})
     first.loop.guard.demoted["blocks.0.mlp.down"] = None
+    first.loop.guard._incidents = 2
     first.advance(AT)
     flags = EVERY | {"resume": str(tmp_path / "a")}
-    assert SmallLoop(tmp_path / "b", "current", **flags).loop.guard.demoted == {}
+    state = SmallLoop(tmp_path / "b", "current", **flags).loop.guard.state()
+    assert (state["demoted"], state["incidents"], state["watch"]["streak"]) == ({}, 0, 0)
+    assert len(state["watch"]["window"]) == AT
     phases = {"name": "first", "until": AT + 2}, {"name": "second", "recipe": "bf16"}
     for name, more in ("c", {}), ("d", {"phases": phases}):
         same_recipe = SmallLoop(tmp_path / name, "delayed", **flags | more)

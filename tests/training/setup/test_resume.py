@@ -377,6 +377,20 @@ def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
     assert [json.loads(line).get("step") for line in rows_before] == [None, 1]
 
 
+def test_a_roll_back_is_kept_though_no_step_was_logged_since(tmp_path):
+    folder = RunFolder(tmp_path)
+    rows: list[dict[str, Any]] = [
+        {"step": 4, "loss": 1.0},
+        {"step": 8, "event": "skip", "why": "nan"},
+        {"step": 8, "event": "rollback", "to_step": 4},
+        {"step": 8, "loss": 2.0},
+    ]
+    for row in rows:
+        folder.append_metrics(row)
+    folder.forget_after(6)
+    assert folder.read_metrics() == rows[:-1]
+
+
 def test_a_late_validation_loss_belongs_to_the_row_of_its_step_and_to_no_event(tmp_path):
     folder = RunFolder(tmp_path)
     bad: dict[str, Any] = {

@@ -218,6 +218,18 @@ def test_experts_of_a_converted_model_have_a_row_for_each_operand(name, layers) 
     assert rows[layers[0], "weight"]["amax"] == pytest.approx(amax)
 
 
+def test_experts_have_rows_of_their_recipe_and_of_the_same_to_try() -> None:
+    model: Any = convert(Model(experts_of("GptOssExperts")), resolve("current", Hardware("cpu")))
+    telemetry = Telemetry(model.fp8_plan, 1, ["current"])
+    with telemetry.sampling(model):
+        model(normal(48, WIDTH)).square().sum().backward()
+    rows = telemetry.finish(1, None).rows[1:]
+    by_recipe = [by_operand([r for r in rows if r["what_if"] is tried]) for tried in (False, True)]
+    assert len(by_recipe[0]) == 6
+    for key, row in by_recipe[0].items():
+        assert by_recipe[1][key] == row | {"what_if": True}
+
+
 def test_a_compiled_pass_is_sampled_and_changes_nothing() -> None:
     models = [convert(Mlp(), "delayed") for _ in "ab"]
     telemetry = Telemetry(fp8stack.plan_of(models[0]), 1)
@@ -427,6 +439,16 @@ def test_a_run_without_fp8_tells_what_fp8_would_cost(recipe: str) -> None:
     assert all(row["what_if"] for row in rows)
     assert {row["layer"] for row in rows} == set(LINEARS)
     assert len(rows) == 2 * 3 * len(LINEARS)
+
+
+def test_what_if_tries_the_layers_that_the_recipe_quantizes(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    rule = '[[layers]]\nmatch = "*.mlp.down"\nrecipe = "bf16"\n'
+    mine.write_text(f'like = "mxfp8"\nexclude = ["*.qkv"]\n{rule}')
+    plan = plan_of("current")
+    rows = sampled(Telemetry(plan, 1, (str(mine),)), gpt(plan), 1).rows[1:]
+    tried = {row["layer"] for row in rows if row["what_if"]}
+    assert tried == {name for name in LINEARS if not name.endswith((".down", ".qkv"))}
 
 
 def test_what_if_takes_the_path_of_a_recipe(tmp_path: Path) -> None:
