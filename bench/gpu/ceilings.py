@@ -89,6 +89,7 @@ def calls_of_a_round(
 ) -> int:
     """The number of calls in a row that take the device `ROUND_S` or more, so that the time of one
     launch and of waiting does not count."""
+    call()  # it may compile
     count = 1
     while count < MOST_CALLS:
         wait()

@@ -22,6 +22,7 @@ from bench.gpu import golden, gpu_report, losses, visit
 from bench.gpu.gpu_report import TIME_IS_UP, Report
 from fp8stack.analysis.conform.checks import Check, Context, Facts, run_check
 from fp8stack.analysis.conform.suite import GROUPS
+from fp8stack.common.errors import UserError
 from fp8stack.precision import probe
 
 # Seconds. The last section gets the rest of the time.
@@ -108,6 +109,8 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.part, arguments.out, arguments.minutes, arguments.dry_run, arguments.archive
         )
         return
+    if arguments.archive is not None:
+        raise UserError("--archive is of a visit: give --minutes or --part beside.")
     start = time.monotonic()
     hardware = probe(arguments.device)
     compiler = "inductor" if on_gpu else "eager"
@@ -125,13 +128,17 @@ def run(arguments: argparse.Namespace) -> None:
     if problems := gpu_report.problems(report):
         print(f"{len(problems)} problems:", *problems, sep="\n  ")
         raise SystemExit(1)
+    rows = [row for section in report["sections"].values() for row in section["cases"]]
+    if arguments.seconds < WHOLE and any(row.get("skipped") == TIME_IS_UP for row in rows):
+        raise SystemExit(visit.CUT_SHORT)
 
 
 def add_section(report: Report, section: Section) -> None:
     """Run one section in a separate process, and add its rows to the report."""
     start = time.monotonic()
     path = section.folder / f"rows-{section.name}.jsonl"
-    path.unlink(missing_ok=True)
+    if path.exists():  # of a section that was stopped
+        path.replace(path.with_suffix(".before.jsonl"))
     problem = in_a_process(partial(section.work, path), section.budget + GRACE)
     rows, unfinished = read_rows(path)
     if problem and unfinished:

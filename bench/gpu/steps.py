@@ -8,14 +8,13 @@ others.
 from __future__ import annotations
 
 import argparse
-import json
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.cells import json_lines, words
+from bench.cells import append_line, json_lines, words
 from fp8stack.analysis.benchmark.step_timing import (
     StepWork,
     chosen,
@@ -88,10 +87,11 @@ def main() -> int:
     else:
         (work,) = chosen([arguments.model], hardware.device)
     failed = False
+    settings = {key: getattr(arguments, key) for key in ("head", "backend", "tiny")}
     rows = json_lines(arguments.out) if arguments.out.exists() else []
-    timed = {(row["model"], row["recipe"], row["head"]) for row in rows if "median_ms" in row}
+    timed = [row for row in rows if "median_ms" in row and row | settings == row]
     for recipe in arguments.recipes:
-        if (work.model, recipe, arguments.head) in timed:
+        if any((row["model"], row["recipe"]) == (work.model, recipe) for row in timed):
             print(f"{work.model} in {recipe}: measured before")
             continue
         try:
@@ -100,8 +100,7 @@ def main() -> int:
         except Exception as error:  # of any kind: the next recipe is measured all the same
             failed, result = True, f"failed: {type(error).__name__}: {error}"
             row = {"model": work.model, "recipe": recipe, "traceback": traceback.format_exc()}
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row | {"head": arguments.head}) + "\n")
+        append_line(arguments.out, row | settings)
         print(f"{work.model} in {recipe}{', head in FP8' if arguments.head else ''}: {result}")
         free_memory(hardware.device)
         torch._dynamo.reset()

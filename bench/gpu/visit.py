@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -31,6 +32,7 @@ MINUTES = 8.8  # of a part, by default: machines that are lent limit a command t
 LEAST_S = 15.0  # no task starts with less time left
 ENDS_EARLIER_S = 35.0  # a task that knows its time ends so long before it would be stopped
 DUMP_S = 2.0  # what a stopped task has to print where it is
+CUT_SHORT = 75  # the exit code of a task that left something out for want of time
 DRY_PATIENCE = 5.0  # a dry run has so many times as long: small machines are slow, or busy
 SHOWN = 15  # lines to print of a task that failed
 RECORDS = "visit.jsonl"
@@ -155,6 +157,11 @@ TASKS = (
 )
 
 
+def _without_cores() -> None:
+    """Let a process that is aborted leave no file of its memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 class Running:
     """A task in progress, from `start` to `ended`.
 
@@ -177,7 +184,7 @@ class Running:
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=file, start_new_session=True,
+                stdout=file, stderr=file, start_new_session=True, preexec_fn=_without_cores,
             )  # fmt: skip
 
     @property
@@ -193,6 +200,8 @@ class Running:
         if code is None:
             self.stop()
             return f"stopped after {self._limit:.0f} s"
+        if code == CUT_SHORT:
+            return "stopped by itself, its time was up"
         return "done" if code == 0 else f"failed with exit code {code}"
 
     def stop(self) -> None:
@@ -226,6 +235,8 @@ class Visit:
     def run(self, tasks: Sequence[Task]) -> bool:
         """Run the tasks that are not recorded yet, those that were stopped before at the end.
         Returns whether all tasks are done."""
+        if self.archive is not None:
+            self.archive.parent.mkdir(parents=True, exist_ok=True)
         self._unpack()
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         endings, attempted = self.recorded(), {record["task"] for record in self._records()}
@@ -241,6 +252,7 @@ class Visit:
         finally:
             for running in self._running:
                 running.stop()
+            self._pack()
             signal.signal(signal.SIGTERM, before)
         endings = self.recorded()
         unfinished = [task.name for task in tasks if task.name not in endings]
@@ -279,14 +291,18 @@ class Visit:
 
     def _pack(self) -> None:
         """Put all of `out` into the archive."""
-        if self.archive is not None:
-            fresh = self.archive.with_name(f".{self.archive.name}.new")
-            names = {fresh.name, self.archive.name}  # it may lie in `out`
+        if self.archive is None:
+            return
+        fresh = self.archive.with_name(f".{self.archive.name}.new")
+        names = {fresh.name, self.archive.name}  # it may lie in `out`
+        try:
             with tarfile.open(fresh, "w:gz") as packed:
                 for path in sorted(self.out.iterdir()):
                     if path.name not in names:
                         packed.add(path, path.name)
             fresh.replace(self.archive)
+        except OSError as error:  # a task writes; after the next one all is packed again
+            print(f"not packed: {error}", flush=True)
 
     def _run_group(self, tasks: list[Task], scratch: Path, alone: bool) -> None:
         cores = os.cpu_count() or 1
@@ -295,7 +311,8 @@ class Visit:
         while tasks or self._running:
             while tasks and len(self._running) < places:
                 left_s = self._end - time.monotonic()
-                if left_s < LEAST_S:
+                knows_its_time = "{seconds}" in tasks[0].words
+                if left_s < LEAST_S + ENDS_EARLIER_S * knows_its_time:
                     tasks.clear()
                     break
                 task = tasks.pop(0)

@@ -150,7 +150,7 @@ class Trained:
             for name, place in state["places"].items()
             if name == request or without_folder(name) == without_folder(request)
         ]
-        place = state["places"].get(request, places[0] if len(places) == 1 else len(plans))
+        place = state["places"].get(request, places[0] if len(set(places)) == 1 else len(plans))
         return plans[place] if place < len(plans) else saved
 
     def _plan_of(self, recipe: str) -> Mapping[str, Any] | None:
@@ -216,8 +216,13 @@ class Trained:
                     names = ", ".join(sorted(lost))
                     notes += (f"the checkpoint has no scales for {names}: not in FP8",)
             if plan.delayed and self.has_outdated_scales:
-                notes += (f"the scales are older than the last steps, in {self.recipe}",)
-            taken_out = [name for name in self.left_fp8 if name in _in_fp8(plan)]
+                notes += (f"the last steps, in {self.recipe}, set no scales",)
+            linears = self.shape.linear_shapes()
+            taken_out = [
+                name
+                for name in self.left_fp8
+                if name in _in_fp8(plan) or (plan.recipe.fp8_attention and name not in linears)
+            ]
             if run_plan is not None and taken_out:
                 notes += (f"the guard took these out of FP8: {', '.join(taken_out)}",)
         if plan.delayed and not any(map(_is_scale, self._fp8_state)):

@@ -348,7 +348,7 @@ class _Loop:
     def stop(self) -> Path:
         """Check the last steps, save, and wait for the disk. Returns the checkpoint's path. Raises
         what `check` and `save` raise."""
-        self.check(self.run.step, acts=False)  # the resumed run acts where this one would have
+        self.check(self.run.step, acts=False)  # the resumed run decides, at its next check
         self.save()
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)

@@ -33,7 +33,7 @@ class Phases:
         self.judged_at: int = state.get("judged_at", 0)  # the last step that was compared
         self.entered: str | None = state.get("entered")  # the last phase that was announced
         self.reason: str | None = state.get("reason")  # why the phases ended
-        self._told_the_end = False
+        self._told_the_end = self._has_ended(run.step)
 
     def variant(self, step: int) -> int:
         """The index of the variant that trains `step`."""
@@ -54,6 +54,7 @@ class Phases:
             self._announce(step, phase.name, self.run.active, reason)
         if step - 1 == self.ended_at and not self._told_the_end:  # a resumed run lost the event
             self._announce(step, CONSERVATIVE, self.run.active, self.reason or "guard.quality")
+            self._told_the_end = True
         self.entered = phase.name
 
     def phase(self, step: int) -> str:
@@ -92,7 +93,8 @@ class Phases:
             amax = numerics.amax(x)
             if operand == "grad_output" and scaler is not None:  # the loss was scaled
                 amax = amax / scaler.now(amax)
-            if operand == "grad_output" and layer is head and x.shape[:-1].numel() < tokens:
+            is_plain_head = layer is head and type(layer) is nn.Linear
+            if operand == "grad_output" and is_plain_head and x.shape[:-1].numel() < tokens:
                 amax = amax / micro_batches  # a chunk of `head_loss`, which lacks this factor
             for slot in delayed.slots_of(path, operand):
                 amaxes[slot] = torch.maximum(amaxes.get(slot, amax), amax)

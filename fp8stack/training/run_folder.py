@@ -385,7 +385,8 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     counts = [
         count
         for count, row in enumerate(rows, 1)
-        if row.get("step", 0) <= step or row.get("to_step", step) < step
+        if row.get("step", 0) <= step
+        or (isinstance(to_step := row.get("to_step"), int) and to_step < step)
     ]
     return list(rows[: max(counts, default=0)])
 

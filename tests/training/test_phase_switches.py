@@ -17,6 +17,7 @@ from fp8stack.layers import fp8_state
 from fp8stack.layers.observe import fp8_parts
 from fp8stack.precision import Hardware
 from fp8stack.training.dataloader import batches
+from fp8stack.training.guard.policy import WHOLE, Outcome
 from fp8stack.training.metrics.console import describe_run
 from tests.conftest import TINY, metrics
 from tests.faults.processes import difference
@@ -203,20 +204,25 @@ def test_recorded_amaxes_are_those_of_the_operands(tmp_path):
     assert all(value > 0 for value in recorded.values())
 
 
-def test_amaxes_of_a_head_are_those_of_all_chunks_and_of_the_whole_loss(tmp_path):
+@pytest.mark.parametrize("first", ["fp32", "current"])
+def test_amaxes_of_a_head_are_those_of_all_chunks_and_of_the_whole_loss(first, tmp_path):
+    """A plain head lacks factors of the loss in its chunks, and a head in FP8 has them."""
     recorded = {}
-    for rows in (None, 16):
+    phases = three(first, {"recipe_overrides": {"head": True}})
+    if first == "current":
+        phases = tuple(phase | {"recipe_overrides": {"head": True}} for phase in phases)
+    for rows in (None, 128):
         small = SmallLoop(
-            tmp_path / str(rows), "delayed", phases=three("fp32"), calibration_steps=1,
-            accumulate=2, recipe_overrides={"head": True},
+            tmp_path / str(rows), "delayed", phases=phases, calibration_steps=1, accumulate=2,
+            batch=16,
         )  # fmt: skip
         for variant in small.run.variants:
             variant.model.loss.chunk_rows = rows
         small.advance(3)
         state = fp8_state(small.run.main.model)
         recorded[rows] = {name: float(t.max()) for name, t in state.items() if "lm_head" in name}
-    assert len(recorded[16]) == 6
-    assert recorded[16] == pytest.approx(recorded[None], rel=1e-5)
+    assert len(recorded[128]) == 6
+    assert recorded[128] == pytest.approx(recorded[None], rel=1e-5 if first == "fp32" else 0.1)
 
 
 def test_evaluation_has_a_recipe_of_its_own(tmp_path):
@@ -484,7 +490,9 @@ def test_the_whole_model_is_the_layers_of_all_phases(tmp_path):
     phases = {"name": "a", "until": 3, **overrides}, {"name": "b"}
     guard = SmallLoop(tmp_path / "r", "mxfp8", phases=phases, width=128).loop.guard
     assert "blocks.0.mlp.down" not in fp8_parts(guard.run.model)
-    assert "blocks.0.mlp.down" in guard._all_in_fp8()
+    guard._outcome = Outcome()
+    guard._leave_fp8(2, {"layer": WHOLE}, "steps went wrong", None)
+    assert "blocks.0.mlp.down" in guard._outcome.leave_fp8
 
 
 def test_the_variant_that_left_fp16_shares_the_counters_of_the_others(tmp_path):

@@ -32,6 +32,7 @@ from fp8stack.common.io import lock, storage_errors, write_atomically
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
 from fp8stack.planning.run_config import to_toml
+from fp8stack.training.checkpoint.reader import candidates
 from fp8stack.training.signals import stop_requests
 
 DONE, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
@@ -108,10 +109,10 @@ class _Results:
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
         report = read_report(comparison.report) if comparison.report.exists() else {"runs": []}
-        self.machine = self.machine_here  # of the runs, of which failed ones are trained again
+        self.machine = self.machine_here  # that of the runs
         for run in report["runs"]:
             job = Job(recipe=run["recipe"], seed=run["seed"])
-            if run["exit"] in (None, *FINAL) and comparison.folder(job).holds_run:
+            if candidates(comparison.folder(job).checkpoints):  # also failed runs go on from there
                 self.machine = report.get("machine", self.machine_here)
             if job.recipe not in comparison.recipes or run["exit"] is None:
                 continue
@@ -127,12 +128,14 @@ class _Results:
         comparison = self.comparison
         is_open = comparison.judging.until is not None and bool(self.open())
         is_left = is_open or bool(self.runs_left([*comparison.recipes], 0))
-        if is_left and self.machine["machine"] != self.machine_here["machine"]:
+        begun_on, machine_here = self.machine.get("machine"), self.machine_here["machine"]
+        if is_left and begun_on not in (None, machine_here):
             raise UserError(
-                f"{comparison.out} was begun on {self.machine['machine']}, and this is "
-                f"{self.machine_here['machine']}: other machines round differently. Go on there, "
-                "or give another --out."
+                f"{comparison.out} was begun on {begun_on}, and this is {machine_here}: other "
+                "machines round differently. Go on there, or give another --out."
             )
+        if begun_on == machine_here:
+            self.machine = self.machine_here  # its versions may be newer
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
         """Record how a run ended. Returns its figures."""

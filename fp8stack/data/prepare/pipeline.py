@@ -79,7 +79,7 @@ def _require_usable(settings: Settings, sources: Sequence[Source]) -> None:
     preparation is removed."""
     if settings.train_bpe is None:
         _load(settings)
-    with TemporaryDirectory(dir=settings.out, prefix=TEMPORARY) as scratch:
+    with TemporaryDirectory(dir=settings.out, prefix=f"{TEMPORARY}table-", suffix="-0") as scratch:
         reader = _reader(settings, Path(scratch))
         with closing(reader.read(sources[0])) as texts:
             next(texts, None)

@@ -167,7 +167,8 @@ def hf_files(source: ModelSource, tokenizer_name: str | None) -> Files:
             texts, ids = _taken_over(source, tokenizer, texts)
             table |= {key: ids[key] for key in keys if key in ids}
         except (UserError, OSError, ValueError) as error:
-            notes.append(f"the chat template of {source.began_with} is not taken over: {error}")
+            taken_over = "chat template, special tokens and generation settings"
+            notes.append(f"{taken_over} of {source.began_with} are not taken over: {error}")
     generation = {key: table[key] for key in keys if table[key] is not None}
     return Files(
         title=f"{layout.architecture} of transformers",

@@ -68,6 +68,7 @@ class _Phases(_CheckedKeys):
     ended_at: int | None
     judged_at: int
     entered: str | None
+    reason: str | None = None  # older checkpoints have none
     places: dict[str, NonNegativeInt]
 
 
@@ -147,7 +148,8 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _plan(checkpoint)
-    plans = _plans(checkpoint, plan)
+    plans = _parsed(list[_PlanOfPhase], checkpoint, "plans")
+    _check_decisions(checkpoint, plan)
     identity, shape = _parsed(_Identity, checkpoint, "identity"), model_of(checkpoint)
     draws = Draws()
     for place, planned in enumerate(plans):
@@ -166,7 +168,8 @@ def has_weights(checkpoint: Checkpoint) -> None:
     """Check that `checkpoint` holds the weights of the model that it names. Raises a UserError that
     names the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
-    _plans(checkpoint, _plan(checkpoint))
+    _parsed(list[_PlanOfPhase], checkpoint, "plans")
+    _check_decisions(checkpoint, _plan(checkpoint))
     model = _without_memory(model_of(checkpoint), load_recipe("fp32"), _Plan(layers=[]), Draws())
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
@@ -201,10 +204,9 @@ def _plan(checkpoint: Checkpoint) -> _Plan:
     return plan
 
 
-def _plans(checkpoint: Checkpoint, plan: _Plan) -> list[_PlanOfPhase]:
-    """The plans of the phases. Raises a UserError if they, the state of the phases or that of the
-    guard are invalid, whose layers are those of `plan`."""
-    plans: list[_PlanOfPhase] = _parsed(list[_PlanOfPhase], checkpoint, "plans")
+def _check_decisions(checkpoint: Checkpoint, plan: _Plan) -> None:
+    """Raise a UserError if the state of the phases or that of the guard, whose layers are those of
+    `plan`, is invalid."""
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
@@ -213,7 +215,6 @@ def _plans(checkpoint: Checkpoint, plan: _Plan) -> list[_PlanOfPhase]:
         layer_names |= {name.removesuffix(".qkv") for name in layer_names}  # attention
         for name in guard.demoted.keys() - layer_names:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
-    return plans
 
 
 def _recipe(recipe_keys: dict[str, Any], key: str) -> Recipe:

@@ -128,8 +128,7 @@ class Guard:
 
     def check(self, step: int, *, acts: bool = True) -> Outcome:
         """The outcome of the steps since the last check, up to `step`. This waits for the device.
-        If it does not act, bad steps in a row are left to the next check; broken weights are
-        not."""
+        If it does not act, the next check decides on these steps, except for broken weights."""
         # Weights are checked rarely on a GPU: reading all weights and moments takes a third of the
         # optimizer's time. Broken weights show in the next steps, and every save checks them.
         number = step // CHECK_WEIGHTS_EVERY
@@ -160,9 +159,10 @@ class Guard:
         self._recent = [bad for bad in [*self._recent, *findings.bad] if bad.step > oldest]
         if findings.bad:
             self._last_bad = findings.bad[-1].step
-        elif step - self._last_bad > self.config.calm_steps and self._incidents:
+        elif acts and step - self._last_bad > self.config.calm_steps and self._incidents:
             self._incidents, self._tried, self._mended_at = 0, [], None
-        self._check_scale(step, findings.overflows)
+        if acts:
+            self._check_scale(step, findings.overflows)
         if findings.broken:
             self._mend(step, self._broken())
         elif acts and findings.repeats and self._recent:

@@ -26,12 +26,17 @@ from fp8stack.training.setup.resume import (
     with_quantizers,
 )
 
-GUARD_OF_RECIPE = {
-    **{"demoted": {}, "left_fp16": False, "tried": [], "bad": []},
-    **{"incidents": 0, "last_bad": 0, "mended_at": None},
+GUARD_OF_RECIPE: dict[str, Any] = {
+    "demoted": {},
+    "left_fp16": False,
+    "tried": [],
+    "bad": [],
+    "incidents": 0,
+    "last_bad": 0,
+    "mended_at": None,
 }
-WATCH_OF_RECIPE = {"streak": 0, "overflows": 0, "recent": []}
-"""The part of the guard's state that depends on the recipe, as in a new run."""
+WATCH_OF_RECIPE: dict[str, Any] = {"streak": 0, "overflows": 0, "recent": []}
+"""The parts of the guard's state that depend on the recipe, as in a new run."""
 
 
 def begin_branch(run: Run, resumption: Resumption, config: RunConfig) -> Resumption:

@@ -42,7 +42,7 @@ from fp8stack.numerics.error import (
 )
 from fp8stack.precision import Plan, Recipe, load_recipe
 from fp8stack.precision.plan import block_indices
-from fp8stack.precision.recipe import ComputeDtype
+from fp8stack.precision.recipe import BlockIndex, ComputeDtype
 from fp8stack.training.telemetry import gradients
 
 Row = dict[str, Any]
@@ -137,6 +137,8 @@ class Telemetry:
         self._flow: gradients.Flow | None = None
         self._seen: list[_Measured] = []
         self._groups: dict[_Label, _OfGroups] = {}
+        self._blocks: dict[str, BlockIndex | None] = {}  # of the plan's layers
+        self._routers: list[str] = []
         self._changes: Tensor | None = None
         self._scales: Tensor | None = None  # of the previous sample, [slots]
 
@@ -256,10 +258,13 @@ class Telemetry:
         """What a recipe to try has for a layer; None if it leaves the layer as it is."""
         if recipe.quantizers is None:
             return recipe.compute_dtype
-        kind = layer.rpartition(".")[2]
-        block = block_indices([planned.name for planned in self.plan.layers]).get(layer)
-        quantizers, _, _ = recipe.for_layer(layer, block, kind == "lm_head", kind == "router")
-        return quantizers
+        if layer not in self._blocks:
+            names = [planned.name for planned in self.plan.layers]
+            self._blocks = dict.fromkeys(names) | block_indices(names)
+            self._routers = [name for name in names if name.endswith(".router")]
+        is_head, is_router = layer.rpartition(".")[2] == "lm_head", layer in self._routers
+        rules = recipe.rules_of_routers(self._blocks, self._routers)
+        return recipe.for_layer(layer, self._blocks[layer], is_head, is_router, rules)[0]
 
     def _add(self, measured: _Measured, elements: int, groups: int) -> None:
         """Add the figures of a linear, or collect the figures of one of `groups` groups; after the

@@ -725,6 +725,15 @@ def test_runs_of_another_machine_are_not_compared_with(copy, command, trained, r
     assert trained == []
 
 
+def test_a_failed_run_that_another_machine_has_begun_is_not_gone_on_with(copy, refused):
+    saved = report(copy)
+    for run in saved["runs"]:
+        run["exit"] = 4
+    machine = saved["machine"] | {"machine": "an H100"}
+    (copy / "compare.json").write_text(json.dumps(saved | {"machine": machine}))
+    assert "begun on an H100" in refused("compare", "--out", "c", *AGAIN)
+
+
 def test_a_baseline_may_be_given_by_its_file(command, trained):
     Path("mine.toml").write_text('like = "current"\n')
     words = ["--recipes", "fp32,mine.toml", "--baseline", "mine.toml", "--seeds", "1", *SMALL]

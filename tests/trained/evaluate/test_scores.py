@@ -296,7 +296,7 @@ def test_after_phases_it_repeats_the_validation_loss_of_the_last_one(tmp_path):
     assert default.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
     (older,) = scores(run, recipes=["delayed"])
     assert older.fp8_gemms > 0
-    assert older.plan.reasons[-1] == "the scales are older than the last steps, in bf16"
+    assert older.plan.reasons[-1] == "the last steps, in bf16, set no scales"
 
 
 def test_layers_that_the_guard_took_out_of_fp8_stay_out(run, tmp_path):

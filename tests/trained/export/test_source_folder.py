@@ -185,7 +185,7 @@ def test_what_says_how_the_tokenizer_is_used_is_taken_over(command, tmp_path, ca
         assert json.loads(Path("x/config.json").read_text())["bos_token_id"] == 7
     (source / "chat_template.jinja").write_bytes(b"\xff")
     assert command("export", "hf:source", *FP8, "--overwrite") == 0
-    assert "is not taken over: 'utf-8' codec" in capsys.readouterr().err
+    assert "are not taken over: 'utf-8' codec" in capsys.readouterr().err
     assert not Path("x/chat_template.jinja").exists()
 
 

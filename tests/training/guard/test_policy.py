@@ -284,6 +284,16 @@ def test_a_stop_between_two_rows_decides_nothing_of_its_own(tmp_path):
     assert changed(*states) == []
 
 
+def test_a_stop_amid_overflows_leaves_fp16_to_the_next_row(tmp_path):
+    keys: dict[str, Any] = {"log_every": 20, "first_loss_scale": 262144.0, "max_loss_scale": 1e30}
+    small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5}, **keys)
+    small.spoil("blocks.0.mlp.up.weight", range(1, 7), math.inf)
+    small.advance(6)
+    small.loop.stop()
+    assert small.run.plan.loss_scaling
+    assert int(small.loop.guard.monitor.state()["overflows"]) == 6
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", steps=16, save_every=4)
 

@@ -13,6 +13,7 @@ from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup import branch, start
 from tests.conftest import contents, metrics
+from tests.faults.inputs.input_corruptions import rewrite
 from tests.support.small_loop import SmallLoop, changed
 from tests.training.conftest import saved
 
@@ -162,10 +163,15 @@ def test_the_guards_decisions_on_layers_end_with_the_recipe(tmp_path):
     first.loop.guard.demoted["blocks.0.mlp.down"] = None
     first.loop.guard._incidents = 2
     first.advance(AT)
+    (checkpoint,) = (tmp_path / "a" / "checkpoints").iterdir()
+    bad = {"streak": 2, "overflows": 3, "recent": [1, 1]}
+    rewrite(checkpoint, lambda body: body["info"]["guard"]["watch"].update(bad))
     flags = EVERY | {"resume": str(tmp_path / "a")}
     state = SmallLoop(tmp_path / "b", "current", **flags).loop.guard.state()
-    assert (state["demoted"], state["incidents"], state["watch"]["streak"]) == ({}, 0, 0)
-    assert len(state["watch"]["window"]) == AT
+    watch = state["watch"]
+    assert (state["demoted"], state["incidents"]) == ({}, 0)
+    assert (watch["streak"], watch["overflows"], sum(watch["recent"])) == (0, 0, 0)
+    assert len(watch["window"]) == AT
     phases = {"name": "first", "until": AT + 2}, {"name": "second", "recipe": "bf16"}
     for name, more in ("c", {}), ("d", {"phases": phases}):
         same_recipe = SmallLoop(tmp_path / name, "delayed", **flags | more)
