@@ -74,9 +74,9 @@ REQUIRED_BY_OTHERS = {"pil", "sympy", "yaml"}  # by matplotlib, torch, huggingfa
 
 def test_what_tests_and_benchmarks_import_is_in_the_test_extra():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    itself, *others = extras["test"]  # the first is fp8stack itself, with extras
+    itself, *requirements = extras["test"]  # the first is fp8stack itself, with extras
     included = itertools.chain(*(extras[name] for name in re.findall(r"\w+", itself)[1:]))
-    listed = [*PYPROJECT["project"]["dependencies"], *included, *others]
+    listed = [*PYPROJECT["project"]["dependencies"], *included, *requirements]
     names = {re.split(r"[^\w-]", entry)[0].lower().replace("-", "_") for entry in listed}
     assert {"build", "hatchling"} <= names  # for the tests of this file
     imported = set()
