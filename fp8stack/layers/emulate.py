@@ -20,7 +20,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import OPERANDS, Operand
 from fp8stack.layers.backend import Backend
 from fp8stack.layers.kernels.matmul_precision import exact_matmul
-from fp8stack.layers.linear import Call, QuantizedLinear, Size
+from fp8stack.layers.linear import Call, LowPrecisionLinear, QuantizedLinear, Size
 from fp8stack.layers.operands import Draws, LayerOperands, OperandQuantizers, castable
 from fp8stack.layers.weight_cache import CachedWeight
 from fp8stack.layers.weight_changes import version_of
@@ -273,18 +273,24 @@ def _with_row_scales(rows: Emulated) -> Emulated:
 
 @contextmanager
 def kept_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which emulated linears round a weight once until it changes, in passes without
-    gradients. It takes the memory of the rounded weights. Changes that `version_of` cannot see,
-    through `weight.data`, must not happen within."""
+    """A context in which emulated linears, and those that are not in FP8, round a weight once until
+    it changes, in passes without gradients. It takes the memory of the rounded weights. Changes
+    that `version_of` cannot see, through `weight.data`, must not happen within."""
     operands = [getattr(layer, "quantizers", {}).get("weight") for layer in model.modules()]
     emulated = [operand for operand in operands if isinstance(operand, EmulatedOperand)]
+    layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
+    plain = [layer for layer in layers if not layer.in_fp8]
     for operand in emulated:
         operand.kept = CachedWeight((None, None), ())
+    for layer in plain:
+        layer.kept = layer.weight, ()
     try:
         yield
     finally:
         for operand in emulated:
             operand.kept = None
+        for layer in plain:
+            layer.kept = None
 
 
 def in_bf16(plan: Plan, layer: LayerPlan) -> bool:

@@ -25,6 +25,7 @@ from fp8stack.layers.delayed import DelayedScaling
 from fp8stack.layers.fsdp import FullWeight, WeightTensors, tensors_of
 from fp8stack.layers.operands import LayerOperands
 from fp8stack.layers.reminder import StateReminder
+from fp8stack.layers.weight_changes import Version, version_of
 
 
 class Size(NamedTuple):
@@ -109,10 +110,15 @@ class LowPrecisionLayer(nn.Module):
 
 
 class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
-    """A linear that is a `LowPrecisionLayer`. `transposed` says that the weight is stored as
-    [in, out], as transformers' Conv1D does."""
+    """A linear that is a `LowPrecisionLayer`.
+
+    Attributes:
+        transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
+        kept: within `kept_weights`, the weight in the compute dtype, and its version.
+    """
 
     transposed = False
+    kept: tuple[Tensor, Version] | None = None
 
     def __init__(
         self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
@@ -170,7 +176,18 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
     def multiply_plain(self, x: Tensor) -> Tensor:
         """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
+        return F.linear(x, self._plain_matrix(), bias)
+
+    def _plain_matrix(self) -> Tensor:
+        """The weight in the compute dtype, [out, in]."""
+        weight = self._parameters.get("weight")
+        is_plain = type(weight) is nn.Parameter  # and not gathered by FSDP2, or computed
+        if self.kept is None or torch.is_grad_enabled() or not is_plain:
+            return self.matrix.to(self.compute_dtype)
+        version = version_of(weight)
+        if self.kept[1] != version:
+            self.kept = self.matrix.to(self.compute_dtype), version
+        return self.kept[0]
 
 
 def require_supported_input(x: Tensor, weight: Tensor | None) -> None:

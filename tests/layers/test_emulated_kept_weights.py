@@ -1,4 +1,4 @@
-"""Weights that emulated linears round once, for the tokens of a generation."""
+"""Weights that linears round once, for the tokens of a generation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp8stack.layers import build_backend
 from fp8stack.layers.emulate import EmulateBackend, kept_weights
 from fp8stack.layers.grouped_emulation import GroupedEmulation
+from fp8stack.layers.linear import LowPrecisionLinear
 from fp8stack.model import sampling
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
@@ -59,6 +61,28 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
     assert tokens_of(model) == tokens
     assert len(rounded) > 30 * count
     assert all(quantizers.kept is None for quantizers in rounded)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_weight_without_fp8_is_rounded_once_too(recipe, monkeypatch) -> None:
+    config = GPTConfig.model_validate(SMALL)
+    plan = plan_for(config, recipe, Hardware("cuda", (8, 0)))
+    torch.manual_seed(0)
+    model = GPT(config, build_backend(plan)).eval()
+    rounded: list[Tensor] = []
+    exact = LowPrecisionLinear._plain_matrix
+
+    def noting(layer: LowPrecisionLinear) -> Tensor:
+        rounded.append(exact(layer))
+        return rounded[-1]
+
+    monkeypatch.setattr(LowPrecisionLinear, "_plain_matrix", noting)
+    tokens = tokens_of(model)
+    linears = [m for m in model.modules() if isinstance(m, LowPrecisionLinear)]
+    assert len({id(matrix) for matrix in rounded}) == len(linears) > 0
+    assert all(layer.kept is None for layer in linears)
+    monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
+    assert tokens_of(model) == tokens
 
 
 def test_a_weight_that_changes_within_is_rounded_again_and_gradients_are_not_affected() -> None:
