@@ -158,7 +158,7 @@ TASKS = (
 
 
 def _without_cores() -> None:
-    """Let a process that is aborted leave no file of its memory."""
+    """Disable core dumps in the child process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

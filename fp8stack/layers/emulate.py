@@ -283,14 +283,14 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
     for operand in emulated:
         operand.kept = CachedWeight((None, None), ())
     for layer in plain:
-        layer.kept = layer.weight, ()
+        layer.cached_weight = layer.weight, ()
     try:
         yield
     finally:
         for operand in emulated:
             operand.kept = None
         for layer in plain:
-            layer.kept = None
+            layer.cached_weight = None
 
 
 def in_bf16(plan: Plan, layer: LayerPlan) -> bool:

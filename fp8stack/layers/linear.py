@@ -114,11 +114,11 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
 
     Attributes:
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
-        kept: within `kept_weights`, the weight in the compute dtype, and its version.
+        cached_weight: within `kept_weights`, the weight in the compute dtype, and its version.
     """
 
     transposed = False
-    kept: tuple[Tensor, Version] | None = None
+    cached_weight: tuple[Tensor, Version] | None = None
 
     def __init__(
         self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
@@ -182,12 +182,12 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         """The weight in the compute dtype, [out, in]."""
         weight = self._parameters.get("weight")
         is_plain = type(weight) is nn.Parameter  # and not gathered by FSDP2, or computed
-        if self.kept is None or torch.is_grad_enabled() or not is_plain:
+        if self.cached_weight is None or torch.is_grad_enabled() or not is_plain:
             return self.matrix.to(self.compute_dtype)
         version = version_of(weight)
-        if self.kept[1] != version:
-            self.kept = self.matrix.to(self.compute_dtype), version
-        return self.kept[0]
+        if self.cached_weight[1] != version:
+            self.cached_weight = self.matrix.to(self.compute_dtype), version
+        return self.cached_weight[0]
 
 
 def require_supported_input(x: Tensor, weight: Tensor | None) -> None:

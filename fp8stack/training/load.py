@@ -124,7 +124,7 @@ class Trained:
 
     @property
     def has_outdated_scales(self) -> bool:
-        """Whether its scales of delayed scaling are those of an earlier phase than the last."""
+        """Whether its delayed scaling factors belong to an earlier phase than the last one."""
         if self.checkpoint is None or not any(map(_is_scale, self._fp8_state)):
             return False
         return bool(self._last_plan != self.checkpoint.info["plan"])

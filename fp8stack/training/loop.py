@@ -234,8 +234,8 @@ class _Loop:
             restart_peak_memory(self.run.accelerator.device)
 
     def check(self, step: int, *, acts: bool = True) -> bool:
-        """Have the guard check the steps up to `step`, see `Guard.check`. Returns and raises as
-        `carry_out` does."""
+        """Run the guard's checks of the steps up to `step`, see `Guard.check`. Returns and raises
+        as `carry_out` does."""
         outcome = self.guard.check(step, acts=acts)
         self.streak = outcome.streak
         return self.carry_out(outcome)

@@ -80,7 +80,7 @@ def test_a_weight_without_fp8_is_rounded_once_too(recipe, monkeypatch) -> None:
     tokens = tokens_of(model)
     linears = [m for m in model.modules() if isinstance(m, LowPrecisionLinear)]
     assert len({id(matrix) for matrix in rounded}) == len(linears) > 0
-    assert all(layer.kept is None for layer in linears)
+    assert all(layer.cached_weight is None for layer in linears)
     monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
     assert tokens_of(model) == tokens
 

@@ -242,18 +242,19 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     assert changed(with_recipe.state(), plain.state()) == []
 
 
-def spoilt(small: SmallLoop) -> None:
-    """Drop the output of the last block in the FP8 variant."""
+def harmful(folder: Path) -> SmallLoop:
+    """A loop whose FP8 variant negates the output of the last block in validation."""
+    small = SmallLoop(
+        folder, "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
+        eval_every=2, save_every=2, steps=8,
+    )  # fmt: skip
     fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
     fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
+    return small
 
 
 def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_path):
-    small = SmallLoop(
-        tmp_path / "r", "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
-        eval_every=2, save_every=2, steps=8,
-    )  # fmt: skip
-    spoilt(small)
+    small = harmful(tmp_path / "r")
     small.advance(4)
     (ending,) = [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"]
     small = small.resumed()
@@ -265,11 +266,7 @@ def test_that_the_phases_ended_is_told_again_where_a_resumed_run_lost_it(tmp_pat
 
 
 def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
-    small = SmallLoop(
-        tmp_path / "r", "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
-        eval_every=2, save_every=2, steps=8,
-    )  # fmt: skip
-    spoilt(small)
+    small = harmful(tmp_path / "r")
     small.advance(8)
     rows = metrics(tmp_path / "r")
     switches = [row for row in rows if row.get("phase") == "conservative" and "event" in row]

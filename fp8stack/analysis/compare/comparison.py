@@ -109,7 +109,7 @@ class _Results:
         self.last_seed = comparison.seeds - 1
         # Results of an earlier start, if the run's folder still exists.
         report = read_report(comparison.report) if comparison.report.exists() else {"runs": []}
-        self.machine = self.machine_here  # that of the runs
+        self.machine = self.machine_here  # the machine the runs ran on
         for run in report["runs"]:
             job = Job(recipe=run["recipe"], seed=run["seed"])
             if candidates(comparison.folder(job).checkpoints):  # also failed runs go on from there

@@ -205,8 +205,8 @@ def _plan(checkpoint: Checkpoint) -> _Plan:
 
 
 def _check_decisions(checkpoint: Checkpoint, plan: _Plan) -> None:
-    """Raise a UserError if the state of the phases or that of the guard, whose layers are those of
-    `plan`, is invalid."""
+    """Raise a UserError if the state of the phases or of the guard is invalid. The guard may name
+    only layers of `plan`."""
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:

@@ -255,7 +255,8 @@ class Telemetry:
                 self._add(measured, x.numel(), layer_plan.groups)
 
     def _table(self, recipe: Recipe, layer: str) -> Quantizers | ComputeDtype | None:
-        """What a recipe to try has for a layer; None if it leaves the layer as it is."""
+        """The quantizers or compute dtype that a recipe to try sets for a layer; None if it leaves
+        the layer as it is."""
         if recipe.quantizers is None:
             return recipe.compute_dtype
         if layer not in self._blocks:

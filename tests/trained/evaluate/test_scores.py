@@ -285,7 +285,7 @@ def test_the_runs_own_text_at_another_path_is_scored_where_the_run_was_not_train
     assert "held-out" in score.data
 
 
-# What ran in the last step
+# The phase and recipe of the last step
 
 
 def test_after_phases_it_repeats_the_validation_loss_of_the_last_one(tmp_path):
@@ -330,7 +330,7 @@ def test_layers_are_left_out_as_the_requested_recipe_says(tmp_path):
     assert "no scales for lm_head" in score.plan.reasons[-1]
 
 
-# What is refused
+# Bad input
 
 
 def test_a_recipes_name_is_no_folder_unless_the_user_says_so(tmp_path, monkeypatch):
