@@ -98,7 +98,8 @@ def _output(command: Sequence[str], folder: Path) -> str:
         remedy = ""
         if command[0] == "apt-get":
             remedy = (
-                " Debian keeps old packages at https://snapshot.debian.org/package/linux: put "
+                " Try again after apt-get update. Debian keeps old packages at "
+                "https://snapshot.debian.org/package/linux: put "
                 f"{PACKAGE}_{VERSION}_all.deb into {folder.parent}."
             )
         raise UserError(

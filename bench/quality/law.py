@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bench import report
 from bench.cells import json_lines
 from bench.quality import law_fit as fits
-from bench.quality import study
+from bench.quality import rungs, study
 from fp8stack.analysis.forecast import law as laws
 from fp8stack.analysis.forecast.law import RATIO, Law
 from fp8stack.analysis.forecast.published import PublishedGap, published
@@ -67,7 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def predictions(law: Law) -> dict[str, Any]:
     """The gaps of larger models of the study's kind, at 20 tokens per parameter."""
-    gaps = {recipe: law.gap(RATIO, law.severities[recipe]) for recipe in LADDER}
+
+    def gap(ratio: float, recipe: str, share: float = 1.0) -> dict[str, float]:
+        values = law.gap(ratio, law.severities[recipe]).model_dump()
+        return {key: round(share * value, 4) for key, value in values.items()}
+
     return {
         "note": "Written before these models were trained. Gaps and 90 % intervals in percent of "
         "the baseline's loss, without the noise of runs. They do not depend on the number of "
@@ -75,11 +79,22 @@ def predictions(law: Law) -> dict[str, Any]:
         "tokens_per_parameter": RATIO,
         "predictions": [
             {"parameters": parameters, "recipe": recipe, "share_of_steps": share}
-            | {key: round(share * value, 4) for key, value in gaps[recipe].model_dump().items()}
+            | gap(RATIO, recipe, share)
             for parameters in (1_000_000, 3_000_000, 10_000_000)
             for recipe, shares in LADDER.items()
             for share in shares
         ],
+        "short_cell": {
+            "note": "Written after the models of 1 million parameters, and before this one. Their "
+            "gaps were there at once after the switch, so these are the gaps of a whole training, "
+            "although only the last quarter of the steps is in the recipe.",
+            "parameters": 3_000_000,
+            "tokens_per_parameter": rungs.SHORT_CELL[1],
+            "predictions": [
+                {"recipe": recipe} | gap(rungs.SHORT_CELL[1], recipe)
+                for recipe in rungs.SHORT_DESIGNS
+            ],
+        },
     }
 
 

@@ -56,6 +56,7 @@ RUNGS: dict[str, dict[str, int]] = {
 run takes hours, so few recipes are trained."""
 SHAPES = SIZES | RUNGS | {TINY: {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32}}
 RUNG_RATIO, RUNG_PAIRS, RUNG_BATCH = 20, {"1M": 3, "3M": 3, "10M": 2}, 16
+SHORT_PAIRS = 2
 RATIOS = (2, 8)  # tokens per parameter
 PAIRS = {"0.1M": 12, "0.3M": 6, "0.9M": 3}
 BASELINE, SHARED = study_tables.BASELINE, study_tables.SHARED
@@ -78,7 +79,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "four times the windows": {"shared": 0.0, "eval_windows": 2048},
     "first tenth in fp32": {"shared": 0.1},
     SHARED: {"shared": 0.25},
-    "first half in fp32": {"shared": 0.5},
+    rungs.HALF: {"shared": 0.5},
+    rungs.LAST_QUARTER: {"shared": 0.75},
     study_tables.SCRATCH: {"shared": 0.0},
     study_tables.AA: {"shared": 0.0, "accumulate": 2},
 }
@@ -167,6 +169,8 @@ class Job:
         first = {"name": "shared", "recipe": BASELINE, "until": design.pop("shared")}
         phases = [first, {"name": "compared"}] if first["until"] else []
         every = 20 if self.design == "plain" else 10 if self.size in RUNGS else 3
+        if (self.size, self.ratio) == rungs.SHORT_CELL:
+            every = 4
         run_keys = {
             "phases": [] if self.recipe == BASELINE else phases,
             "model_overrides": SHAPES[self.size],
@@ -183,6 +187,16 @@ class Job:
         if self.size == TINY:
             run_keys["eval_windows"] = 16
         return self.usual_keys | run_keys | design
+
+    @property
+    def kept_every(self) -> int:
+        """The number of steps between checkpoints of the float32 run, such that one of them is
+        after the steps that the other runs of the trial share."""
+        every: int = self.keys["save_every"]
+        if (self.size, self.ratio) != rungs.SHORT_CELL:
+            return every
+        shared = replace(self, design=rungs.LAST_QUARTER).shared_steps
+        return next(number for number in range(every, 0, -1) if shared % number == 0)
 
     def content(self, cpu: str) -> str:
         """A hash of everything that the run's figures depend on: its keys, the content of its
@@ -257,10 +271,17 @@ def jobs(sizes: Sequence[str], text: Path | None = None) -> list[Job]:
 def _rung(size: str, text: Path | None) -> Iterator[Job]:
     if size == SPREAD_CELL[0]:
         yield from _same_twice(*SPREAD_CELL, SPREAD_PAIRS, text)
-    for recipe, designs in {BASELINE: (SHARED,), **rungs.DESIGNS}.items():
-        for seed in range(RUNG_PAIRS[size]):
+        yield from _pairs(*rungs.SHORT_CELL, rungs.SHORT_DESIGNS, SHORT_PAIRS, text)
+    yield from _pairs(size, RUNG_RATIO, rungs.DESIGNS, RUNG_PAIRS[size], text)
+
+
+def _pairs(
+    size: str, ratio: int, recipes: rungs.Designs, pairs: int, text: Path | None
+) -> Iterator[Job]:
+    for recipe, designs in {BASELINE: (SHARED,), **recipes}.items():
+        for seed in range(pairs):
             for design in designs:
-                place: Any = {"size": size, "ratio": RUNG_RATIO, "seed": seed, "corpus": text}
+                place: Any = {"size": size, "ratio": ratio, "seed": seed, "corpus": text}
                 yield Job(recipe=recipe, design=design, **place)
 
 
@@ -276,7 +297,9 @@ def _same_twice(size: str, ratio: int, pairs: int, text: Path | None = None) -> 
 def _designs(size: str, ratio: int) -> Iterator[Job]:
     for seed in range(DESIGN_PAIRS):
         for design in DESIGNS:
-            if design not in (SHARED, study_tables.SCRATCH, study_tables.AA):
+            if design not in (
+                SHARED, study_tables.SCRATCH, study_tables.AA, rungs.LAST_QUARTER
+            ):  # fmt: skip
                 for recipe in (BASELINE, *DESIGN_RECIPES):
                     job = Job(size=size, ratio=ratio, recipe=recipe, seed=seed, design=design)
                     if recipe != BASELINE or job.trial[-1] == design:
@@ -437,7 +460,7 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
             with (runs / f"{job.name}.log").open("a") as log, redirect_stdout(log):
                 keys: dict[str, Any] = job.keys
                 if job.is_base:  # keeps the checkpoints that other runs begin with
-                    keys |= {"keep_every": keys["save_every"]}
+                    keys |= {"save_every": job.kept_every, "keep_every": job.kept_every}
                 fp8stack.pretrain(out=str(folder), resume=beginning(job, runs), **keys)
         except NumericFailure as failed:
             exit = failed.exit_code  # a failed training is a result
