@@ -70,29 +70,29 @@ def section(rows: Rows, predicted: Mapping[Place, tuple[float, float]]) -> list[
         words = [f"{size}, {ratio} tokens", recipe, design, f"{low:.2f} to {high:.2f}"]
         lines.append(words + judged(gaps[place], low, high))
     header = ["model", "recipe", "design", "predicted, %", "measured, %", "pairs", "verdict"]
-    return [
-        "## Larger models",
-        "",
-        f"{_INTRODUCTION} {len(rows)} runs are done.",
-        "",
-        report.markdown(header, lines),
-        *curves([row for row in rows if row["ratio"] in {ratio for _, ratio, *_ in predicted}]),
-    ]
+    text = ["## Larger models", "", f"{_INTRODUCTION} {len(rows)} runs are done.", ""]
+    text.append(report.markdown(header, lines))
+    for cell in dict.fromkeys((size, ratio) for size, ratio, *_ in predicted):
+        text += curves([row for row in rows if (row["size"], row["ratio"]) == cell])
+    return text
 
 
 def curves(rows: Rows) -> list[str]:
-    """A table of the losses after each tenth of the steps."""
+    """A table of the losses of one cell's runs over their steps."""
     if not rows:
         return []
     lines = []
-    keys = ("parameters", "seed", "recipe", "design")
-    for row in sorted(rows, key=lambda row: [row[key] for key in keys]):
+    for row in sorted(rows, key=lambda row: [row[key] for key in ("seed", "recipe", "design")]):
         losses = [f"{loss:.3f}" for _, loss in row["curve"]]
         design = "" if row["recipe"] == BASELINE else f", {row['design']}"
-        name = f"{row['size']}, seed {row['seed']}, {row['recipe']}{design}"
-        lines.append([name, *losses, *[""] * (10 - len(losses))])
-    header = ["run", *(f"{tenth}0%" for tenth in range(1, 11))]
-    words = "Validation losses in nats per byte, by the share of the steps that were done:"
+        lines.append([f"seed {row['seed']}, {row['recipe']}{design}", *losses])
+    longest = max((row["curve"] for row in rows), key=len)
+    header = ["run", *(f"{step / longest[-1][0]:.0%}" for step, _ in longest)]
+    lines = [line + [""] * (len(header) - len(line)) for line in lines]
+    words = (
+        f"Validation losses of {rows[0]['size']}, {rows[0]['ratio']} tokens, in nats per byte, by "
+        "the share of the steps that were done:"
+    )
     return [words, "", report.markdown(header, lines)]
 
 
@@ -101,7 +101,7 @@ _INTRODUCTION = (
     "committed before. Measured are means with 95 % intervals by Student's t. The loss of these "
     "models falls steeply once, after 5 to 8 million tokens. From scratch, when it does differs by "
     "hundreds of steps between the runs of a pair, in either direction, and moves the gap by "
-    "several percent. Runs that share their first half are past it."
+    "several percent. Runs that share their first half, or more of it, are past it."
 )
 
 

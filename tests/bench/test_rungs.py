@@ -44,8 +44,9 @@ def test_a_cell_is_judged_by_the_prediction_made_before():
 
 def test_the_losses_of_a_run_are_shown_over_its_steps():
     text = "\n".join(rungs.section(rows_of([1.5]), {("3M", 20, "nvfp4", SCRATCH): (1.0, 2.0)}))
-    assert "| 3M, seed 0, fp32 | 3.000 | 2.000 |  |" in text
-    assert "| 3M, seed 0, nvfp4, from scratch | 3.030 | 2.030 |  |" in text
+    assert "| run | 50% | 100% |" in text
+    assert "| seed 0, fp32 | 3.000 | 2.000 |" in text
+    assert "| seed 0, nvfp4, from scratch | 3.030 | 2.030 |" in text
 
 
 def test_the_spread_is_of_pairs_in_fp32_that_differ_in_rounding():
@@ -66,4 +67,14 @@ def test_every_cell_of_a_larger_model_was_predicted():
     assert all(0 < low < high for low, high in predicted.values())
     low, high = predicted["1M", 20, "nvfp4", SCRATCH]
     assert predicted["1M", 20, "nvfp4", HALF] == (low / 2, high / 2)
-    assert all(study.DESIGNS[design]["shared"] == 1 - rungs.SHARES[design] for *_, design in cells)
+    for design, share in rungs.SHARES.items():
+        assert study.DESIGNS[design]["shared"] == 1 - share
+
+
+def test_runs_of_the_short_cell_find_the_checkpoint_to_begin_with():
+    jobs = [job for job in study.jobs(["3M"]) if (job.size, job.ratio) == rungs.SHORT_CELL]
+    base, *_ = jobs
+    for job in jobs:
+        if not job.is_base:
+            assert job.trial[:3] == (*rungs.SHORT_CELL, job.seed)
+            assert job.shared_steps % base.kept_every == 0
