@@ -6,7 +6,6 @@ Each figure is printed and written as soon as it is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.cells import append_line
 from fp8stack import numerics
 from fp8stack.analysis.benchmark.timing import interleaved, wait_for
 from fp8stack.layers.kernels.fused_casts import cast_transpose
@@ -128,8 +128,7 @@ def main() -> int:
             row |= {"median_ms": round(timing.median_ms / count, 4), "calls": count}
         except RuntimeError as error:
             failed, row["failed"] = True, str(error).partition("\n")[0][:300]
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(arguments.out, row)
         print(f"{name} {words}: {row.get('failed') or str(row['rate']) + ' ' + unit}", flush=True)
     return int(failed)
 

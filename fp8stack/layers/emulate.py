@@ -190,7 +190,8 @@ class EmulatedOperand(OperandQuantizers):
         rows, columns: the layout of each copy.
         packs: whether the column copy is saved as FP8 bytes, which the backward pass unpacks.
         bytes_of_rows: the dtype of these bytes if they are the row copy's values, else None.
-        kept: within `kept_weights`, the row copy of a weight, valid until the weight changes.
+        cached_weight: within `kept_weights`, the row copy of a weight, valid until the weight
+            changes.
         always_records: whether the column copy's amax is recorded even if the copy is not needed,
             as in a frozen layer: for copies with separate slots.
     """
@@ -200,7 +201,7 @@ class EmulatedOperand(OperandQuantizers):
     ) -> None:
         super().__init__(name, operands)
         along, across = self.along, self.across
-        self.kept: CachedWeight | None = None
+        self.cached_weight: CachedWeight | None = None
         self.rounding: Rounding | None = None if along is None else rounding(along, [1])
         self.rounding_across: Rounding | None = None
         self.rounding_both: Rounding | None = None
@@ -227,10 +228,10 @@ class EmulatedOperand(OperandQuantizers):
     def kept_copies(self, weight: Tensor, cast: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         """The copies that `cast` returns, of the weight as it is."""
         version = version_of(weight)
-        if self.kept is None or self.kept.version != version:
-            self.kept = None  # free the memory, and let `cast` cast
-            self.kept = CachedWeight(cast(), version)
-        return self.kept.copies
+        if self.cached_weight is None or self.cached_weight.version != version:
+            self.cached_weight = None  # free the memory, and let `cast` cast
+            self.cached_weight = CachedWeight(cast(), version)
+        return self.cached_weight.copies
 
     def pack(self, x: Tensor, rows: Emulated, call: Call) -> Emulated:
         """The column copy of `x` as FP8 bytes where possible; `rows` is the row copy of `x`."""
@@ -281,14 +282,14 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
     layers = [layer for layer in model.modules() if isinstance(layer, LowPrecisionLinear)]
     plain = [layer for layer in layers if not layer.in_fp8]
     for operand in emulated:
-        operand.kept = CachedWeight((None, None), ())
+        operand.cached_weight = CachedWeight((None, None), ())
     for layer in plain:
         layer.cached_weight = layer.weight, ()
     try:
         yield
     finally:
         for operand in emulated:
-            operand.kept = None
+            operand.cached_weight = None
         for layer in plain:
             layer.cached_weight = None
 
@@ -319,7 +320,7 @@ class EmulateBackend(Backend):
         self: Backend, x: Tensor, quantizers: EmulatedOperand, with_columns: bool, call: Call
     ) -> tuple[Emulated, Emulated | None]:
         """See `GemmBackend.cast`."""
-        if quantizers.kept is not None and not (with_columns or call.record):
+        if quantizers.cached_weight is not None and not (with_columns or call.record):
             again = partial(EmulateBackend.cast, self, x, quantizers, with_columns, call)
             return quantizers.kept_copies(x, again)
         bf16 = quantizers.bf16

@@ -169,7 +169,7 @@ class GroupedEmulation:
     ) -> tuple[EmulatedGroups, EmulatedGroups | None]:
         """See `GemmBackend.cast`, of groups of rows or of a weight [groups, out, in]."""
         matrix, ends = x if isinstance(x, Groups) else (x, None)
-        if quantizers.kept is not None and not (with_columns or call.record):
+        if quantizers.cached_weight is not None and not (with_columns or call.record):
             again = partial(self.cast, x, quantizers, with_columns, call)
             return quantizers.kept_copies(matrix, again)
         bf16 = quantizers.bf16

@@ -49,7 +49,7 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
         exact = backend.cast
 
         def counting(self, x, quantizers, with_columns, call, exact=exact):
-            if quantizers.name == "weight" and quantizers.kept is None:
+            if quantizers.name == "weight" and quantizers.cached_weight is None:
                 rounded.append(quantizers)
             return exact(self, x, quantizers, with_columns, call)
 
@@ -60,7 +60,7 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
     monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())
     assert tokens_of(model) == tokens
     assert len(rounded) > 30 * count
-    assert all(quantizers.kept is None for quantizers in rounded)
+    assert all(quantizers.cached_weight is None for quantizers in rounded)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])

@@ -17,7 +17,7 @@ from fp8stack.analysis.report.drawing import (
     thinned,
     whole_steps,
 )
-from fp8stack.analysis.report.read import Operand, RunRecord, column, of_linears, timed
+from fp8stack.analysis.report.read import Operand, RunRecord, column, of_linears, positive, timed
 from fp8stack.common.formats import named_format
 from fp8stack.common.tables import counted
 from fp8stack.training.metrics.loss_plot import smoothed, view_range
@@ -78,8 +78,7 @@ def rates(run: RunRecord, name: str) -> Picture | None:
         figure = new_figure(7.4, 3.6)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.6))
         lr_steps, lrs = column(run, "lr")
-        steps, norms = column(run, "grad_norm")
-        steps, norms = _positive(steps, norms)
+        steps, norms = positive(run, "grad_norm")
         if not lrs and not norms:
             return None
         upper.plot(*thinned(lr_steps, lrs), color=COLORS[3], linewidth=1.5)
@@ -222,8 +221,3 @@ def _least(operand: Operand, figure: str) -> float:
     values = operand.figures[figure]
     values = values[np.isfinite(values)]
     return float(values.min()) if len(values) else np.inf
-
-
-def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value > 0]
-    return [step for step, _ in pairs], [value for _, value in pairs]

@@ -5,6 +5,7 @@ a process may be writing them: keys may be missing or unknown, and the last line
 import math
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,13 +138,19 @@ def column(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def positive(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
+    """The steps and values of the rows whose `key` is finite and above 0."""
+    pairs = [(step, value) for step, value in zip(*column(run, key), strict=True) if value > 0]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
 def timed(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
     """The steps that the run itself timed, and their values above 0: a branch has the rows of the
     run that it began with, too."""
     began = max((event["step"] for event in run.events if event["event"] == "branch"), default=0)
-    pairs = zip(*column(run, key), strict=True)
-    after = [(step, value) for step, value in pairs if value > 0 and step > began]
-    return [step for step, _ in after], [value for _, value in after]
+    steps, values = positive(run, key)
+    timed_here = bisect_right(steps, began)
+    return steps[timed_here:], values[timed_here:]
 
 
 def read_run(path: Path, *, telemetry: bool = True) -> RunRecord:
