@@ -54,7 +54,7 @@ def generate(
 
 def _read(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(
             f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is invalid. "

@@ -6,6 +6,7 @@ the end of a file kills the process (SIGBUS), so every read checks the file's si
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,12 +44,27 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
     try:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
     except OSError as error:
+        if error.errno == errno.EMFILE and _raise_limit_of_files():
+            return map_tokens(path, dtype, start, count)
         remedy = "Check the file, and `ulimit -n` where there are many."
         raise DataError(f"Cannot map {path}: {error.strerror}. {remedy}") from error
     except ValueError as error:  # numpy's error for an impossible length
         raise DataError(
             f"{path} changed its size while it was opened. Try again when it is complete."
         ) from error
+
+
+def _raise_limit_of_files() -> bool:
+    """Let this process open as many files as the system allows. Returns whether that is more."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return False
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return True
 
 
 class Documents(Protocol):

@@ -35,8 +35,14 @@ FLOATS = {6: "float64", 7: "float32"}
 
 
 def index_of(path: Path) -> Path:
-    """The index of a `.bin` file."""
-    return path.with_suffix(".idx")
+    """The index of a `.bin` file. Its suffix may be in capitals."""
+    return _existing(path, ".idx")
+
+
+def _existing(path: Path, suffix: str) -> Path:
+    capitals = path.with_suffix(suffix.upper())
+    usual = path.with_suffix(suffix)
+    return capitals if os.path.exists(capitals) and not os.path.exists(usual) else usual
 
 
 def bin_of(data: str) -> Path | None:
@@ -44,7 +50,7 @@ def bin_of(data: str) -> Path | None:
     if `data` names no files of Megatron's. Raises a UserError if one of the two files is missing.
     """
     is_index = data.lower().endswith(".idx")
-    tokens, index = Path(data[:-4] + ".bin"), Path(data)
+    tokens, index = _existing(Path(data), ".bin"), Path(data)
     if not is_index:
         tokens, index = Path(data + ".bin"), Path(data + ".idx")
     if not is_index and (os.path.exists(data) or not os.path.exists(index)):

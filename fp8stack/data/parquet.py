@@ -64,6 +64,17 @@ def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
         first += group_rows
 
 
+def values_of(column: Any) -> list[Any]:
+    """The values of a pyarrow column of text, None for null; all in bytes if one is not UTF-8."""
+    import pyarrow
+
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
+    return values
+
+
 def parquet_segments(paths: Sequence[Path]) -> tuple[Segment, ...]:
     """The documents of parquet files, a segment for each file: uint8 [bytes].
 

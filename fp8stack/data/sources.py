@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +43,7 @@ def load_corpora(
 
     Args:
         data: None for the source of the running Python's standard library; a folder that `fp8stack
-            prepare` wrote; a text file, whose bytes are the tokens; a parquet file with a text
+            prepare` wrote; a text file; a parquet file with a text
             column; a `.bin` file of little-endian uint16 tokens, or with llm.c's header;
             Megatron-LM's `.bin` and `.idx`, by either name or their stem; datatrove's `.ds` with
             its index; a folder with `train.bin` and `val.bin`; or a folder of files of one format,
@@ -94,7 +95,18 @@ def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer 
                 f"{_tokens_of(other_tokenizer)}: they cannot be mixed. Make both with `fp8stack "
                 "prepare` and one --tokenizer."
             )
+    if tokenizers[0][1] is None and len(tokenizers) > 1:
+        _require_one_vocabulary([path for path, _ in tokenizers])
     return tokenizers[0][1]
+
+
+def _require_one_vocabulary(paths: Sequence[str | None]) -> None:
+    """Raise a UserError if files that do not name their tokenizer record different vocabularies, as
+    llm.c's of GPT-2 and Llama 3 do."""
+    sizes = {path: size for path in paths if (size := _vocabulary_of_one(path)) is not None}
+    if len({*sizes.values()}) > 1:
+        of = " and ".join(f"{path} of {size}" for path, size in sizes.items())
+        raise UserError(f"The tokens of {of} are not the same: they cannot be mixed.")
 
 
 def _paths(data: str | None) -> list[str | None]:
@@ -176,10 +188,16 @@ class _Loader:
     end_of_text: int | None
     texts: Tokenizer | None
 
+    @property
+    def _of_bytes(self) -> int | None:
+        """The vocabulary for text whose tokens are its bytes; None if a tokenizer makes them."""
+        is_bytes = self.texts is None or isinstance(self.texts, ByteTokenizer)
+        return self.vocabulary if is_bytes else None
+
     def splits(self, data: str | None) -> tuple[Corpus, Corpus]:
         """The splits of data that are no mixture."""
         if data is None:
-            segments = self._text(STANDARD_LIBRARY, standard_library(self.vocabulary))
+            segments = self._text(STANDARD_LIBRARY, standard_library(self._of_bytes))
             return self._cut(STANDARD_LIBRARY, segments)
         path = _path_of(data)
         if not path.is_dir():
@@ -190,7 +208,7 @@ class _Loader:
             elif is_parquet(path):
                 segments = self._tables(str(path), [path])
             else:
-                segments = self._text(str(path), [text(path, self.vocabulary)])
+                segments = self._text(str(path), [text(path, self._of_bytes)])
             return self._cut(data, segments)
         if prepared.is_prepared(path):
             train, val = prepared.prepared_segments(path, self.vocabulary)
@@ -206,15 +224,16 @@ class _Loader:
         return _named(name, *corpus.split(len(corpus) - int(len(corpus) * self.held_out)))
 
     def _bins(self, paths: list[Path]) -> Segments:
+        _require_one_vocabulary([str(path) for path in paths])
         return tuple(bin_segment(path, self.vocabulary, self.end_of_text) for path in paths)
 
     def _tables(self, name: str, paths: list[Path]) -> Segments:
-        require_bytes_fit(self.vocabulary, name)
+        require_bytes_fit(self._of_bytes, name)
         return self._text(name, list(parquet_segments(paths)))
 
     def _text(self, name: str, segments: list[Segment]) -> Segments:
         """The segments of text files or tables: their bytes concatenated, or their tokens."""
-        if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
+        if self.texts is not None and self._of_bytes is None:
             return encoded(name, segments, self.texts)
         if all(segment.documents is None for segment in segments):
             return joined(segments)
@@ -251,7 +270,7 @@ class _Loader:
         else:
             # An empty text is harmless; an empty .bin is a shard that was not written.
             text_segments = [
-                text(path, self.vocabulary) for path in text_files if not is_empty(path)
+                text(path, self._of_bytes) for path in text_files if not is_empty(path)
             ]
             segments = self._text(data, text_segments)
         if not segments:

@@ -30,16 +30,17 @@ NOT_EVERYWHERE = {
 }
 
 
-def require_bytes_fit(vocabulary: int, name: str) -> None:
-    """Raise a UserError unless the vocabulary has a token for every byte."""
-    if vocabulary < BYTE_VALUES:
+def require_bytes_fit(vocabulary: int | None, name: str) -> None:
+    """Raise a UserError unless the vocabulary has a token for every byte, or is None, for text that
+    is not trained on as bytes."""
+    if vocabulary is not None and vocabulary < BYTE_VALUES:
         raise UserError(
             f"The bytes of {name} do not fit a vocabulary of {vocabulary}. "
             f"Use a model with {BYTE_VALUES} tokens or more, or a .bin file with smaller ones."
         )
 
 
-def text(path: Path, vocabulary: int) -> Segment:
+def text(path: Path, vocabulary: int | None) -> Segment:
     """The bytes of a text file but for a byte order mark: uint8 [tokens], memory-mapped if large;
     in UTF-8 where the mark is UTF-16's or UTF-32's. Raises a UserError if the file cannot be read,
     is empty or compressed, or is not text."""
@@ -91,7 +92,7 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(with_newlines)
 
 
-def standard_library(vocabulary: int) -> list[Segment]:
+def standard_library(vocabulary: int | None) -> list[Segment]:
     """The standard library's source, about 10 MB, a segment for each file, in the order of the
     SHA-256 of each path, so that the held-out end is a mix of packages.
 
@@ -118,8 +119,8 @@ def standard_library(vocabulary: int) -> list[Segment]:
 
 def encoded(name: str, segments: Sequence[Segment], tokenizer: Tokenizer) -> tuple[Segment, ...]:
     """Tokenize segments of text, uint8 [bytes], each a file of the data called `name`: uint16 or
-    uint32, with the end-of-text token after each document, as `fp8stack prepare` does. A document
-    is a file, or a row of a table. Raises a UserError if there is more text than a run tokenizes at
+    uint32, with the end-of-text token after each document. A document is a file, or a row of a
+    table that is not empty. Raises a UserError if there is more text than a run tokenizes at
     its start."""
     size = sum(map(len, segments))
     if size > MOST_BYTES:

@@ -211,9 +211,9 @@ class Backend:
 
     def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
         """Prepare the weights of `module`, none of which is tied, for sharding by FSDP2; `in_root`
-        if the root gathers them. A linear's weight is gathered in FP8 if a rank can cast its rows
-        as the full weight is cast, and in the compute dtype if the layer is not in FP8; everything
-        else in float32."""
+        if the root gathers them. A linear's weight is gathered in FP8 if it is not the root's and a
+        rank can cast its rows as the full weight is cast, and in the compute dtype if the layer is
+        not in FP8; everything else in float32."""
         # FSDP2 replaces parameters in every pass: only optimizer steps indicate changes.
         self.weights.watch(())
         for layer in module.modules():
@@ -224,7 +224,9 @@ class Backend:
         """Called on all ranks before each pass of a model that is sharded by FSDP2."""
 
     def _move_draws(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        self.draws.move(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        if device.type != "meta":
+            self.draws.move(device)
 
     def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())

@@ -391,7 +391,8 @@ class DelayedScaling:
         if not compiling:
             self._restore_scales()  # still to do if a backward pass failed
         device = next(model.parameters()).device
-        self.move(device)
+        if device.type != "meta":  # as accelerate leaves what it offloads
+            self.move(device)
         self.copy_amaxes_in()
         if self._due_slots() != []:
             self._update(self._due_slots())

@@ -186,7 +186,7 @@ class GroupedLinear(LowPrecisionLayer):
     def multiply_plain(self, x: Tensor, ends: Tensor) -> Tensor:
         """`multiply` without FP8."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        weight = self.weight.to(self.compute_dtype)
+        weight = self.in_compute_dtype(self.weight)
         y: Tensor = _MultiplyPlain.apply(x, weight, bias, ends)  # type: ignore[no-untyped-call]
         return y
 

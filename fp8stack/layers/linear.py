@@ -50,6 +50,7 @@ class LowPrecisionLayer(nn.Module):
             changed between steps.
         was_called: whether eager code called the layer since the weight was loaded.
         reminder: warns if a weight is loaded without the FP8 state that belongs to it.
+        cached_weight: within `kept_weights`, the weight in the compute dtype, and its version.
     """
 
     keeps_dtype = False
@@ -58,11 +59,24 @@ class LowPrecisionLayer(nn.Module):
     reminder: StateReminder | None = None
     compute_dtype: torch.dtype
     delayed: DelayedScaling | None = None
+    cached_weight: tuple[Tensor, Version] | None = None
 
     @property
     def stored_weight(self) -> Tensor | None:
         """The parameter `weight`; None where the weight is computed at each call."""
         return self._parameters.get("weight")
+
+    def in_compute_dtype(self, weight: Tensor) -> Tensor:
+        """`weight`, which is the parameter or a view of it, in the compute dtype; within
+        `kept_weights` it is cast once."""
+        stored = self.stored_weight
+        is_plain = type(stored) is nn.Parameter  # and not gathered by FSDP2, or computed
+        if self.cached_weight is None or torch.is_grad_enabled() or not is_plain:
+            return weight.to(self.compute_dtype)
+        version = version_of(stored)
+        if self.cached_weight[1] != version:
+            self.cached_weight = weight.to(self.compute_dtype), version
+        return self.cached_weight[0]
 
     def name_at(self, path: str) -> str:
         """The layer's name in the plan and in the FP8 state, from its module path."""
@@ -114,11 +128,9 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
 
     Attributes:
         transposed: whether the weight is stored as [in, out], as transformers' Conv1D does.
-        cached_weight: within `kept_weights`, the weight in the compute dtype, and its version.
     """
 
     transposed = False
-    cached_weight: tuple[Tensor, Version] | None = None
 
     def __init__(
         self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
@@ -176,18 +188,7 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
     def multiply_plain(self, x: Tensor) -> Tensor:
         """Apply the linear in the compute dtype: [rows, in] -> [rows, out]."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return F.linear(x, self._plain_matrix(), bias)
-
-    def _plain_matrix(self) -> Tensor:
-        """The weight in the compute dtype, [out, in]."""
-        weight = self._parameters.get("weight")
-        is_plain = type(weight) is nn.Parameter  # and not gathered by FSDP2, or computed
-        if self.cached_weight is None or torch.is_grad_enabled() or not is_plain:
-            return self.matrix.to(self.compute_dtype)
-        version = version_of(weight)
-        if self.cached_weight[1] != version:
-            self.cached_weight = self.matrix.to(self.compute_dtype), version
-        return self.cached_weight[0]
+        return F.linear(x, self.in_compute_dtype(self.matrix), bias)
 
 
 def require_supported_input(x: Tensor, weight: Tensor | None) -> None:

@@ -436,15 +436,15 @@ class TorchBackend(Backend):
     def prepare_sharding(self, module: nn.Module, *, in_root: bool = False) -> None:
         """See `Backend.prepare_sharding`."""
         super().prepare_sharding(module, in_root=in_root)
+        if in_root:  # a head, whose loss in chunks needs its weight
+            return
         within, ranks = set(module.modules()), dist.get_world_size()
         for layer in self._layers:
             operand = layer.quantizers["weight"]
             if layer not in within or not is_gathered_in_fp8(operand, layer.out_features, ranks):
                 continue
-            # FSDP2 gathers the root's weights before their scales are updated.
-            if not (in_root and operand.quantizer.delayed):
-                layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
-                self._sharded_layers.append(layer)
+            layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
+            self._sharded_layers.append(layer)
 
     def before_all_gather(self) -> None:
         """See `Backend.before_all_gather`."""

@@ -18,7 +18,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.layers.chunked_loss import Chunks, cross_entropy
-from fp8stack.layers.fsdp import FullWeight
 from fp8stack.layers.linear import LowPrecisionLinear, QuantizedLinear
 from fp8stack.precision.profit import HEAD_CHUNK_ROWS
 
@@ -101,7 +100,7 @@ def _is_quantized(head: nn.Module) -> bool:
     """Whether `chunked_loss.cross_entropy` can run this head."""
     if not isinstance(head, QuantizedLinear) or not head.in_fp8 or head.bias is not None:
         return False
-    return head.backend.chunks_loss and not isinstance(head.weight, FullWeight)
+    return head.backend.chunks_loss
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:

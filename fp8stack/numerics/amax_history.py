@@ -55,13 +55,17 @@ class AmaxHistory:
         algorithm: AmaxAlgorithm = "max",
         device: torch.device | str = "cpu",
     ) -> None:
-        if length < 1:
+        if isinstance(length, int) and length < 1:
             raise UserError(f"An amax history of length {length} holds nothing. Use 1 or more.")
         if algorithm not in ("max", "most_recent"):
             raise UserError(f"No amax algorithm '{algorithm}'. Known: max, most_recent.")
-        self._default = Quantizer(
-            amax="delayed", history_length=length, margin=margin, amax_algorithm=algorithm
-        )
+        try:
+            self._default = Quantizer(
+                amax="delayed", history_length=length, margin=margin, amax_algorithm=algorithm
+            )
+        except ValueError as error:
+            reason = str(error).replace("history_length", "The length of an amax history")
+            raise UserError(f"{reason}.") from error
         self._column: dict[str, int] = {}
         self._vectors: dict[str, slice] = {}
         # The slots and vectors that have a tensor each in `_recorded`, with the length of a vector

@@ -255,6 +255,8 @@ def round(
         work.first_row = first_row
     work.amax = ctypes.addressof(work) + kernels.CastWork.cell.offset
     if scale is not None:
+        if scale.device.type != "cpu":
+            raise ValueError(f"The scale of a tensor on the CPU is on {scale.device}. Move it")
         work.scale = scale.data_ptr()
     if recorded is not None:
         work.recorded = recorded.data_ptr()

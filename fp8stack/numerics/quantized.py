@@ -227,10 +227,12 @@ def check_arguments(
     if not isinstance(quantizer, Quantizer):
         raise ValueError(f"{described(quantizer)} is no Quantizer. Give Quantizer(format='e4m3')")
     if quantizer.stochastic and not (
-        isinstance(generator, RandomBits) and isinstance(generator.counter, Tensor)
+        isinstance(generator, RandomBits)
+        and isinstance(generator.counter, Tensor)
+        and generator.counter.dtype == torch.int64
     ):
         raise ValueError(
-            "rounding = 'stochastic' needs a generator. Give it "
+            "rounding = 'stochastic' needs a generator with an int64 counter. Give it "
             "RandomBits(seed=0, stream=0, counter=torch.tensor(0))"
         )
     if quantizer.delayed and scale is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import GPTConfig
+from fp8stack.planning.memory import float_bytes, optimizer_bytes
 from fp8stack.planning.roofline import predict
 from fp8stack.planning.run_config import RunConfig
 from fp8stack.precision import Plan
@@ -17,8 +18,8 @@ from fp8stack.precision.gpus import Gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Duration:
-    """A run of so many training tokens, predicted. Communication, evaluations, checkpoints and
-    launches take no time in it.
+    """A run of so many training tokens, predicted. Communication, evaluations, writing checkpoints
+    and launches take no time in it; the optimizer's time is AdamW's.
 
     Attributes:
         tokens: training tokens.
@@ -28,7 +29,8 @@ class Duration:
         seconds: wall time.
         price: dollars per hour of a GPU; None if not given.
         data_bytes: the prepared tokens on disk.
-        checkpoint_bytes: the checkpoints on disk while one is written.
+        checkpoint_bytes: the newest checkpoints on disk while one is written, without those of
+            `keep_every`.
         loss: the loss to expect without low precision, in nats per token, if a law is of this size;
             `loss_source` names the law.
     """
@@ -79,11 +81,21 @@ def predict_duration(
                 f"--tokens: {plan.recipe.name} is emulated on {gpu.name}, whose time nobody "
                 "predicts. Give a recipe that runs natively there."
             )
-        predicted = predict(model, plan, gpu, batch=sequences, context=context)
+        predicted = predict(
+            model,
+            plan,
+            gpu,
+            batch=sequences,
+            context=context,
+            checkpointing=config.activation_checkpointing,
+        )
         optimizer = predicted.parts_ms["optimizer"]
         passes = predicted.step_ms - optimizer
-        seconds += share * (config.accumulate * passes + optimizer) / 1000
+        shards = gpus if config.parallel == "fsdp" else 1
+        seconds += share * (config.accumulate * passes + optimizer / shards) / 1000
     steps = math.ceil(tokens / per_step)
+    shapes = model.parameter_shapes()
+    state = float_bytes(shapes) + optimizer_bytes(shapes, config.optimizer, config.momentum)
     return Duration(
         tokens=tokens,
         steps=steps,
@@ -93,7 +105,7 @@ def predict_duration(
         seconds=steps * seconds,
         price=price,
         data_bytes=tokens * (2 if model.vocabulary <= 2**16 else 4),
-        checkpoint_bytes=12 * model.parameters() * (config.keep_checkpoints + 1),
+        checkpoint_bytes=state * (config.keep_checkpoints + 1),
     )
 
 
@@ -111,8 +123,8 @@ def sentences(duration: Duration) -> list[str]:
     lines = [
         f"Predicted, not measured: {duration.tokens:,} tokens in {duration.steps:,} steps on "
         f"{duration.gpus} {duration.gpu} at {duration.tokens_per_s:,.0f} tokens/s take {wall}"
-        f"{dollars}. Kernels are ideal; launches, communication, evaluations and checkpoints "
-        "are not counted.",
+        f"{dollars}. Kernels are ideal; launches, communication, evaluations and the writing "
+        "of checkpoints are not counted.",
         f"Disk: tokens {_gigabytes(duration.data_bytes)}, checkpoints "
         f"{_gigabytes(duration.checkpoint_bytes)}.",
     ]

@@ -100,12 +100,17 @@ class Answer:
             f"the optimizer {gib(least.optimizer)}; with all that lasts, {gib(least.floor)} "
             f"({least.floor / 1e9:.1f} GB) before any activation"
         )
-        ways = "--optimizer adamw8bit"
-        if least.floor <= self.memory:
-            ways = "a shorter --context, --activation-checkpointing block"
+        ways = ["more memory", "a smaller model"]
+        if least.floor > self.memory:
+            ways += ["--optimizer adamw8bit"] * (self.run["optimizer"] != "adamw8bit")
+        else:
+            ways += ["a shorter --context"]
+            ways += ["--activation-checkpointing block"] * (self.checkpointing != "block")
+        shards = self.run.get("parallel") == "fsdp"
+        ways += ["more --ranks" if shards else "shards of the model: --ranks N --parallel fsdp"]
         return (
-            f"No batch fits into {gib(self.memory)}: {needs}. Use more memory or a smaller model, "
-            f"{ways}, or shard the model: --ranks N --parallel fsdp."
+            f"No batch fits into {gib(self.memory)}: {needs}. Use {', '.join(ways[:-1])}, or "
+            f"{ways[-1]}."
         )
 
 
@@ -115,9 +120,12 @@ def memory_of(hardware: Hardware) -> tuple[int | None, str]:
         return round(hardware.memory_gib * 2**30), hardware.name or "this machine"
     if hardware.capability is None:
         return None, ""
-    gpu = find_gpu(hardware.name) or gpu_of_capability(hardware.capability)
+    named = find_gpu(hardware.name)
+    gpu = named or gpu_of_capability(hardware.capability)
     if gpu is None:
         return None, ""
+    if named is not None:
+        return named.memory_gb * 10**9, named.name
     capability = "{}.{}".format(*hardware.capability)
     stands = f"{gpu.name}, which stands for compute capability {capability}; others: --memory"
     return gpu.memory_gb * 10**9, stands

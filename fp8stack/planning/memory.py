@@ -39,7 +39,7 @@ PARTS = {
     "optimizer": "its state after a step",
     "fp8_weights": "FP8 copies of weights that are kept until the weights change",
     "buffers": "amax histories and scales of delayed scaling, RoPE's tables, random draws",
-    "gathered": "FSDP2: whole weights of the root and of two blocks, and a block's gradient",
+    "gathered": "FSDP2: whole weights of the root and two blocks, gradients of head and block",
     "weight_copies": "weights cast for a micro-batch's GEMMs and kept for its backward pass",
     "activations": "what a micro-batch keeps for its backward pass, the loss apart",
     "loss": "what the head and the loss keep of it",
@@ -284,8 +284,8 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
 
 def _gathered(setting: Setting, shapes: Shapes) -> int:
     """FSDP2 gathers the root's parameters for the whole pass, and the parameters of two blocks at a
-    time; a block's whole gradient exists until it is summed over ranks. The last block is as large
-    as any."""
+    time; the whole gradients of the head and of a block exist until they are summed over ranks, the
+    head's with the root's at the end of the pass. The last block is as large as any."""
     block = f"blocks.{setting.config.layers - 1}."
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     last = {name: shape for name, shape in shapes.items() if name.startswith(block)}
@@ -295,7 +295,8 @@ def _gathered(setting: Setting, shapes: Shapes) -> int:
             in_last -= _saved_by_gathering(setting, layer, in_root=False)
         elif layer.name == "lm_head" and not setting.config.tied:
             in_root -= _saved_by_gathering(setting, layer, in_root=True)
-    return in_root + 2 * in_last + float_bytes(last)
+    head = float_bytes({"": shapes["embedding.weight"]})  # of the same shape
+    return in_root + head + 2 * in_last + float_bytes(last)
 
 
 def _saved_by_gathering(setting: Setting, layer: LayerPlan, *, in_root: bool) -> int:
@@ -307,7 +308,7 @@ def _saved_by_gathering(setting: Setting, layer: LayerPlan, *, in_root: bool) ->
         in_float32 = layer.precision in ("fp32", "tf32")  # a router's
         dtype = torch.float32 if in_float32 else DTYPES[setting.plan.compute_dtype]
         return (FLOAT - dtype.itemsize) * elements
-    if setting.plan.backend_of(layer) != "torch" or (in_root and setting.plan.delayed):
+    if setting.plan.backend_of(layer) != "torch" or in_root:
         return 0
     operand = operand_of("weight", LayerOperands(layer.quantizers), layer, in_bf16=False)
     if not is_gathered_in_fp8(operand, layer.out_features, setting.ranks):

@@ -152,14 +152,15 @@ def backend_of(plan: Plan, *, save_fp8: bool = False) -> Backend:
 
 
 def gather_weights(model: nn.Module, backend: Backend) -> None:
-    """Quantize and cast weights in each pass, except linears' weights that are gathered in FP8 or
-    in the compute dtype, and are not saved."""
+    """Quantize and cast weights in each pass, except weights of the blocks' linears that are
+    gathered in FP8 or in the compute dtype, and are not saved."""
+    head: Any = getattr(model, "lm_head", None)
     for delegate in (backend, *backend._delegates.values()):
         if isinstance(delegate, TorchBackend):
             delegate._layers = [
                 x
                 for x in delegate._layers
-                if is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
+                if x is not head and is_gathered_in_fp8(x.quantizers["weight"], x.out_features, 1)
             ]
             delegate._grouped_layers = []
     tied = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))

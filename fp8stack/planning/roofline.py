@@ -19,6 +19,7 @@ from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.io import parse_json
 from fp8stack.common.tables import markdown
 from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import Recompute
 from fp8stack.planning.meta import kinds_of
 from fp8stack.planning.trace import Trace, trace
 from fp8stack.planning.tracer import Rate, Slice
@@ -35,6 +36,11 @@ LOSS = (
 )
 """Operators of a loss in chunks, which the head computes, and of the sum of its gradients."""
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
+RECOMPUTED: dict[Recompute, tuple[str, ...]] = {
+    "selective": ("norms, elementwise",),
+    "block": ("GEMMs", "attention", "norms, elementwise"),
+}
+"""The parts of the forward pass that activation checkpointing computes again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +171,23 @@ def _categories(traced: Trace, writer: Mapping[int, int]) -> list[str]:
 
 
 def traced_work(
-    config: GPTConfig, plan: Plan, batch: int, context: int, whole_loss: bool = False
+    config: GPTConfig,
+    plan: Plan,
+    batch: int,
+    context: int,
+    whole_loss: bool = False,
+    backward: bool = True,
 ) -> Iterator[tuple[int, KernelWork]]:
     """Yield the work of a pass, and how often it is done: the work of a model with a block of each
-    kind, and for each further block the work that one more of its kind adds. For `whole_loss` see
-    `trace`."""
+    kind, and for each further block the work that one more of its kind adds. For `whole_loss` and
+    `backward` see `trace`."""
     kinds = kinds_of(plan)
     firsts = tuple(first for first, *_ in kinds)
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
     traces += [(len(kind) - 1, tuple(sorted((*firsts, kind[0])))) for kind in kinds if kind[1:]]
     for times, blocks in traces:
         sizes = config, plan, batch, context
-        traced = trace(*sizes, blocks=blocks, backward=True, whole_loss=whole_loss)
+        traced = trace(*sizes, blocks=blocks, backward=backward, whole_loss=whole_loss)
         yield from ((times, work) for work in ideal_work(traced))
 
 
@@ -211,11 +222,13 @@ def predict(
     context: int,
     rates: Rates | None = None,
     free_casts: bool = False,
+    checkpointing: Recompute = "none",
 ) -> Prediction:
     """Predict a step of `batch` sequences of `context` tokens. The layers of `plan` are decided,
-    and no FP8 of it is emulated. `rates` are the rates that the GPU is assumed to reach, by default
-    `achievable` ones; MFU divides by its peak. `free_casts` leaves out casts and the chunks of
-    an FP8 head's loss, for a bound that no implementation passes."""
+    and no FP8 of it is emulated. What `checkpointing` computes again counts, but for casts. `rates`
+    are the rates that the GPU is assumed to reach, by default `achievable` ones; MFU divides by its
+    peak. `free_casts` leaves out casts and the chunks of an FP8 head's loss, for a bound that no
+    implementation passes."""
     rates = rates or achievable(gpu, plan.compute_dtype)
     if plan.recipe.attention == "fp32":
         rates = replace(rates, attention=achievable(gpu, "fp32").attention)
@@ -225,6 +238,10 @@ def predict(
     seconds = dict.fromkeys(PARTS, 0.0)
     for times, work in traced_work(config, plan, batch, context, free_casts):
         seconds[work.category] += times * work.seconds(rates)
+    if checkpointing != "none":
+        for times, work in traced_work(config, plan, batch, context, backward=False):
+            if work.category in RECOMPUTED[checkpointing]:
+                seconds[work.category] += times * work.seconds(rates)
     if free_casts:
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)

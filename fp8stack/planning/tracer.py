@@ -66,8 +66,7 @@ class Operator:
             Transformer Engine.
         element_bytes: the bytes of an element of its first output.
         rate: the hardware's rate that applies to a GEMM or attention; else None.
-        flops: the FLOPs of a GEMM or attention; attention is counted without its causal mask, which
-            halves them.
+        flops: the FLOPs of a GEMM or attention, whose causal mask halves them.
         reduces: whether it reduces a tensor to a single number.
         is_saved: whether "selective" checkpointing saves its outputs.
     """

@@ -78,6 +78,8 @@ class Hardware:
         is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
         if pair is not None and not is_pair:
             raise UserError(f"A compute capability is a pair such as (9, 0), not {pair!r}.")
+        if self.device == "cpu" and pair is not None:
+            raise UserError("A CPU has no compute capability: Hardware('cuda', (9, 0)) is a GPU.")
         if self.device == "xpu" and not self.other_gpu:
             raise UserError("An xpu is of another maker: Hardware('xpu', other_gpu='Intel XPU').")
 

@@ -206,7 +206,13 @@ class Plan:
         """The operands of the GEMMs as an argument of `Gpu.peak`: "fp8" or "fp4" where layers run
         natively in FP8 or FP4, else the compute dtype."""
         table = self.recipe.quantizers if self.runs_fp8 and self.native else None
-        return f"fp{table.bits}" if table else self.compute_dtype
+        return f"fp{self._native_bits(table)}" if table else self.compute_dtype
+
+    def _native_bits(self, table: Quantizers) -> int:
+        """The fewest bits of an element in the GEMMs that the backend multiplies as they are."""
+        plain = dict(dict(self.plain_gemms).get(table, ()))
+        native = [gemm for gemm in table.gemms if gemm not in plain]
+        return (table.only(native) if native else table).bits
 
     @property
     def vocabulary_multiple(self) -> int:
@@ -478,7 +484,7 @@ class Plan:
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as printed at the start of a run."""
-        bits = self.recipe.quantizers.bits if self.recipe.quantizers else 8
+        bits = self._native_bits(self.recipe.quantizers) if self.recipe.quantizers else 8
         emulated = "fp32" if self.float32_gemms else self.compute_dtype
         method = {
             "reference": "plain torch",

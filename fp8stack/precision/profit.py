@@ -109,7 +109,8 @@ def least_ratio(gpu: Gpu, quantizers: Quantizers, gemms: int = 3, in_chunks: boo
     and adds the gradients of its weight; infinite if that takes more time than is saved.
     """
     rates = achievable(gpu)
-    low = rates.fp4 if quantizers.bits == 4 else rates.fp8
+    is_fp4 = all(quantizer.element.bits == 4 for quantizer in quantizers.each.values())
+    low = rates.fp4 if is_fp4 else rates.fp8
     saved = 2 * gemms * (1 / rates.half - 1 / low)
     if in_chunks:
         saved -= 2 / low + 16 / (HEAD_CHUNK_ROWS * rates.memory)

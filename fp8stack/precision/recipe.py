@@ -493,6 +493,8 @@ def _rule(entry: _Entry, recipe: Recipe, where: str, above: tuple[str, ...]) -> 
     if entry.recipe is None and quantizers == recipe.quantizers:
         raise UserError(f"{where}: '{entry.match}' changes nothing. Give a recipe or a quantizer.")
     name = base.name + _CHANGED if changed else base.name
+    if quantizers is not None and not quantizers.each:
+        quantizers = None  # in the compute dtype
     return LayerRule(match=entry.match, recipe=name, quantizers=quantizers)
 
 
@@ -504,15 +506,18 @@ def _require_sound(recipe: Recipe, where: str) -> None:
             raise UserError(
                 f"{where}: layers entry {place}: '{match}' is said twice. Keep one of the two."
             )
-    if recipe.quantizers is None and recipe.compute_dtype is None:
+    no_quantizer = recipe.quantizers is not None and not recipe.quantizers.each
+    if no_quantizer or (recipe.quantizers is None and recipe.compute_dtype is None):
         raise UserError(
             f'{where}: it has no quantizer. Begin with a key like = "delayed", or give '
             "[quantizer], or compute_dtype for a recipe without."
         )
-    layer_keys = (recipe.layers, recipe.exclude, recipe.head, recipe.router)
+    of_blocks = recipe.exclude_first_blocks, recipe.exclude_last_blocks
+    layer_keys = (recipe.layers, recipe.exclude, recipe.head, recipe.router, *of_blocks)
     if recipe.quantizers is None and any(layer_keys):
         raise UserError(
-            f"{where}: head, router, exclude and layers need quantizers, and it has none."
+            f"{where}: head, router, exclude, exclude_first_blocks, exclude_last_blocks and layers "
+            "need quantizers, and it has none."
         )
     if recipe.quantizers is not None and recipe.compute_dtype not in (None, "bf16", "fp32"):
         raise UserError(

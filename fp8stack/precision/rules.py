@@ -22,6 +22,7 @@ from fp8stack.precision.native_gemms import (
     KERNELS,
     RTX_BLACKWELL,
     kernel_of,
+    kernels_of,
     lacking_grouped_gemm,
     te_has,
 )
@@ -167,7 +168,7 @@ def _resolve_plain(
             notes.append("float16 on a CPU is for study: it runs slower than fp32")
     elif dtype == "bf16":
         runs = best_plain_dtype(hardware)
-    elif dtype == "tf32" and capability < (8, 0):
+    elif (dtype == "tf32" and capability < (8, 0)) or (dtype == "fp16" and capability < (7, 0)):
         runs = "fp32"
     if runs != dtype:
         scaled = " with loss scaling" if runs == "fp16" else ""
@@ -189,7 +190,11 @@ def _resolve_plain(
     return plan, next(iter(substitutions), "")
 
 
-_NEEDS = {"bf16": "compute capability 8.0", "tf32": "an NVIDIA GPU of compute capability 8.0"}
+_NEEDS = {
+    "bf16": "compute capability 8.0",
+    "fp16": "compute capability 7.0",
+    "tf32": "an NVIDIA GPU of compute capability 8.0",
+}
 
 
 def _resolve_fp8(
@@ -254,6 +259,8 @@ def _resolve_fp8(
             bits, kind = quantizers.bits, hardware.other_gpu
             this = no_fp8_units(kind) if bits == 8 else f"this is {kind}"
             lacking = f"{recipe.name} needs an FP{bits} GPU of NVIDIA, {this}"
+        if not any(kernels_of(quantizers).values()):
+            lacking = f"no GEMM of any GPU takes the operands of {recipe.name}"
         problem = unable.get(backend, without_hardware(quantizers) or lacking)
         if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"

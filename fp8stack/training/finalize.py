@@ -6,23 +6,26 @@ from collections.abc import Callable
 from fp8stack.common.io import write_atomically
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import LAYOUT
+from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
 from fp8stack.training.checkpoint import reader as checkpoints
 from fp8stack.training.metrics.console import Display
 from fp8stack.training.metrics.loss_plot import loss_plot
-from fp8stack.training.run import Run
+from fp8stack.training.run import Run, Variant
 
 
-def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
-    """Write the loss plot and a sample, and print where everything is. All ranks call it;
-    `evaluate` computes the validation loss if no step of the run has one."""
+def finish(
+    run: Run, display: Display, variant: Variant, evaluate: Callable[[], float | None]
+) -> None:
+    """Write the loss plot and a sample of a variant, and print where everything is. All ranks call
+    it; `evaluate` computes the validation loss if no step of the run has one."""
     folder, is_main = run.folder, run.ranks.is_main
     with run.ranks.together():
         metrics = folder.read_metrics() if is_main else []
         if is_main:
             plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
             write_atomically(folder.plot, plot)
-    text = _sample(run)  # on every rank, since the model may be sharded
+    text = _sample(run, variant.model)  # on every rank, since the model may be sharded
     evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
     final = evaluated[-1] if evaluated else math.nan
     if run.ranks.any(is_main and not evaluated):
@@ -41,8 +44,8 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     )
 
 
-def _sample(run: Run) -> str:
-    """A text sample of the model; empty if `sample_tokens` is 0 or the tokenizer is unknown."""
+def _sample(run: Run, model: GPT) -> str:
+    """A text sample of a model; empty if `sample_tokens` is 0 or the tokenizer is unknown."""
     config, tokenizer = run.config, run.data.tokenizer
     if not config.sample_tokens or tokenizer is None:
         return ""
@@ -50,6 +53,6 @@ def _sample(run: Run) -> str:
     encoded = tokenizer.begin(prompt)
     if not encoded:  # the tokenizer drops white space and has no end-of-text token
         return ""
-    model, sampling = (run.evaluation or run.active).model, Sampling(temperature=config.temperature)
+    sampling = Sampling(temperature=config.temperature)
     tokens = generate(model, encoded, config.sample_tokens, sampling, seed=config.seed)
     return prompt + tokenizer.decode(list(tokens))

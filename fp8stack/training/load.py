@@ -26,7 +26,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig, at_home
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 from fp8stack.precision.recipe import ComputeDtype
-from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer
+from fp8stack.training.checkpoint.reader import Checkpoint, recorded_tokenizer, run_of
 from fp8stack.training.checkpoint.state import restore_weights
 from fp8stack.training.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
 from fp8stack.training.run_plans import phases_in, without_folder
@@ -73,7 +73,7 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     try:
         if (path / "checkpoints").is_dir():
             return newest_sound(path / "checkpoints", has_weights)
-        if (_in_run(path) and path.is_dir()) or (path / "checkpoint.json").exists():
+        if (run_of(path) and path.is_dir()) or (path / "checkpoint.json").exists():
             return load_sound(path, has_weights), path, []
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         if isinstance(error, UserError):
@@ -269,7 +269,7 @@ def trained_run(checkpoint: Checkpoint, path: Path, passed_over: Sequence[str] =
         weights=checkpoint.tensors.get("model", {}),
         checkpoint=checkpoint,
         notes=tuple(f"passed over: {reason}" for reason in passed_over),
-        tokenizer=tokenizer if _in_run(path) and tokenizer.is_file() else None,
+        tokenizer=tokenizer if run_of(path) and tokenizer.is_file() else None,
     )
 
 
@@ -307,13 +307,9 @@ def _of_folder(path: Path, name: str) -> Trained:
     )
 
 
-def _in_run(path: Path) -> bool:
-    return path.parent.name == "checkpoints"
-
-
 def _folder_of(path: Path) -> Path:
     """The folder of the run that the checkpoint at `path` belongs to; `path` if it is in no run."""
-    return path.parent.parent if _in_run(path) else path
+    return run_of(path) or path
 
 
 def _in_fp8(plan: Plan) -> set[str]:

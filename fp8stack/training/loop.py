@@ -23,7 +23,7 @@ from fp8stack.training.dataloader import batches
 from fp8stack.training.distributed.process_group import losing_ranks
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.finalize import finish
-from fp8stack.training.guard.monitor import Monitor
+from fp8stack.training.guard.monitor import LOG_ROWS, Monitor
 from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
@@ -97,7 +97,8 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                 display.note(at_end)
                 return PREEMPTED
             with requested.at_once(at_end) if alone else nullcontext():
-                finish(run, display, loop.evaluate)
+                variant = loop.phases.evaluation(run.step) or run.active
+                finish(run, display, variant, loop.evaluate)
     finally:
         loop.profiler.close()  # still recording if the run ends early
         display.close()
@@ -124,6 +125,7 @@ class _Loop:
             config.accumulate,
             keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
             draws=run.backend.draws,
+            log_rows=max(LOG_ROWS, config.log_every),
         )
         self.saver = Saver(
             run.folder.checkpoints,
@@ -320,10 +322,10 @@ class _Loop:
         if not run.step or not due:
             return
         rows = run.folder.read_metrics() if run.ranks.is_main else []
-        is_evaluated = any(
-            row["step"] == run.step and ("val_loss" in row or row.get("event") == BRANCH)
-            for row in rows
-        )
+        of_step = [row for row in rows if row["step"] == run.step]
+        steps = [row for row in of_step if "event" not in row]  # the last one is valid
+        is_evaluated = any(row.get("event") == BRANCH for row in of_step)
+        is_evaluated |= bool(steps) and "val_loss" in steps[-1]
         if run.ranks.any(run.ranks.is_main and not is_evaluated):
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:
@@ -332,7 +334,7 @@ class _Loop:
 
     def evaluate(self) -> float | None:
         """The validation loss; None if a stop was requested. FP8 GEMMs are not counted."""
-        return self.loss_in(self.run.evaluation)
+        return self.loss_in(self.phases.evaluation(self.run.step))
 
     def loss_in(self, variant: Variant | None) -> float | None:
         """The validation loss of a variant, None for the active one; see `evaluate`."""

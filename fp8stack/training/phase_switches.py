@@ -61,6 +61,10 @@ class Phases:
         """The name of the phase of `step`."""
         return CONSERVATIVE if self._has_ended(step) else self._at(step)[0].name
 
+    def evaluation(self, step: int) -> Variant | None:
+        """The variant of the validation loss after `step`; None: the one that trains."""
+        return None if self._has_ended(step) else self.run.evaluation
+
     def calibrates(self, step: int) -> bool:
         """Whether `step` is one of the last before training or evaluation in delayed scaling."""
         run, schedule, config = self.run, self.run.schedule, self.run.config
@@ -114,6 +118,8 @@ class Phases:
         run = self.run
         place, limit = run.schedule.reference, run.config.guard.quality
         if self.judged_at == step or place is None or run.variants[place] is run.active:
+            return
+        if step == run.config.steps:  # nothing follows
             return
         # the reference is only there because the phases ended before
         if not (run.config.guard.enabled and limit):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import os
+import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -166,17 +169,29 @@ class RunFolder:
                     "Put what it points at in its place, or give another --out."
                 )
 
-    def remove(self) -> str | None:
-        """Remove the files that a run wrote into the claimed folder; other files stay. Returns a
-        line that lists them, None if there were none. Raises a StorageError if a file cannot be
-        removed."""
+    @property
+    def launch(self) -> str:
+        """The launch that removed an earlier run here, see `note_launch`."""
+        with suppress(OSError):
+            return (self.path / LOCK).read_text()
+        return ""
+
+    def note_launch(self, launch: str) -> None:
+        """Note in the file of the lock which launch removed an earlier run."""
+        with storage_errors(self.path):
+            (self.path / LOCK).write_text(launch)
+
+    def remove(self, used: Collection[str] = ()) -> str | None:
+        """Remove the files that a run wrote into the claimed folder; other files stay, and those
+        whose paths are `used` by the run to come. Returns a line that lists them, None if there
+        were none. Raises a StorageError if a file cannot be removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         with storage_errors(self.path):
             # run.toml goes last: if interrupted, the folder still holds a run.
             for file in (*self._own, *besides, self.metrics, self.config):
-                if not file.is_file():
+                if not file.is_file() or os.path.abspath(file) in used:
                     continue
                 names.append(str(file.relative_to(self.path)))
                 file.unlink()
@@ -401,14 +416,23 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
     if resume and (latest := next(matching, None)):
         return latest
     stem = f"{presets.label(config.model)}-{presets.label(config.recipe)}"
-    used = None
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
         vacant = not resume and folder.is_vacant and not folder.is_running
         if vacant or not folder.path.exists():
             break
-        used = folder if folder.holds_run else used
-    return used if resume and used else folder
+    if resume:
+        runs = [RunFolder(path) for path in Path("runs").glob(f"{glob.escape(stem)}*")]
+        numbered = [(_number(run.path.name, stem), run) for run in runs if run.holds_run]
+        last = max(numbered, key=itemgetter(0), default=(0, folder))
+        return last[1] if last[0] else folder
+    return folder
+
+
+def _number(name: str, stem: str) -> int:
+    """The number at the end of a folder's name, 1 for the `stem` alone; 0 for another name."""
+    match = re.fullmatch(rf"{re.escape(stem)}(-(\d+))?", name)
+    return int(match[2] or 1) if match else 0
 
 
 def cut_runs() -> Iterator[RunFolder]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8stack.layers import build_backend
 from fp8stack.layers.emulate import EmulateBackend, kept_weights
 from fp8stack.layers.grouped_emulation import GroupedEmulation
-from fp8stack.layers.linear import LowPrecisionLinear
+from fp8stack.layers.linear import LowPrecisionLayer
 from fp8stack.model import sampling
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
@@ -63,22 +63,23 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
     assert all(quantizers.cached_weight is None for quantizers in rounded)
 
 
+@pytest.mark.parametrize("experts", [{}, {"experts": {"count": 4, "per_token": 2}}])
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
-def test_a_weight_without_fp8_is_rounded_once_too(recipe, monkeypatch) -> None:
-    config = GPTConfig.model_validate(SMALL)
+def test_a_weight_without_fp8_is_rounded_once_too(recipe, experts, monkeypatch) -> None:
+    config = GPTConfig.model_validate(SMALL | experts)
     plan = plan_for(config, recipe, Hardware("cuda", (8, 0)))
     torch.manual_seed(0)
     model = GPT(config, build_backend(plan)).eval()
     rounded: list[Tensor] = []
-    exact = LowPrecisionLinear._plain_matrix
+    exact = LowPrecisionLayer.in_compute_dtype
 
-    def noting(layer: LowPrecisionLinear) -> Tensor:
-        rounded.append(exact(layer))
+    def noting(layer: LowPrecisionLayer, weight: Tensor) -> Tensor:
+        rounded.append(exact(layer, weight))
         return rounded[-1]
 
-    monkeypatch.setattr(LowPrecisionLinear, "_plain_matrix", noting)
+    monkeypatch.setattr(LowPrecisionLayer, "in_compute_dtype", noting)
     tokens = tokens_of(model)
-    linears = [m for m in model.modules() if isinstance(m, LowPrecisionLinear)]
+    linears = [m for m in model.modules() if isinstance(m, LowPrecisionLayer)]
     assert len({id(matrix) for matrix in rounded}) == len(linears) > 0
     assert all(layer.cached_weight is None for layer in linears)
     monkeypatch.setattr(sampling, "kept_weights", lambda model: nullcontext())

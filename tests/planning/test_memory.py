@@ -368,7 +368,8 @@ def test_fsdp_shards_tensors_that_ddp_replicates():
     shapes = setting.config.parameter_shapes()
     block = sum(4 * torch.Size(s).numel() for n, s in shapes.items() if n.startswith("blocks.0."))
     root = alone.parameters - 2 * block  # of two blocks
-    assert fsdp.gathered == root + 3 * block
+    head = 4 * torch.Size(shapes["embedding.weight"]).numel()  # its gradient
+    assert fsdp.gathered == root + head + 3 * block
 
 
 def test_fsdp_gathers_weights_in_fp8_where_the_bytes_are_those_of_the_full_weight():
@@ -537,7 +538,8 @@ def test_torch_keeps_fp8_weights_of_experts_and_gathers_them_in_float32(recipe):
     saved = 4 * elements - (in_fp8 if recipe == "rowwise" else elements)
     head = setting.plan.layer("lm_head")
     in_bf16 = 0 if config.tied else 2 * head.in_features * head.out_features
-    assert fsdp.gathered == root + 3 * last - 2 * saved - in_bf16
+    gradient = 4 * math.prod(shapes["embedding.weight"])
+    assert fsdp.gathered == root + gradient + 3 * last - 2 * saved - in_bf16
 
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():

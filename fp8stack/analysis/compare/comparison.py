@@ -267,9 +267,12 @@ class _Results:
 
     def runs_left(self, names: Sequence[str], seed: int) -> Counter[str]:
         """The number of missing runs of each recipe from this seed on, as far as known."""
-        seed_range = range(seed, max(seed + 1, self.comparison.fewest_pairs))
+        last, fewest, open_names = self.comparison.seeds, self.comparison.fewest_pairs, self.open()
         missing = {
-            name: sum(not self.has(Job(recipe=name, seed=seed)) for seed in seed_range)
+            name: sum(
+                not self.has(Job(recipe=name, seed=number))
+                for number in range(seed, max(seed + 1, fewest if name in open_names else last))
+            )
             for name in names
         }
         return Counter(missing) | Counter(self.pairs_needed() or {})

@@ -175,10 +175,11 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand with the lowest SQNR in the run's own recipe. The first sampled step counts for
-    no recipe, because delayed scaling still has all scales at 1 then."""
+    """The operand with the lowest SQNR in the recipe of the last sampled step. Its first sampled
+    step does not count, because delayed scaling still has all scales at 1 then."""
     rows = [row for row in read_rows(path, {"step": 0}) if "operand" in row]
     rows = [row for row in rows if not row.get("what_if")]
+    rows = [row for row in rows if row.get("recipe") == rows[-1].get("recipe")]
     first = min((row["step"] for row in rows), default=0)
     settled = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
     if not settled:

@@ -144,14 +144,24 @@ def file_for(out: str | None) -> Path | None:
     """The file for the report, checked before anything runs.
 
     Raises:
-        UserError: its folder does not exist, or it is a folder.
+        UserError: its folder does not exist, it is a folder, or it exists and is no report.
     """
     if out is None:
         return None
     path = Path(out)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--out {quoted(out)} is not a file in an existing folder. Give another.")
+    if path.exists() and not _is_report(path):
+        raise UserError(f"--out {quoted(out)} exists and is no report of conform. Give another.")
     return path
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8") or '{"rows": []}')
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "rows" in content
 
 
 def as_text(report: Facts) -> list[str]:

@@ -43,9 +43,11 @@ class Sensitivity:
         forward: KL in nats per token with every layer of the recipe quantized.
         layers: KL with only this layer quantized, by module path.
         backward: the sum of the relative squared errors of a backward GEMM's two operands,
-            averaged over both GEMMs and over the recipe's layers, weighted by `work`.
+            averaged over both GEMMs and over all layers of `work`, weighted by it; 0 in those that
+            the recipe does not quantize.
         backward_layers: the same for each layer, by module path.
-        work: multiplications per token in a GEMM of each layer, by module path.
+        work: multiplications per token in a GEMM of each layer that one of the recipes quantizes,
+            by module path; of the head only if this recipe does.
     """
 
     plan: Plan
@@ -93,15 +95,20 @@ def sensitivities(
     quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}
     operands = OperandRecorder.of(model, windows[:batch], quantized)
     forward: dict[object, tuple[float, dict[str, float]]] = {}
+    tables_of = {
+        name: {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
+        for name, plan in plans.items()
+    }
+    linears = {path for tables in tables_of.values() for path in tables} - {"lm_head"}
     for name, plan in plans.items():
-        tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
+        tables = tables_of[name]
         # Recipes that differ only in the backward pass share the forward measurement.
         key = tuple((path, table.input, table.weight) for path, table in tables.items())
         if key not in forward:
             forward[key] = _forward(model, plan, windows, batch)
         total, layers = forward[key]
         backward = {path: operands.backward_error(path, table) for path, table in tables.items()}
-        work = {path: plan.layer(path).work for path in tables}
+        work = {la.name: la.work for la in plan.layers if la.name in linears | tables.keys()}
         mean = sum(backward[path] * work[path] for path in tables) / max(1, sum(work.values()))
         yield (
             name,

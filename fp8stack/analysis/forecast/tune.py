@@ -29,6 +29,7 @@ from fp8stack.common.tables import aligned
 from fp8stack.common.terminal import shell_quoted
 from fp8stack.planning.run_config import percent, toml_lines
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
+from fp8stack.training.checkpoint.reader import run_of
 
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
 _TANGENTS, _EDGE = 24, 1 + 1e-9  # tangents of the law; tolerance of a budget
@@ -165,6 +166,9 @@ class Choices:
         cost_table, (_, forward, backward, _) = self.cost, self.figures
         count, width = cost_table.shape
         least, most = (float(reduce(axis=1).sum()) for reduce in (forward.min, forward.max))
+        plain = self.pairs.index((PLAIN, PLAIN)) if (PLAIN, PLAIN) in self.pairs else None
+        if plain is not None and limit is not None:  # beyond every tangent's limit
+            yield self.assigned([plain] * count, law)
         for divergence in np.geomspace(max(least, most * 1e-4, 1e-12), max(most, 1e-12), _TANGENTS):
             power = law.law.power
             slope = law.forward * power * divergence ** (power - 1)
@@ -341,7 +345,7 @@ def command(run: str, out: str) -> str:
     """The command that trains in the recipe file `out`, with the configuration of `run`, a run or
     one of its checkpoints; a model of transformers trains on, on text that the user names."""
     path = Path(run)
-    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    folder = run_of(path) or path
     file = folder / "run.toml"
     config = ["--config", str(file)] if file.is_file() else ["--init-from", run, "--data", "TEXT"]
     out_option = ["--out", f"{out.removesuffix('.toml')}-run"] if file.is_file() else []

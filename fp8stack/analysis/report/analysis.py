@@ -146,7 +146,7 @@ def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
         names = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
         suffix = " and others" if len(more) > 20 else ""
         yield Finding(
-            _level(more[0]),
+            "warning" if "warning" in map(_level, more) else "note",
             f"{counted(len(more), 'more stands', 'more stand')} out less: {names}{suffix}.",
         )
 

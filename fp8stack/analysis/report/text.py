@@ -125,7 +125,7 @@ def _map(run: RunRecord, width: int) -> Table:
 
 
 def shades(values: Figures) -> str:
-    """SQNR as characters, from at least 28 dB to at most 8 dB; blank if unknown."""
+    """SQNR as characters, from above 27 dB to below 13 dB; blank if unknown."""
     return "".join(
         " " if np.isnan(value) else SHADES[int(np.clip((32 - value) // 4.8, 0, 4))]
         for value in values

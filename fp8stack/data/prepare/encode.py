@@ -114,7 +114,7 @@ def _signals_afterwards() -> Iterator[None]:
     arrived = list[int]()
     handlers = {
         number: signal.signal(number, lambda number, frame: arrived.append(number))
-        for number in SIGNALS
+        for number in _heeded()
     }
     try:
         yield
@@ -125,6 +125,11 @@ def _signals_afterwards() -> Iterator[None]:
             signal.raise_signal(arrived_number)
 
 
+def _heeded() -> list[signal.Signals]:
+    """The signals that this process does not ignore, as nohup makes it ignore SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 _tokenizer: Tokenizer | None = None  # of a process that tokenizes
 
 
@@ -132,7 +137,7 @@ def _begin(tokenizer: Tokenizer) -> None:
     """Prepare a process: it ignores Ctrl-C, which its parent answers, and ends with its parent."""
     global _tokenizer
     _tokenizer = tokenizer
-    for number in SIGNALS:
+    for number in _heeded():
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +17,7 @@ from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
 from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
-from fp8stack.data.prepare.streams import PACKED, ByteStream
+from fp8stack.data.prepare.streams import ByteStream, unpacked_suffix
 from fp8stack.data.tokenizer.base import END_OF_TEXT
 
 LEAST_BPE = 257  # the bytes, and the token that ends a document
@@ -108,7 +109,7 @@ def find_sources(settings: Settings) -> list[Source]:
     for number, name in enumerate(settings.inputs):
         try:
             if name.startswith("hf:"):
-                sources.append(Source(path=name, kind="hf", size=0, input_index=number))
+                sources.append(_dataset(name, number))
                 continue
             status = _status(name)
             if stat.S_ISDIR(status.st_mode) and not is_saved(Path(name)):
@@ -153,12 +154,17 @@ def _unreadable(name: str, error: OSError) -> NoReturn:
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote the folder."""
-    is_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return is_split or (folder / "dataset_dict.json").is_file()
+    # os.path answers for folders that cannot be read, too.
+    is_split = all(isfile(folder / name) for name in ("state.json", "dataset_info.json"))
+    return is_split or isfile(folder / "dataset_dict.json")
 
 
 class _Binary(UserError):
     """A file that is not text."""
+
+
+class _WithNul(_Binary):
+    """A file that is text, but for its encoding or a NUL."""
 
 
 def _in_folder(
@@ -186,9 +192,10 @@ def _in_folder(
             status = _status(str(path))
             if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
                 sources.append(_source(path, input_index))
-        except _Binary:
-            binary.append(path)
         except UserError as error:
+            if type(error) is _Binary or (settings.skip_binary and isinstance(error, _Binary)):
+                binary.append(path)
+                continue
             problems.append(str(error))
     if binary and settings.skip_binary:
         skipped = counted(len(binary), "file that looks binary is", "files that look binary are")
@@ -230,16 +237,26 @@ def _source(path: Path, input_index: int) -> Source:
     one, a `_Binary` if a text looks binary."""
     status = _status(str(path))
     if stat.S_ISDIR(status.st_mode):
-        states = [file.stat() for file in sorted(path.rglob("*")) if file.is_file()]
-        changed = max(state.st_mtime_ns for state in states)
-        size = sum(state.st_size for state in states)
-        return Source(
-            path=str(path), kind="hf", size=size, input_index=input_index, changed=changed
-        )
+        return _dataset(str(path), input_index)
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{quoted(str(path))} is not a regular file. Give a file or a folder.")
     kind, size, changed = _kind(path), status.st_size, status.st_mtime_ns
     return Source(path=str(path), kind=kind, size=size, input_index=input_index, changed=changed)
+
+
+def _dataset(name: str, input_index: int) -> Source:
+    """The source of a dataset: of the Hub, or a folder of `save_to_disk`."""
+    place = name.removeprefix("hf:")
+    folder, states = Path(name if place == name else place.partition("@")[0]), []
+    if is_saved(folder):
+        states = [file.stat() for file in sorted(folder.rglob("*")) if file.is_file()]
+    return Source(
+        path=name,
+        kind="hf",
+        size=sum(state.st_size for state in states),
+        input_index=input_index,
+        changed=max((state.st_mtime_ns for state in states), default=0),
+    )
 
 
 def _kind(path: Path) -> Kind:
@@ -254,8 +271,7 @@ def _kind(path: Path) -> Kind:
             f"{quoted(str(path))} is a Git LFS pointer and not the file itself. Run `git lfs pull` "
             "where it is."
         )
-    inner = Path(path.name.lower())
-    suffix = (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
+    suffix = unpacked_suffix(path)
     if suffix in KINDS:
         return KINDS[suffix]
     with ByteStream(path) as stream:
@@ -280,13 +296,13 @@ def _refuse_nul(name: str, head: bytes) -> NoReturn:
     at = head.index(b"\0")
     for encoding, high in (("UTF-16LE", head[1::2]), ("UTF-16BE", head[::2])):
         if high.count(0) > len(high) / 2 and head.count(0) < len(head) * 0.6:
-            raise UserError(
+            raise _WithNul(
                 f"{name} looks like {encoding} without a byte order mark. Convert it: iconv -f "
                 f"{encoding} -t UTF-8."
             )
     with suppress(UnicodeDecodeError):
         if head.count(0) < len(head) / 100 and head[:-3].decode():
-            raise UserError(f"{name} is text with a NUL at byte {at}. Remove it: tr -d '\\0'.")
+            raise _WithNul(f"{name} is text with a NUL at byte {at}. Remove it: tr -d '\\0'.")
     raise _Binary(
         f"{name} looks binary: byte {at} is NUL. Give text, JSON, CSV, parquet or arrow files."
     )

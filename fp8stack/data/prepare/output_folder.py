@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -117,6 +118,9 @@ class OutputFolder:
                 if not isinstance(manifest.get(key), kind):
                     raise UserError(f"{quoted(str(self.manifest_path))} has no valid {key}. ")
         except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                raise  # such as a lack of permission: the folder may be sound
             reason = str(error).partition(". ")[0]
             raise UserError(
                 f"{reason}. Start over with --overwrite, or give another --out."
@@ -202,8 +206,11 @@ def describe_inputs(inputs: Sequence[str], sources: Sequence[Source]) -> list[di
     """The inputs for the manifest: the files and bytes of each, and the SHA-256 of their paths and
     sizes."""
     described = []
+    by_input: dict[int, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_input[source.input_index].append(source)
     for number, name in enumerate(inputs):
-        files = [source for source in sources if source.input_index == number]
+        files = by_input[number]
         listing = "".join(f"{source.size} {source.path}\n" for source in files)
         digest = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
         size = sum(source.size for source in files)
@@ -250,14 +257,18 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
     if held_out["documents"]:
         count = counted(held_out["tokens"], "token")
         held = f"{held_out['documents']:,} of them held out ({count})"
-    tokenizer, per_token = data["tokenizer"], data["bytes"] / max(1, tokens - documents)
+    tokenizer, ends = data["tokenizer"], manifest["tokenizer"]["end_of_text"] is not None
+    per_token = data["bytes"] / max(1, tokens - documents if ends else tokens)
+    notes = [counted(count, *NOTES[key]) for key, count in data["notes"].items()]
+    if not ends:
+        notes = [note.partition(", an end token")[0] for note in notes]
     words = ["fp8stack", "pretrain", "--data", str(settings.out)]
     words += ["--model", "gpt2-124m"] if tokenizer["vocabulary"] == GPT2_IDS else []
     return [
         f"{settings.out}: {tokens:,} tokens of {tokenizer['name']}, {per_token:.2f} bytes per token"
         f"{speed}",
         f"documents: {documents:,}, {held}",
-        *(f"note: {counted(count, *NOTES[key])}" for key, count in data["notes"].items()),
+        *(f"note: {note}" for note in notes),
         f"next: {shlex.join(words)}",
     ]
 

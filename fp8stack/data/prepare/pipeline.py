@@ -101,7 +101,8 @@ def _require_same(
             "them again with --overwrite."
         )
     from_file = settings.train_bpe is None and settings.tokenizer not in NAMED
-    if from_file and _load(settings).sha256 != manifest["tokenizer"]["sha256"]:
+    now, then = _load(settings) if from_file else None, manifest["tokenizer"]
+    if now and (now.sha256, now.end_of_text) != (then["sha256"], then["end_of_text"]):
         raise UserError(
             f"{name} was prepared with another tokenizer of that name. Give another --out, or "
             "prepare it again with --overwrite."
@@ -133,7 +134,7 @@ def _prepare(
                 try:
                     tokenizer = _train(settings, sources, reader)
                 except BaseException:
-                    folder.remove_scratch()
+                    folder.remove_unfinished()  # shards of an earlier tokenizer, too
                     raise
             folder.begin(begin)
             save_tokenizer(tokenizer, trained)
@@ -144,6 +145,8 @@ def _prepare(
             f"note: {tokenizer.name} names no token that ends a text, so none stands between "
             "documents. Name one by --end-of-text."
         )
+    if tokenizer.leaves_out:
+        say(f"note: {tokenizer.name} leaves out characters that it has no token for.")
     reader = replace(reader, cut_texts=may_be_cut(tokenizer))
     writer = Writer(folder.path, tokenizer.dtype.itemsize, settings.shard_tokens, settings.held_out)
     tokens = _encode_all(folder, settings, sources, reader, tokenizer, writer)
@@ -244,6 +247,8 @@ def _blocks(
     texts, size, done = list[Text](), 0, sum(source.size for source in sources[: begin.source])
     place, on_disk = begin, 0
     for number, source in enumerate(sources[begin.source :], begin.source):
+        if problems and source.path.startswith("hf:"):
+            continue  # looking through it could take days
         skip, state = (begin.texts, begin.state) if number == begin.source else (0, "")
         try:
             with closing(reader.read(source, skip, state)) as source_texts:
@@ -259,6 +264,8 @@ def _blocks(
                         texts, size = [], 0
         except UserError as error:
             problems.append(str(error))
+            if number + 1 < len(sources) and len(problems) == 1:
+                say(f"note: {error} The other files are looked through for more problems.")
         done += source.size
     if texts:
         yield TextBlock(texts=texts, place=place, on_disk=on_disk)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from fp8stack.common.errors import UserError, quoted, unknown
 from fp8stack.common.io import storage_errors
-from fp8stack.data.parquet import is_text, open_parquet, read_column
+from fp8stack.data.parquet import is_text, open_parquet, read_column, values_of
 from fp8stack.data.prepare.inputs import Source, is_saved
-from fp8stack.data.prepare.streams import PACKED, ByteStream
+from fp8stack.data.prepare.streams import PACKED, ByteStream, unpacked_suffix
 from fp8stack.data.tokenizer import Tokenizer
 
 LONGEST_LINE = 2**29
@@ -127,20 +127,17 @@ class Reader:
         """The rows of CSV, TSV or parquet."""
         rows = self._csv(source, skip) if source.kind == "csv" else self._parquet(source, skip)
         for number, (text, on_disk) in enumerate(rows, skip + 1):
-            content = _text_in(text, f"{quoted(source.path)} row {number}").encode(
-                errors="surrogateescape"
-            )
-            decoded, replaced = _decoded(content)
+            decoded, replaced = _cell(text, f"{quoted(source.path)} row {number}")
             yield Text(decoded, on_disk, replaced)
 
     def _csv(self, source: Source, skip: int) -> Iterator[tuple[object, int]]:
         csv.field_size_limit(LONGEST_LINE)
         with ByteStream(Path(source.path)) as stream:
             text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-            separator = "\t" if ".tsv" in Path(source.path).name.lower() else ","
+            separator = "\t" if unpacked_suffix(Path(source.path)) == ".tsv" else ","
             table = csv.reader(text, delimiter=separator, strict=True)
             try:
-                header = next(table, [])
+                header = next(filter(None, table), [])
                 self._require_column(source, header)
                 column = header.index(self.text_key)
                 for row in itertools.islice(filter(None, table), skip, None):
@@ -160,7 +157,7 @@ class Reader:
             for array in read_column(file, self.text_key, skip, ROWS_AT_ONCE):
                 number += len(array)
                 on_disk = source.size * number // total
-                yield from ((text, on_disk) for text in array.to_pylist())
+                yield from ((text, on_disk) for text in values_of(array))
 
     def _dataset(self, source: Source, skip: int, state: str) -> Texts:
         """The rows of a dataset. A state is the number of rows before a batch, and the state of the
@@ -183,11 +180,12 @@ class Reader:
                 for table in tables:
                     self._require_column(source, table.schema.names, table.schema)
                     state = json.dumps([number, before])
-                    for text in table[self.text_key].to_pylist():
+                    for value in values_of(table[self.text_key]):
                         number += 1
                         if number > skip:
                             where = f"{quoted(source.path)} row {number}"
-                            yield Text(_text_in(text, where), state=state)
+                            text, replaced = _cell(value, where)
+                            yield Text(text, replaced=replaced, state=state)
                     before = stream.state_dict()
         except UserError:
             raise
@@ -234,6 +232,14 @@ def _text_in(value: object, where: str) -> str:
             "field with --text-key."
         )
     return value
+
+
+def _cell(value: object, where: str) -> tuple[str, int]:
+    """The text in a cell of a table, with the number of U+FFFD that replaced invalid UTF-8. Raises
+    a UserError if it holds no text."""
+    if isinstance(value, bytes):
+        return _decoded(value)
+    return _decoded(_text_in(value, where).encode(errors="surrogateescape"))
 
 
 def _kind_of(value: object) -> str:

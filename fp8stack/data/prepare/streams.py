@@ -24,6 +24,12 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")
 codecs.register_error("fp8stack.not_unicode", lambda error: ("\udcff", getattr(error, "end", 0)))
 
 
+def unpacked_suffix(path: Path) -> str:
+    """The suffix of a file's name, in lower case, of a packed file without that of the packer."""
+    inner = Path(path.name.lower())
+    return (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
+
+
 class ByteStream(io.BufferedReader):
     """A text file, read from beginning to end as UTF-8 without a byte order mark; packed files are
     unpacked by their suffix. Raises a UserError, also while it is read, if the file cannot be read
@@ -70,8 +76,8 @@ class _Unpacked(io.RawIOBase):
 
     def _utf8(self) -> Iterator[bytes]:
         chunks, head = self._plain(), b""
-        while len(head) < 4 and (chunk := next(chunks, b"")):
-            head += chunk
+        while len(head) < 4 and (chunk := next(chunks, None)) is not None:
+            head += chunk  # a chunk may be empty
         mark, encoding = encoding_of(head)
         chunks = itertools.chain([head.removeprefix(mark)], chunks)
         if encoding == "utf-8":

@@ -47,7 +47,8 @@ def load_tokenizer(name: str | Path, end_of_text: str | None = None) -> Tokenize
     name = str(name)
     tokenizer = _load(name, end_of_text)
     if end_of_text is not None and tokenizer.end_token != end_of_text:
-        tokens = [token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]]
+        added = json.loads(tokenizer.to_json()).get("added_tokens") or []
+        tokens = [token["content"] for token in added]
         raise unknown(f"token in tokenizer {quoted(name)} is", end_of_text, tokens)
     return tokenizer
 

@@ -48,6 +48,7 @@ class Tokenizer(ABC):
     name: str  # "bytes", "gpt2", or the name of the file that it was read from
     vocabulary: int  # the number of ids: every id is below it, though not each need be in use
     end_of_text: int | None  # the id that stands between documents; None if there is none
+    leaves_out: bool = False  # whether characters without a token are left out
 
     @property
     def end_token(self) -> str | None:
@@ -110,7 +111,13 @@ class Tokenizer(ABC):
     @cached_property
     def ids_sha256(self) -> str:
         """The SHA-256 of what its ids stand for, whatever else is in its file, in hexadecimal."""
-        vocabulary = json.loads(self.to_json())["model"].get("vocab")
+        content = json.loads(self.to_json())
+        vocabulary = content["model"].get("vocab")
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        if isinstance(vocabulary, dict):
+            vocabulary |= added
+        elif added:
+            vocabulary = [vocabulary, added]
         return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -52,6 +52,7 @@ class FileTokenizer(Tokenizer):
                 f"The ids of tokenizer {quoted(name)} go up to {self.vocabulary - 1}; there must "
                 f"be some, and at most {MOST_IDS:,}. Give another tokenizer."
             )
+        self.leaves_out = _leaves_out(self._content)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
         self.end_of_text = next((special[n] for n in ENDS_OF_TEXT if n in special), None)
@@ -116,6 +117,15 @@ def _parsed(text: str, name: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     return parsed, content
 
 
+def _leaves_out(content: dict[str, Any]) -> bool:
+    """Whether a BPE has neither tokens for all bytes nor one for what is unknown."""
+    model = content["model"]
+    if model.get("type", "BPE") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+        return False
+    of_bytes = "ByteLevel" in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    return not (of_bytes and BYTE_OF_CHARACTER.keys() <= model.get("vocab", {}).keys())
+
+
 @contextmanager
 def _library_errors(failed: str) -> Iterator[None]:
     """Turn any error within into a UserError that begins with `failed`. The library raises plain
@@ -125,10 +135,10 @@ def _library_errors(failed: str) -> Iterator[None]:
         panicked = False
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
         except BaseException as error:
-            panicked = not isinstance(error, Exception)
+            panicked = type(error).__name__ == "PanicException"
+            if not (panicked or isinstance(error, Exception)):
+                raise  # a signal's
             reason = quoted((str(error) or type(error).__name__).rstrip("."))
             remedy = "Give one that the tokenizers library or transformers saved"
             raise UserError(f"{failed}: {reason}. {remedy}.") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.data.tokenizer.base import Tokenizer
 from fp8stack.data.tokenizer.byte_level import bpe_json, written
 
@@ -30,7 +30,17 @@ class Gpt2Tokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
         # No special token is disallowed and none allowed: all are ordinary text.
-        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> npt.NDArray[np.uint32]:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:  # its pattern cannot match a million spaces
+            reason = quoted(str(error).rstrip("."))
+            raise UserError(
+                f"tiktoken cannot encode the text that begins with {quoted(repr(text[:40]))}: "
+                f"{reason}. Shorten its runs of white space, or give a tokenizer.json of gpt2."
+            ) from error
 
     def to_json(self) -> str:
         """See `Tokenizer.to_json`."""

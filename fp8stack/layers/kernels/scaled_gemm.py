@@ -230,7 +230,7 @@ def _mx_gemm(
     kind_a: str = "1x32",
     kind_b: str = "1x32",
 ) -> Tensor:
-    """`_by_blocks`; `kind_a` and `kind_b` are the values of `Scales`."""
+    """`_by_blocks`; `kind_a` and `kind_b` are the values of `ScaleLayout`."""
     first = Scaled(a, scale_a, ScaleLayout(kind_a), upper_scale_a)
     return _by_blocks(first, Scaled(b, scale_b, ScaleLayout(kind_b), upper_scale_b), out_dtype)
 

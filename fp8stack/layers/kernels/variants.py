@@ -72,7 +72,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def converts_exactly(device: torch.device) -> bool:
-    """Whether conversions of float32 equal `cast_to_fp8`, see `Variant`."""
+    """Whether conversions of float32 equal `cast_to_fp8`, see `KernelVariant`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -187,7 +187,7 @@ def reader_notes(config: GPTConfig) -> list[str]:
         f"a program that reads this folder must compute {key} {table[key]}, {positions}, "
         f"{eps} {config.norm_eps:g}, "
         + (_QK_NORMS[config.qk_norm] if config.qk_norm else "")
-        + (f"{experts.per_token} of {experts.count} experts, " if experts else "")
+        + (_of_experts(experts) if experts else "")
         + ("the embedding as the head" if config.tied else "a head that is not the embedding")
         + (", biases" if config.bias and not learned else "")
     ]
@@ -198,7 +198,24 @@ def reader_notes(config: GPTConfig) -> list[str]:
             f"whatever {key} says: this one, with {table[key]}, they load and compute wrongly. "
             "Load it with transformers"
         )
+    normalizes = experts.normalize if experts else None
+    if (layout.model_type, normalizes) == ("olmoe", True):
+        notes.append(
+            "vLLM and llama.cpp do not normalize the weights of experts in any olmoe model, "
+            "whatever norm_topk_prob says: this one they load and compute wrongly. Load it with "
+            "transformers"
+        )
+    if (layout.model_type, normalizes) == ("qwen3_moe", False):
+        notes.append(
+            "llama.cpp normalizes the weights of experts in any qwen3_moe model, whatever "
+            "norm_topk_prob says: this one it loads and computes wrongly. Load it with transformers"
+        )
     return notes
+
+
+def _of_experts(experts: Experts) -> str:
+    weights = "normalized" if experts.normalize else "not normalized"
+    return f"{experts.per_token} of {experts.count} experts with weights that are {weights}, "
 
 
 def _gpt2(config: GPTConfig) -> dict[str, Any]:

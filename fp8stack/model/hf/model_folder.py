@@ -46,9 +46,11 @@ def open_folder(path: Path) -> ModelFolder:
     config = _json(path / "config.json")
     schemes = stored_schemes(config, str(path / "config.json"))
     files: Mapping[str, list[str] | None] = {WEIGHTS: None}
-    if (path / INDEX).is_file():
+    if (path / WEIGHTS).is_file():
+        pass  # as in transformers, which leaves an earlier index beside it
+    elif (path / INDEX).is_file():
         files = _indexed(path)
-    elif not (path / WEIGHTS).is_file():
+    else:
         pickled = next((name for name in _PICKLED if (path / name).exists()), None)
         if pickled:
             raise UserError(

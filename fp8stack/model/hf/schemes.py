@@ -160,7 +160,7 @@ class _Group:
     def rank(self, module: str) -> int:
         """0 if a target is the module's path, 1 if a pattern matches it, 2 if all linears are
         targets, 3 if the module is in another group."""
-        patterns = [target[3:] for target in self.targets if target.startswith("re:")]
+        patterns = [t.removeprefix("re:") for t in self.targets if t.startswith("re:")]
         if module in self.targets:
             return 0
         if any(re.match(pattern, module) for pattern in patterns):
@@ -249,9 +249,9 @@ def _groups(config: Mapping[str, Any], where: str) -> Iterator[_Group]:
         targets = group.get("targets") if isinstance(group, dict) else None
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             _refuse(where, scheme, f"its group {quoted(name)} has no list of targets")
-        for target in targets:
+        for target in (target for target in targets if target.startswith("re:")):
             try:
-                re.compile(target)
+                re.compile(target.removeprefix("re:"))
             except re.error:
                 _refuse(where, scheme, f"its target {quoted(target)} is no pattern")
         if group.get("weights") is not None:

@@ -176,8 +176,10 @@ def from_hf(
 def _require_shapes(config: GPTConfig, layout: Layout, source: _Source, count: int) -> None:
     """Compare the shapes in the headers of a folder with `count` tensors. For errors see
     `from_hf`."""
-    experts = 1 if config.experts is None else config.experts.count
-    if config.layers * experts > count:
+    experts, dense = (1, 0) if config.experts is None else (
+        config.experts.count, config.experts.first_dense
+    )  # fmt: skip
+    if (config.layers - dense) * experts > count:
         of_experts = f" of {experts} experts" if experts > 1 else ""
         raise UserError(
             f"{source.where} has {count} tensors, too few for {config.layers} layers{of_experts}."

@@ -106,6 +106,7 @@ def agreements(
         tokenizer=tokenizer,
         device=device,
         backend=backend,
+        at_once=2,
     ):
         p_recipe, *q_recipes = evaluated.recipes
         p = evaluated.model(p_recipe)

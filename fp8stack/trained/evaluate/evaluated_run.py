@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8stack.common.errors import UserError
+from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.terminal import warn
 from fp8stack.model.gpt import GPT
 from fp8stack.planning.run_config import RunConfig
@@ -48,10 +48,11 @@ def evaluated_runs(
     tokenizer: str | None,
     device: str,
     backend: str,
+    at_once: int = 1,
 ) -> Iterator[EvaluatedRun]:
     """Find the models and their text; for the arguments and errors see `evaluate`. Of several, all
     models and recipes are tried before the first is evaluated. Notes on a model are printed to
-    stderr."""
+    stderr. The logits of so many recipes are needed `at_once`."""
     for name, value in (("windows", windows), ("context", context), ("batch", batch)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
@@ -74,7 +75,9 @@ def evaluated_runs(
         usual = config.batch // config.accumulate if trained.config else run_windows.usual_batch
         count = min(batch or usual, len(run_windows.tokens))
         length = run_windows.tokens.shape[-1] - 1
-        _require_memory(count, length, trained.shape.vocabulary, hardware.device)
+        _require_memory(count, length, at_once * trained.shape.vocabulary, hardware.device)
+        for name, folder in folders.items():
+            _require_context(name, folder, length)
         yield EvaluatedRun(
             run=run,
             trained=trained,
@@ -103,9 +106,19 @@ def _found(
     return trained, folders
 
 
-def _require_memory(windows: int, context: int, vocabulary: int, device: str) -> None:
-    """Raise a UserError if the logits of one forward pass, in float32, do not fit into memory."""
-    size, free = 4 * windows * context * vocabulary, available_memory(device)
+def _require_context(name: str, folder: ServedFolder, length: int) -> None:
+    """Raise a UserError if windows of `length` tokens are longer than a folder's context."""
+    context = folder.shape.context
+    if length > context:
+        raise UserError(
+            f"The context of '{quoted(name)}' is {context}, and the windows have {length} tokens. "
+            f"Give --context {context}."
+        )
+
+
+def _require_memory(windows: int, context: int, logits: int, device: str) -> None:
+    """Raise a UserError if so many `logits` of each token, in float32, do not fit into memory."""
+    size, free = 4 * windows * context * logits, available_memory(device)
     if free is not None and size > free:
         raise UserError(
             f"The logits of {windows} x {context} tokens take {size / 2**30:,.1f} GiB, and "

@@ -45,7 +45,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """e to the loss."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     @property
     def difference(self) -> float | None:

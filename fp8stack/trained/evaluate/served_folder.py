@@ -130,9 +130,9 @@ def _input_scales(
     folder: hf.ModelFolder, modules: tuple[hf.HfModule, ...], grouped: bool
 ) -> Tensor:
     """The scales that multiply the inputs of a linear into FP8. Of modules that share their input,
-    servers take the largest `input_scale`, which multiplies out. Raises a UserError if one is
-    missing."""
-    by_group: dict[int | None, list[Tensor]] = {}
+    and of all experts, servers take the largest `input_scale`, which multiplies out. Raises a
+    UserError if one is missing."""
+    input_scales = []
     for module in modules:
         tensor = f"{module.path}.input_scale"
         if tensor not in folder.stored:
@@ -140,7 +140,6 @@ def _input_scales(
                 f"{folder.path}: '{quoted(tensor)}' is missing: config.json says that inputs have "
                 "static scales. Give the folder with it."
             )
-        scale = folder.stored[tensor].float().reshape(())
-        by_group.setdefault(module.expert, []).append(scale)
-    largest = torch.stack([torch.stack(scales).max() for scales in by_group.values()])
-    return inverse(largest if grouped else largest[0])
+        input_scales.append(folder.stored[tensor].float().reshape(()))
+    scale = inverse(torch.stack(input_scales).max())
+    return scale.repeat(len({module.expert for module in modules})) if grouped else scale

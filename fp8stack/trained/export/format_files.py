@@ -19,7 +19,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.hf import config_json, layout_of, reader_notes, to_hf
 from fp8stack.planning.run_config import toml_lines
 from fp8stack.precision import Hardware
-from fp8stack.training.checkpoint.reader import recorded_tokenizer
+from fp8stack.training.checkpoint.reader import recorded_tokenizer, run_of
 from fp8stack.training.load import (
     find_checkpoint,
     find_source,
@@ -66,8 +66,7 @@ class ModelSource:
     @property
     def run(self) -> Path | None:
         """The run's folder, if the checkpoint is in one."""
-        checkpoints = self.path.parent
-        return checkpoints.parent if checkpoints.name == "checkpoints" else None
+        return run_of(self.path)
 
     def tokenizer(self, name: str | None) -> Tokenizer | None:
         """The tokenizer called `name`, by default the run's; None if the run records none. Raises a

@@ -39,7 +39,7 @@ _MULTIPLES = {"block": BLOCK, "deepseek": BLOCK, "mxfp4": 32, "mxfp6": 32, "nvfp
 """The sizes of blocks that must divide a weight, by scheme."""
 Inputs = Literal["dynamic", "static", "none"]
 _PACKED = frozenset(PACKED.values())
-"""Layouts that have the scale of a square block once for each of its rows."""
+"""Packed layouts. They have the scale of a square block once for each of its rows."""
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 
 
@@ -66,7 +66,8 @@ def quantized_files(
 
     `scheme_name` names the elements that share a scale in FP8, DeepSeek's layout, or a packed one.
     With None the run's recipe casts the float32 master weights; with a name they are cast by that
-    scheme, with dynamic activation scales, or none in packed layouts.
+    scheme, with dynamic activation scales, or none in packed layouts and where the run quantized
+    weights alone, but for DeepSeek's, which has no such case.
 
     Raises a UserError for GPT-2's layout, a weight quantizer without a layout, and blocks that do
     not divide a weight; and see `hf_files`.
@@ -96,7 +97,12 @@ def quantized_files(
         if quantizers is not None and quantizers.weight is not None and scheme_name is None:
             _require_layout(quantizers.weight, recipe)
             _require_server(quantizers.input, recipe)
-        schemes[name] = _scheme(source, scheme_name, name, planned[name], indivisible_size, notes)
+        scheme = _scheme(source, scheme_name, name, planned[name], indivisible_size, notes)
+        schemes[name] = _with_known_inputs(scheme, *planned[name], notes)
+    head = schemes.get("lm_head")
+    if head is not None and (head.format == INVERSE or head.strategy == "block"):
+        notes.append("lm_head stays out of FP8: servers read no head by blocks")
+        del schemes["lm_head"]
     of_experts = [scheme for name, scheme in schemes.items() if name in source.config.grouped]
     if any(s.format == _NVFP4 or (s.format, s.strategy) == (PLAIN, "block") for s in of_experts):
         # Its integrations/compressed_tensors.py multiplies by the weight_scale alone, by row.
@@ -161,9 +167,10 @@ def _layers_to_quantize(
     if taken_out and planned:
         notes.append(f"the guard took {', '.join(taken_out)} out of FP8: they stay out of it")
     if not planned:
-        notes.append(
-            f"the run has no layer in FP8: the layers of all blocks are cast, by {cast_by}"
-        )
+        reason = "the run has no layer in FP8"
+        if taken_out:
+            reason = "the guard took every layer out of FP8"
+        notes.append(f"{reason}: the layers of all blocks are cast, by {cast_by}")
         without = {"lm_head", *source.config.routers}
         return {name: (None, recipe.name) for name in layers if name not in without}
     if "lm_head" in planned and source.config.tied:
@@ -185,7 +192,8 @@ def _scheme(
     quantizers, recipe = quantized_as
     weight = None if quantizers is None else quantizers.weight
     activation = None if quantizers is None else quantizers.input
-    inputs: Inputs = "none" if weight is not None and activation is None else "dynamic"
+    of_weights_alone = weight is not None and activation is None
+    inputs: Inputs = "none" if of_weights_alone and scheme_name != "deepseek" else "dynamic"
     multiple = _MULTIPLES.get(scheme_name or "", 1)
     if size := indivisible_size(multiple):
         raise UserError(
@@ -229,7 +237,7 @@ def _scheme(
             strategy = "block"
     scale_strategy = strategy or "channel"
     power = weight is not None and weight.scale == "power_of_two"
-    needs_powers = weight is not None and weight.scale != "float32"
+    needs_powers = weight is not None and weight.scale in ("power_of_two", "e8m0")
     if layout == PLAIN:
         needs_powers = weight is None or weight.delayed or needs_powers
     casts = {
@@ -242,6 +250,23 @@ def _scheme(
         ),
     }
     return Scheme(layout, scale_strategy, casts[scale_strategy], inputs)
+
+
+def _with_known_inputs(
+    scheme: Scheme, quantizers: Quantizers | None, recipe: str, notes: list[str]
+) -> Scheme:
+    """The scheme with inputs in the run's format, or with a note that they are not."""
+    activation = None if quantizers is None else quantizers.input
+    if scheme.inputs == "none" or activation is None:
+        return scheme
+    written = "e2m1" if scheme.format == _MXFP4 else "e4m3"
+    if activation.format == written:
+        return scheme
+    if scheme.format == _MXFP4:
+        notes.append(f"{recipe}: activations, in {activation.format}, are not quantized here")
+        return scheme._replace(inputs="none")
+    notes.append(f"{recipe}: activations are in {written} here, and were in {activation.format}")
+    return scheme
 
 
 def _require_layout(quantizer: Quantizer, recipe: str) -> None:
@@ -274,10 +299,20 @@ def _cast(
     if scheme.weight.delayed:
         tensors["scale"] = source.fp8[f"{name}.weight.scale"].float()
     if scheme.inputs == "static":
-        tensors["input_scale"] = source.fp8[f"{name}.input.scale"].float()
+        tensors["input_scale"] = _input_scale(source.fp8, f"{name}.input")
     for expert, of_matrix in groupby(modules, key=attrgetter("expert")):
         of_expert = tensors if expert is None else {k: x[expert] for k, x in tensors.items()}
         yield from _cast_matrix(scheme, of_matrix, **of_expert)
+
+
+def _input_scale(fp8: Mapping[str, Tensor], slot: str) -> Tensor:
+    """The scale of a layer's inputs, float32, of each expert. Experts share that of the largest
+    inputs, since servers have one for all. An expert without tokens so far has none yet."""
+    scale, history = fp8[f"{slot}.scale"].float(), fp8[f"{slot}.amax_history"]
+    if not scale.ndim:
+        return scale
+    has_tokens = (history.amax(0) > 0) | (scale != 1)
+    return (scale[has_tokens] if has_tokens.any() else scale).amin().expand_as(scale)
 
 
 def _cast_matrix(
@@ -327,7 +362,9 @@ def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str,
     formats = {scheme.format for scheme in groups}
     config_groups = {}
     for number, (scheme, modules) in enumerate(groups.items()):
-        targets = ["Linear"] if len(groups) == 1 else modules
+        # A server's head is no Linear: it is named.
+        heads = [module for module in modules if module == "lm_head"]
+        targets = ["Linear", *heads] if len(groups) == 1 else modules
         group: dict[str, Any] = {"targets": targets, "weights": _weights(scheme)}
         group |= {"input_activations": _inputs(scheme), "output_activations": None}
         config_groups[f"group_{number}"] = group | (

@@ -145,6 +145,12 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that a checkpoint's path lies in; None if it is no such path."""
+    in_run = checkpoint.parent.name == "checkpoints" and _NAME.fullmatch(checkpoint.name)
+    return checkpoint.parent.parent if in_run else None
+
+
 def candidates(folder: Path) -> list[Path]:
     """The checkpoint folders in `folder`, newest first, good or damaged."""
     if not folder.is_dir():

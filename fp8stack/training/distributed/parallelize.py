@@ -71,7 +71,11 @@ def spread(
         _fully_shard(model, backend, accelerator)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
-    assert isinstance(wrapped, DistributedDataParallel)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise UserError(
+            "accelerate's configuration asks for a dynamo backend or FSDP, which fp8stack sets by "
+            "itself. Leave them out there, and give --compile or --parallel fsdp."
+        )
     one_by_one = _sums_one_by_one(config, accelerator.device, accelerator.num_processes)
     hook = _sum_in_bf16 if config.grad_compression == "bf16" else _sum
     wrapped.register_comm_hook(one_by_one, hook)

@@ -167,12 +167,19 @@ def join(device: str, timeout_s: float) -> Ranks:
     reached."""
     if started() == 1:
         return ALONE
-    missing = [key for key in ("RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    needed = ["RANK", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * (device != "cpu")]
+    missing = [key for key in needed if key not in os.environ]
     if missing:
         raise UserError(
             f"WORLD_SIZE is {started()} and {missing[0]} is not set. Start the ranks by torchrun "
             "or accelerate launch, or unset WORLD_SIZE."
         )
+    for key in ("RANK", "MASTER_PORT"):
+        if not os.environ[key].isdecimal():
+            raise UserError(
+                f"The environment's {key} is '{os.environ[key]}', not a number. Start the ranks by "
+                "torchrun or accelerate launch."
+            )
     wait = timedelta(seconds=timeout_s)
     with losing_ranks():
         store, index, count = next(rendezvous("env://", timeout=wait))

@@ -26,7 +26,7 @@ from fp8stack.training.guard.spikes import LARGEST, spike_limit
 from fp8stack.training.optim.chained import optimizers_in
 from fp8stack.training.optim.grad_clip import NormHistory, keep_newest
 
-LOG_ROWS = 64  # bad steps that are remembered between two polls
+LOG_ROWS = 64  # bad steps that are remembered between two polls, unless a monitor keeps more
 _MANY, _OF = 7, 21  # 7 * patience bad steps among the last 21 * patience are too many
 
 
@@ -80,7 +80,7 @@ class BadStep:
 class Findings:
     """The monitor's verdicts since the last poll."""
 
-    bad: tuple[BadStep, ...]  # the bad steps, at most `LOG_ROWS`, oldest first
+    bad: tuple[BadStep, ...]  # the bad steps, at most `log_rows`, oldest first
     streak: int  # number of bad steps in a row, up to the last step
     overflows: int  # number of steps in a row that overflowed in fp16, up to the last step
     skipped: bool  # whether all optimizers skipped the last step, as bad or as an overflow
@@ -107,6 +107,7 @@ class Monitor:
         passes: micro-batches per step; every micro-batch records an amax in every slot.
         keep_norms: the number of gradient norms of good steps to keep in `norms`; 0 for none.
         draws: the counters of stochastic rounding, which are restored after a skipped step.
+        log_rows: the bad steps that are remembered between two polls.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Monitor:
         passes: int = 1,
         keep_norms: int = 0,
         draws: Draws | None = None,
+        log_rows: int = LOG_ROWS,
     ) -> None:
         self.config = config
         self._draws = draws or Draws()
@@ -139,8 +141,8 @@ class Monitor:
         self._streak, self._overflows = torch.zeros((), **options), torch.zeros((), **options)
         self._count = torch.zeros((), **options)  # all bad steps so far
         self._recent = torch.zeros(_OF * config.patience, **options)  # 1 where a step was bad
-        self._log = torch.zeros(LOG_ROWS, _COLUMNS, **options)
-        self._rows = torch.arange(LOG_ROWS, device=device)
+        self._log = torch.zeros(log_rows, _COLUMNS, **options)
+        self._rows = torch.arange(log_rows, device=device)
         self._powers = 2.0 ** torch.arange(len(Cause), **options)
         self._polled = 0  # the number of bad steps that `poll` has returned
         self._step = torch.zeros((), **options)  # the step to judge
@@ -220,7 +222,7 @@ class Monitor:
         skip = not_taken | overflow
         verdict = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
         row = torch.cat([self._step[None], now, verdict, limits])
-        is_next_row = bad & (self._rows == self._count % LOG_ROWS)
+        is_next_row = bad & (self._rows == self._count % len(self._rows))
         self._log.copy_(torch.where(is_next_row[:, None], row, self._log))
         self._count += bad
         self._streak.copy_(torch.where(bad, self._streak + 1, torch.where(skip, self._streak, 0)))
@@ -267,16 +269,17 @@ class Monitor:
         values = torch.cat(tensors).tolist()
         count, streak, overflows, skipped, recent, broken = (int(value) for value in values[:6])
         values = values[6:]
-        rows = [values[_COLUMNS * row : _COLUMNS * (row + 1)] for row in range(LOG_ROWS)]
-        new = range(max(self._polled, count - LOG_ROWS), count)
+        size = len(self._rows)
+        rows = [values[_COLUMNS * row : _COLUMNS * (row + 1)] for row in range(size)]
+        new = range(max(self._polled, count - size), count)
         self._polled = count
-        cleared = values[_COLUMNS * LOG_ROWS :]
+        cleared = values[_COLUMNS * size :]
         if self.amaxes is not None and any(cleared):
             self.amaxes.cleared.zero_()
         if not check_weights and (new or streak):
             broken = int(self._broken_state())
         return Findings(
-            bad=tuple(self._bad_step(rows[number % LOG_ROWS]) for number in new),
+            bad=tuple(self._bad_step(rows[number % size]) for number in new),
             streak=streak,
             overflows=overflows,
             skipped=bool(skipped),
@@ -334,7 +337,8 @@ class Monitor:
         keep_newest(self._recent, state.get("recent", []), 0.0)  # older checkpoints have none
 
     def forgive(self) -> None:
-        """Forget the last bad steps: the streak starts again at 0."""
+        """Forget the last bad steps: the streak starts again at 0, and no step was skipped."""
+        self.skips.zero_()
         self._streak.zero_()
         self._recent.zero_()
 

@@ -157,10 +157,11 @@ class Guard:
             return outcome
         oldest = step - max(self.monitor.reach, findings.streak)
         self._recent = [bad for bad in [*self._recent, *findings.bad] if bad.step > oldest]
-        if findings.bad:
-            self._last_bad = findings.bad[-1].step
-        elif acts and step - self._last_bad > self.config.calm_steps and self._incidents:
-            self._incidents, self._tried, self._mended_at = 0, [], None
+        for bad in findings.bad:
+            self._forget_if_calm(bad.step)
+            self._last_bad = bad.step
+        if acts:
+            self._forget_if_calm(step)
         if acts:
             self._check_scale(step, findings.overflows)
         if findings.broken:
@@ -168,6 +169,11 @@ class Guard:
         elif acts and findings.repeats and self._recent:
             self._next_rung(step)
         return outcome
+
+    def _forget_if_calm(self, step: int) -> None:
+        """Let the ladder start anew if enough good steps came before `step`."""
+        if step - self._last_bad > self.config.calm_steps and self._incidents:
+            self._incidents, self._tried, self._mended_at = 0, [], None
 
     def weights_failed(self, step: int, reason: str) -> Outcome:
         """The outcome of weights that are not finite although no step was bad."""
@@ -199,7 +205,6 @@ class Guard:
         if scaler is None:
             return
         if overflows >= self.config.overflows and self._can_leave_fp16():
-            self._tried.append("left fp16 for bf16")
             self._to_bf16(step, f"{overflows} steps in a row overflowed in fp16")
             return
         scale = float(scaler.get_scale())
@@ -220,6 +225,7 @@ class Guard:
 
     def _to_bf16(self, step: int, reason: str) -> None:
         self._left_fp16 = True
+        self._tried.append("left fp16 for bf16")
         self._add_event(step, "precision", reason, precision="bf16")
         self._outcome.to_bf16 = True
 
@@ -346,6 +352,7 @@ class Guard:
     def _give_up(self, step: int, sentences: list[str], finite: bool) -> None:
         if self._tried:
             sentences.append(f"The guard {', then '.join(self._tried)}; it did not help.")
+        self.wait_for_saves()
         names = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
         saved = f"The last checkpoint is {names[0]}." if names else "No checkpoint was written yet."
         failure = " ".join([*sentences, saved, self._remedy(finite)])

@@ -144,8 +144,10 @@ def with_saved_machine(config: RunConfig, resume: str | None) -> RunConfig:
 
 def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     """The run folder that `path` names, and the checkpoint in it if it names one."""
-    places = [(path, None), (path.parent.parent, path)]
-    for folder, named in places if path.parent.name == "checkpoints" else places[:1]:
+    places: list[tuple[Path, Path | None]] = [(path, None)]
+    if (run := checkpoints.run_of(path)) is not None:
+        places.append((run, path))
+    for folder, named in places:
         if os.path.isfile(folder / "run.toml") or checkpoints.candidates(folder / "checkpoints"):
             return RunFolder(folder), named
     raise UserError(

@@ -21,6 +21,7 @@ from fp8stack.planning.run_config import (
     with_files,
 )
 from fp8stack.precision import probe
+from fp8stack.training.checkpoint.reader import run_of
 from fp8stack.training.datasets import named_tokenizer, with_vocabulary
 from fp8stack.training.distributed.process_group import Ranks, join
 from fp8stack.training.init_from import tokenizer_to_begin_with, with_source
@@ -72,13 +73,15 @@ def set_up(
     late_notes: tuple[str, ...] = ()
     # torchrun restarted this process after a failure.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        if resume is None:
+        if resume is None and overwrite and not _removed_by_this_launch(config, ranks):
+            pass  # the run that is to be removed is still there
+        elif resume is None:
             resume, overwrite = "auto", False
             late_notes = ("torchrun started this again: going on as with --resume auto",)
-        elif Path(resume).parent.name == "checkpoints":
-            folder = Path(resume).parent.parent
-            if config.out is None or Path(config.out).resolve() == folder.resolve():
-                resume = str(folder)  # newer checkpoints may exist by now
+        elif (stopped := run_of(Path(resume))) is not None and (
+            config.out is None or Path(config.out).resolve() == stopped.resolve()
+        ):
+            resume = str(stopped)  # newer checkpoints may exist by now
     with ranks.together():
         beginning = _find_beginning(config, resume, overwrite, ranks)
     try:
@@ -89,6 +92,30 @@ def set_up(
         raise
     with ranks.together(), run.folder.released_on_error():
         return _begin(run, beginning, overwrite, late_notes)
+
+
+def _files_of(config: RunConfig) -> set[str]:
+    """The paths of the model, recipe and tokenizer files that `config` names."""
+    used: set[str] = set()
+
+    def noted(path: str) -> str:
+        used.add(path)
+        return path
+
+    with_files(config, noted)
+    return used
+
+
+def _launch() -> str:
+    """A text that is the same for all processes that one torchrun starts on this machine."""
+    return str(os.getppid())
+
+
+def _removed_by_this_launch(config: RunConfig, ranks: Ranks) -> bool:
+    """Whether --overwrite removed the earlier run before torchrun started this process again."""
+    out = Path(config.out or "")
+    removed: bool = ranks.from_main(lambda: RunFolder(out).launch == _launch())
+    return removed
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -189,8 +216,9 @@ def _begin(run: Run, beginning: Beginning, overwrite: bool, late_notes: tuple[st
     notes += late_notes
     if is_main:
         start_trackers(run.accelerator, folder.path, resumed=beginning.continues)
-        if overwrite and (removed := folder.remove()):
-            notes.append(removed)
+        if overwrite:
+            notes += filter(None, [folder.remove(_files_of(config))])
+            folder.note_launch(_launch())
         config = folder.keep_files(_with_tokenizer(run))
     checkpoint = None if resumption is None else resumption.checkpoint
     run = replace(
