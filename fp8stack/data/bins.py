@@ -64,11 +64,16 @@ def bin_segment(path: Path, vocabulary: int, end_of_text: int | None = None) -> 
 def vocabulary_of(path: Path) -> int | None:
     """The vocabulary size that llm.c's header, or nanoGPT's `meta.pkl`, gives a `.bin` file; None
     if neither is there. Raises what `characters_beside` raises."""
-    head, _ = head_and_size(path)
-    if (magic := _int32(head, 0)) in LLMC:
-        return LLMC[magic][3]
+    if (size := llmc_vocabulary_of(path)) is not None:
+        return size
     characters = None if megatron.index_of(path).exists() else characters_beside(path)
     return None if characters is None else characters.vocabulary
+
+
+def llmc_vocabulary_of(path: Path) -> int | None:
+    """The vocabulary size that llm.c's header gives a `.bin` file; None if it has none."""
+    magic = _int32(head_and_size(path)[0], 0)
+    return LLMC[magic][3] if magic in LLMC else None
 
 
 def _int32(head: bytes, index: int) -> int:

@@ -63,7 +63,10 @@ def _raise_limit_of_files() -> bool:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except ValueError:  # macOS: its hard limit is none, which it refuses as a soft one
+        return False
     return True
 
 

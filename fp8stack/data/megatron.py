@@ -50,8 +50,9 @@ def bin_of(data: str) -> Path | None:
     if `data` names no files of Megatron's. Raises a UserError if one of the two files is missing.
     """
     is_index = data.lower().endswith(".idx")
-    tokens, index = _existing(Path(data), ".bin"), Path(data)
-    if not is_index:
+    if is_index:
+        tokens, index = _existing(Path(data), ".bin"), Path(data)
+    else:
         tokens, index = Path(data + ".bin"), Path(data + ".idx")
     if not is_index and (os.path.exists(data) or not os.path.exists(index)):
         return None

@@ -79,6 +79,8 @@ def read_manifest(folder: Path) -> ShardManifest:
     try:
         return ShardManifest.model_validate(read_json(path))
     except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # such as a lack of permission: the manifest may be sound
         reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]

@@ -2,14 +2,14 @@
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from fp8stack.common.errors import UserError
 from fp8stack.data import megatron, prepared
-from fp8stack.data.bins import bin_segment, is_bin, named_splits
+from fp8stack.data.bins import bin_segment, is_bin, llmc_vocabulary_of, named_splits
 from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
 from fp8stack.data.corpus import Corpus, Segment
 from fp8stack.data.datatrove import ds_segment, is_beside_ds, is_ds
@@ -96,16 +96,19 @@ def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer 
                 "prepare` and one --tokenizer."
             )
     if tokenizers[0][1] is None and len(tokenizers) > 1:
-        _require_one_vocabulary([path for path, _ in tokenizers])
+        _require_one_vocabulary({path: _vocabulary_of_one(path) for path, _ in tokenizers})
     return tokenizers[0][1]
 
 
-def _require_one_vocabulary(paths: Sequence[str | None]) -> None:
-    """Raise a UserError if files that do not name their tokenizer record different vocabularies, as
-    llm.c's of GPT-2 and Llama 3 do."""
-    sizes = {path: size for path in paths if (size := _vocabulary_of_one(path)) is not None}
-    if len({*sizes.values()}) > 1:
-        of = " and ".join(f"{path} of {size}" for path, size in sizes.items())
+def _require_one_vocabulary(sizes: Mapping[str | None, int | None]) -> None:
+    """Raise a UserError if files that do not name their tokenizer record vocabularies of different
+    `sizes`, as llm.c's of GPT-2 and Llama 3 do."""
+    first_of_size = dict[int, str | None]()
+    for path, size in sizes.items():
+        if size is not None:
+            first_of_size.setdefault(size, path)
+    if len(first_of_size) > 1:
+        of = " and ".join(f"{path} of {size}" for size, path in first_of_size.items())
         raise UserError(f"The tokens of {of} are not the same: they cannot be mixed.")
 
 
@@ -215,16 +218,19 @@ class _Loader:
             return _named(data, train, val) if val else self._cut(data, train)
         files = path / "train.bin", path / "val.bin"
         if all(map(os.path.exists, files)):
-            first, second = (Corpus(name=str(file), segments=self._bins([file])) for file in files)
-            return first, second
+            first, second = self._bins(files)
+            return (
+                Corpus(name=str(files[0]), segments=(first,)),
+                Corpus(name=str(files[1]), segments=(second,)),
+            )
         return self._folder(data)
 
     def _cut(self, name: str, segments: Segments) -> tuple[Corpus, Corpus]:
         corpus = Corpus(name=name, segments=segments)
         return _named(name, *corpus.split(len(corpus) - int(len(corpus) * self.held_out)))
 
-    def _bins(self, paths: list[Path]) -> Segments:
-        _require_one_vocabulary([str(path) for path in paths])
+    def _bins(self, paths: Sequence[Path]) -> Segments:
+        _require_one_vocabulary({str(path): llmc_vocabulary_of(path) for path in paths})
         return tuple(bin_segment(path, self.vocabulary, self.end_of_text) for path in paths)
 
     def _tables(self, name: str, paths: list[Path]) -> Segments:
@@ -261,7 +267,8 @@ class _Loader:
             )
         if bins:
             if named := named_splits(bins):
-                return _named(data, *map(self._bins, named))
+                segments = self._bins([path for split in named for path in split])
+                return _named(data, segments[: len(named[0])], segments[len(named[0]) :])
             segments = self._bins(bins)
         elif datatrove:  # an empty one is of a task without documents
             segments = tuple(ds_segment(path) for path in datatrove if not is_empty(path))

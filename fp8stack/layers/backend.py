@@ -25,6 +25,7 @@ from fp8stack.layers.linear import (
     plain_linear,
 )
 from fp8stack.layers.operands import Draws, LayerOperands
+from fp8stack.layers.passes import device_of
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import ComputeDtype
@@ -195,7 +196,7 @@ class Backend:
         cache quantized weights."""
         model.stochastic_rounding = self.draws  # type: ignore[assignment]
         if self.draws.layers:
-            model.register_forward_pre_hook(self._move_draws)
+            model.register_forward_pre_hook(self._move_draws, with_kwargs=True)
         if self.delayed is not None:
             self.delayed.attach(model)
         elif self.caches_weights:
@@ -223,10 +224,11 @@ class Backend:
     def before_all_gather(self) -> None:
         """Called on all ranks before each pass of a model that is sharded by FSDP2."""
 
-    def _move_draws(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        device = next(model.parameters()).device
-        if device.type != "meta":
-            self.draws.move(device)
+    def _move_draws(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+    ) -> None:
+        counter = next(iter(self.draws.layers.values())).counter
+        self.draws.move(device_of(model, (args, kwargs), counter.device))
 
     def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())

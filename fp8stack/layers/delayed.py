@@ -29,7 +29,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.common.formats import Quantizer
 from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.kernels.replay import Replayed
-from fp8stack.layers.passes import Pass, Passes
+from fp8stack.layers.passes import Pass, Passes, device_of
 from fp8stack.layers.shared_amaxes import (
     SharedAmaxes,
     _reduce_amaxes,
@@ -38,6 +38,7 @@ from fp8stack.layers.shared_amaxes import (
 )
 from fp8stack.layers.weight_changes import WeightChanges
 from fp8stack.numerics import AmaxHistory
+from fp8stack.numerics.amax_history import moved
 from fp8stack.numerics.cast import record_amax
 from fp8stack.numerics.fused import needs_operator
 
@@ -231,7 +232,7 @@ class DelayedScaling:
             self.move(device)
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
         model.delayed_scaling = self  # type: ignore[assignment]
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, always_call=True)
 
     def _bind(self) -> None:
@@ -383,21 +384,23 @@ class DelayedScaling:
             return []
         return [name for name, slot in self.slots.items() if slot.operand != "grad_output"]
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         compiling = torch.compiler.is_compiling()
         if not compiling and (recomputed := self.recomputed_pass) is not None:
             self._begin_recompute(recomputed, model.training and torch.is_grad_enabled())
             return
         if not compiling:
             self._restore_scales()  # still to do if a backward pass failed
-        device = next(model.parameters()).device
-        if device.type != "meta":  # as accelerate leaves what it offloads
-            self.move(device)
+        device = device_of(model, (args, kwargs), self.first.device)
+        self.move(device)
         self.copy_amaxes_in()
         if self._due_slots() != []:
             self._update(self._due_slots())
         self._forward_due = self._update_requested = False
-        self._records = model.training and torch.is_grad_enabled()
+        on_meta = device.type == "meta" and not self.first.is_meta  # computes no amaxes
+        self._records = model.training and torch.is_grad_enabled() and not on_meta
         self._pending = self._records or self._pending
         self._pending_applied = self._pending_applied and not self._records
         if self._records and not compiling:
@@ -511,16 +514,19 @@ class DelayedScaling:
             self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
-        """Move the state to `device`."""
+        """Move the state to `device`. It goes to meta only while there are no amaxes to lose, and
+        begins anew from there."""
         if self.history.history.device == device:
+            return
+        if device.type == "meta" and not self.history.is_new:
             return
         with torch.inference_mode(False):
             self.history.to(device)
             self._passes.reserve(self.history.scales)
-            self.weights.flag = self.weights.flag.to(device)
-            self.first = self.first.to(device)
-            self.discarded = self.discarded.to(device)
-            self.weight_scales = self.weight_scales.to(device)
+            self.weights.flag = moved(self.weights.flag, device, 1)
+            self.first = moved(self.first, device, 1)
+            self.discarded = moved(self.discarded, device, 0)
+            self.weight_scales = moved(self.weight_scales, device, 1)
             self._bind()
 
 

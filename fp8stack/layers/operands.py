@@ -16,6 +16,7 @@ from fp8stack.common.quantizer_table import Operand, Quantizers
 from fp8stack.layers.delayed import Slots
 from fp8stack.layers.shared_amaxes import several_ranks
 from fp8stack.numerics import RandomBits
+from fp8stack.numerics.amax_history import moved
 
 
 class Draws:
@@ -36,12 +37,17 @@ class Draws:
         return self.layers.setdefault(path, LayerDraws(self.seed, path, groups))
 
     def move(self, device: torch.device) -> None:
-        """Move the counters to `device`."""
+        """Move the counters to `device`; to meta only while they are 0, which they are again when
+        they return."""
         for layer in self.layers.values():
-            if layer.counter.device != device:
-                with torch.inference_mode(False):
-                    layer.counter = layer.counter.to(device)
-                    layer.stream = layer.stream.to(device)
+            if layer.counter.device == device or (device.type == "meta" and layer.counter):
+                continue
+            with torch.inference_mode(False):
+                layer.counter = moved(layer.counter, device, 0)
+                stream = layer.stream
+                if stream.is_meta:
+                    stream = torch.as_tensor(layer.first_stream, device="cpu")
+                layer.stream = stream.to(device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module path>.draws` by layer, int64 and 0-dim, copies."""
@@ -82,13 +88,13 @@ class LayerDraws:
             self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
             # A tensor, so that code compiled for one layer is reused for all layers like it.
             self.stream = torch.tensor(stream, device="cpu")
-        self._stream = self.stream if isinstance(stream, list) else stream
+        self.first_stream = self.stream if isinstance(stream, list) else stream
 
     def bits(self, name: Operand, across: bool, rows: int, start: int = 0) -> RandomBits:
         """Random bits for the row copy or, if `across`, the column copy of an operand of `rows`
         rows, those of all groups; of groups, the stream is a vector. The bits begin at the row
         `start`. Each rank draws the bits of its own rows of the global batch."""
-        stream = self.stream if torch.compiler.is_compiling() else self._stream
+        stream = self.stream if torch.compiler.is_compiling() else self.first_stream
         stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
         return RandomBits(self._seed, stream, self.counter, first_row + start)

@@ -8,13 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from fp8stack.common.errors import UserError
 
 LIMIT = 256
 """The number of passes whose scales are stored, in 8 bytes per slot and pass."""
+
+
+def device_of(model: nn.Module, inputs: object, state: torch.device) -> torch.device:
+    """The device of a forward pass of `model`, whose FP8 state is on the device `state`. Offloaded
+    weights are on meta until their layer is called: the inputs tell it then, unless they are on the
+    CPU and yet to be moved."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        devices = [x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        return next((device for device in devices if device.type != "cpu"), state)
+    return device
 
 
 @dataclass(eq=False)

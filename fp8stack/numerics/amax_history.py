@@ -17,6 +17,11 @@ from fp8stack.common.formats import AmaxAlgorithm, Quantizer
 from fp8stack.numerics.cast import FLT_MAX, record_amax
 
 
+def moved(x: Tensor, device: torch.device | str, first: float) -> Tensor:
+    """`x` on `device`; from meta, which holds no values, filled with its `first` value."""
+    return torch.full_like(x, first, device=device) if x.is_meta else x.to(device)
+
+
 class AmaxHistory:
     """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
     [slots]`, both float32.
@@ -90,6 +95,11 @@ class AmaxHistory:
         """The names of the slots, in the order of the columns."""
         return list(self._column)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no amax yet, and all scales are 1."""
+        return not (self.history.any() or self.all_recorded.any() or (self.scales != 1).any())
+
     def extend(
         self,
         slots: Mapping[str, str | Quantizer],
@@ -145,11 +155,12 @@ class AmaxHistory:
                 self._vectors[name] = slice(self._column[slot], self._column[slot] + len(members))
 
     def to(self, device: torch.device | str) -> AmaxHistory:
-        """Move the state to `device`; in place, like `nn.Module.to`."""
-        self.history = self.history.to(device)
-        recorded = self.all_recorded.to(device)
+        """Move the state to `device`; in place, like `nn.Module.to`. From meta, which holds no
+        values, it begins anew."""
+        self.history = moved(self.history, device, 0)
+        recorded = moved(self.all_recorded, device, 0)
         self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())
-        self.scales = self.scales.to(device)
+        self.scales = moved(self.scales, device, 1)
         self._rules = _Rules.of(self._quantizers, self.history)
         self._chosen.clear()
         return self

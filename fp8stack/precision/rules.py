@@ -30,6 +30,7 @@ from fp8stack.precision.other_gpus import no_fp8_units
 from fp8stack.precision.plan import BackendName, OfBackend, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 from fp8stack.precision.torch_gemms import (
+    NO_GEMM,
     SLOW_GEMM,
     gemms_in_words,
     is_older,
@@ -260,7 +261,7 @@ def _resolve_fp8(
             this = no_fp8_units(kind) if bits == 8 else f"this is {kind}"
             lacking = f"{recipe.name} needs an FP{bits} GPU of NVIDIA, {this}"
         if not any(kernels_of(quantizers).values()):
-            lacking = f"no GEMM of any GPU takes the operands of {recipe.name}"
+            lacking = NO_GEMM
         problem = unable.get(backend, without_hardware(quantizers) or lacking)
         if not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"

@@ -125,7 +125,7 @@ class _Loop:
             config.accumulate,
             keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
             draws=run.backend.draws,
-            log_rows=max(LOG_ROWS, config.log_every),
+            log_rows=max(LOG_ROWS, min(config.log_every, config.steps)),
         )
         self.saver = Saver(
             run.folder.checkpoints,
@@ -330,6 +330,8 @@ class _Loop:
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:
                 run.folder.complete_metrics(run.step, {"val_loss": loss})
+                run.accelerator.log({"val_loss": loss}, step=run.step)
+                self.display.note(f"step {run.step}: validation loss {loss:.4f}")
         self.phases.judge(run.step, self.loss_in)
 
     def evaluate(self) -> float | None:

@@ -47,7 +47,7 @@ def use_threads(count: int | None) -> None:
     limit = cores()
     if not 1 <= count <= limit:
         raise UserError(
-            f"threads {count}: this machine has {limit} cores. Give 1 to {limit}, or leave it out."
+            f"threads {count}: this machine has {limit} cores. Give --threads 1 to {limit}."
         )
     import torch
 

@@ -20,6 +20,8 @@ from fp8stack.planning.run_config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware, doctor
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import load_recipe
+from fp8stack.trained import generate as trained_generate
+from fp8stack.trained.generate import GenerationOptions
 from fp8stack.training.memory_check import Footprint
 from tests.conftest import TINY, refusal
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
@@ -187,6 +189,16 @@ def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "run.toml").open("wb") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
     assert "is too large" in refusal(read_toml, tmp_path / "run.toml")
+
+
+def test_the_byte_order_mark_of_a_prompt_file_is_no_part_of_the_prompt(
+    command, tmp_path, monkeypatch
+):
+    requests: list[GenerationOptions] = []
+    monkeypatch.setattr(trained_generate, "write", requests.append)
+    (tmp_path / "prompt.txt").write_text("Once upon", encoding="utf-8-sig")
+    assert command("generate", "run", "--prompt-file", "prompt.txt") == 0
+    assert [request.prompt for request in requests] == ["Once upon"]
 
 
 def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():

@@ -18,9 +18,10 @@ import pytest
 
 from fp8stack.common.errors import UserError
 from fp8stack.data import Corpus, StepBatches, load_corpora, parquet, tokenizer_of
-from fp8stack.data.tokenizer import load_tokenizer
+from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import refusal as refused_by
 from tests.data.test_sources import refusal
+from tests.data.tokenizer.test_tokenizer import of_characters
 from tests.support.data_writers import write_llmc, write_megatron, write_prepared
 
 Change = Callable[[Path], object]
@@ -72,6 +73,19 @@ def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path):
     assert [len(split) for split in load_corpora(str(tmp_path), 300)] == [18, 2]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("a.bin", "b.bin"), ("train.bin", "val.bin"), ("a_train_0.bin", "a_val_0.bin")],
+    ids=["a folder", "a pair", "llm.c's names"],
+)
+def test_llmc_files_of_two_tokenizers_are_not_joined(tmp_path, names):
+    first, second = (tmp_path / name for name in names)
+    write_llmc(first, [1] * 9)
+    write_llmc(second, [1] * 9, llama=True)
+    message = refusal(tmp_path, 130_000)
+    assert f"{first} of 50257 and {second} of 128256 are not the same" in message
+
+
 def _header(*fields: int) -> bytes:
     return struct.pack("<256i", *fields, *[0] * (256 - len(fields)))
 
@@ -109,6 +123,16 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, s
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
     assert train.segments[0].mapped
+
+
+def test_a_megatron_pair_may_have_its_suffixes_in_capitals(tmp_path):
+    prefix = write_megatron(tmp_path / "web", SEQUENCES)
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").rename(f"{prefix}{suffix.upper()}")
+    for data in (f"{prefix}.IDX", f"{prefix}.BIN", str(tmp_path)):
+        splits = load_corpora(data, 256, held_out=0.3)
+        assert everything(splits) == list(range(1, 11))
+        assert all(split.has_documents for split in splits)
 
 
 def test_a_folder_of_megatron_pairs_is_joined(tmp_path):
@@ -411,6 +435,20 @@ def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_ar
     bin_file = write_llmc(tmp_path / "t" / "b.bin", [1])
     for path in (prefix, f"{prefix}.idx", f"{prefix}.bin", bin_file, tmp_path / "t"):
         assert tokenizer_of(str(path)) is None
+
+
+def test_text_of_a_tokenizer_with_few_tokens_needs_no_vocabulary_for_bytes(tmp_path):
+    text, table = tmp_path / "in" / "a.txt", tmp_path / "a.parquet"
+    text.parent.mkdir()
+    text.write_text("abba" * 5)
+    write_parquet(table, {"text": ["abba" * 5]})
+    few = tokenizer_from_json(of_characters("ab"))
+    for data in (text, text.parent, table):
+        splits = load_corpora(str(data), 2, texts=few)
+        assert everything(splits) == [0, 1, 1, 0] * 5
+        for texts in (None, load_tokenizer("bytes")):
+            message = refusal(data, 2, texts=texts)
+            assert "do not fit a vocabulary of 2" in message
 
 
 def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path):

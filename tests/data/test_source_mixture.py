@@ -195,6 +195,7 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("text " * 99)
     write_llmc(tmp_path / "bin.bin", [7] * 99)
+    write_llmc(tmp_path / "llama.bin", [7] * 99, llama=True)
     for name, word in (("a", "x"), ("b", "y"), ("c", "x")):
         write_prepared(tmp_path / name, [[[1] * 50]], tokenizer=json_of_tokenizer(word))
     of_bytes = load_tokenizer("bytes")
@@ -208,6 +209,7 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monke
         ("1:a,1:c,1:b", "c is of the tokenizer made up ("),
         ("1:text,2:bin.bin", "text is of the tokenizer bytes ("),
         ("1:text,2:bin.bin", "and bin.bin is of a tokenizer that it does not name: they cannot"),
+        ("1:bin.bin,2:llama.bin", "of bin.bin of 50257 and llama.bin of 128256 are not the same"),
     ):
         message = refusal(load_corpora, data, 256)
         assert "cannot be mixed" in message

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -40,7 +42,7 @@ def write_bin(path: Path, tokens: object) -> Path:
     return path
 
 
-def refusal(data: object, vocabulary: int = GPT2, **options: float) -> str:
+def refusal(data: object, vocabulary: int = GPT2, **options: Any) -> str:
     """The message with which `data` is refused."""
     return refused_by(load_corpora, str(data), vocabulary, **options)
 
@@ -217,6 +219,29 @@ def test_a_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for data in (tmp_path, tmp_path / "pipe"):
         assert "pipe is not a regular file" in refusal(data)
+
+
+def test_the_limit_of_open_files_is_raised_where_it_can_be(tmp_path, monkeypatch):
+    path, limits, memmap = write_bin(tmp_path / "a.bin", [7]), [(3, 9)], np.memmap
+
+    def mapped(*arguments: Any, **options: Any) -> Any:
+        if limits[-1][0] < 9:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return memmap(*arguments, **options)
+
+    def refuses(*arguments: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(np, "memmap", mapped)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert corpus.map_tokens(path, "<u2").tolist() == [7]
+    assert limits == [(3, 9), (9, 9)]
+    monkeypatch.setattr(resource, "setrlimit", refuses)
+    for unraisable in ((3, 9), (3, 3)):
+        limits.append(unraisable)
+        message = refused_by(corpus.map_tokens, path, "<u2")
+        assert "a.bin: Too many open files. Check the file, and `ulimit -n`" in message
 
 
 @pytest.mark.parametrize("name", ["a.bin", ""])

@@ -7,7 +7,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
+from torch.func import functional_call
 
 from fp8stack import numerics
 from fp8stack.common.errors import UserError
@@ -35,6 +37,7 @@ from tests.support.backend_models import (
     recorded,
     same,
     scales,
+    tokens,
     train,
 )
 from tests.support.cases import case
@@ -263,6 +266,34 @@ def test_a_move_to_another_device_in_inference_leaves_the_state_trainable():
     history = up.delayed.history
     assert history.history.device.type == "meta"
     assert not history.history.is_inference()
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [*DELAYED[:2], ("nvfp4", "emulate")])
+def test_a_pass_of_weights_on_meta_leaves_the_state_to_later_passes(recipe, backend):
+    model, twin = gpt(recipe, backend), gpt(recipe, backend)
+    x = tokens().to("meta")
+    on_meta = {name: weight.to("meta") for name, weight in model.named_parameters()}
+    for step in range(3):  # before the first, there is no amax to lose
+        before = fp8_state(model)
+        assert functional_call(model, on_meta, (x, x)).is_meta
+        assert step == 0 or same(fp8_state(model), before)
+        assert train(model, [step]) == train(twin, [step])
+    assert same(fp8_state(model), fp8_state(twin))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_state_stays_where_it_is_if_the_weights_are_offloaded(by_name):
+    shape = {"positions": "rope", "norm": "rmsnorm", "bias": False}  # no weight without a call
+    model, twin = gpt(model=shape), gpt(model=shape)
+    for trainee in (model, twin):
+        train(trainee, range(2))
+    cpu_offload(model, execution_device="cpu")
+    assert next(model.parameters()).is_meta
+    x, before = tokens(), fp8_state(model)
+    with torch.no_grad():
+        logits = model(tokens_BT=x) if by_name else model(x)
+        assert torch.equal(logits, twin(x))
+    assert same(fp8_state(model), before)
 
 
 def test_the_state_moves_with_the_model_before_code_is_compiled_that_cannot_move_it(monkeypatch):

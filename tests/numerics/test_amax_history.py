@@ -198,6 +198,9 @@ def test_to_moves_the_state_in_place():
     history = AmaxHistory({"x": "e4m3"}, length=2)
     assert history.to("meta") is history
     assert {t.device.type for t in history.state_dict().values()} == {"meta"}
+    history.to("cpu")  # where it begins anew
+    assert trace(history, [7.0]) == [64.0]
+    assert rows(history) == [0.0, 7.0]
 
 
 def test_a_history_without_slots_does_nothing():
@@ -264,6 +267,9 @@ def test_bad_arguments_are_refused():
     history = AmaxHistory({"x": "e4m3"})
     with pytest.raises(UserError, match="length 0"):
         AmaxHistory(length=0)
+    for length in (2**21, 4.0):
+        with pytest.raises(UserError, match="The length of an amax history is a whole number from"):
+            AmaxHistory(length=length)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="No amax algorithm 'mean'"):
         AmaxHistory(algorithm="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="No format 'e8m0'"):

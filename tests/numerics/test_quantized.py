@@ -309,6 +309,20 @@ def test_a_scale_is_one_float32(function):
             function(x, quantizer, 1, scale=scale)
 
 
+def test_a_scale_on_another_device_is_refused_in_place_of_a_read_of_its_address():
+    for quantizer in (Quantizer(), Quantizer(amax="delayed")):
+        with pytest.raises(ValueError, match="a tensor on the CPU is on meta"):
+            round_to(torch.ones(4, 64), quantizer, 1, scale=torch.ones((), device="meta"))
+
+
+@pytest.mark.parametrize("function", [quantize, round_to])
+def test_a_counter_is_int64(function):
+    """Compiled casts read eight bytes."""
+    quantizer, counter = Quantizer(rounding="stochastic"), torch.tensor(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="needs a generator with an int64 counter"):
+        function(torch.ones(4, 64), quantizer, 1, replace(DRAWN, counter=counter))
+
+
 def test_rounding_needs_a_matrix():
     for x in (torch.ones(64), torch.ones(2, 4, 64)):
         with pytest.raises(ValueError, match="is no matrix"):

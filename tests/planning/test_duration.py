@@ -25,8 +25,10 @@ def plan(recipe: str, capability: str = "9.0") -> Any:
     return plan_for(MODEL, recipe, machine_for(capability, False))
 
 
-def duration(*phases: tuple[str, float], gpus: int = 4, price: float | None = None) -> Any:
-    config = parse_config(None, FLAGS)
+def duration(
+    *phases: tuple[str, float], gpus: int = 4, price: float | None = None, **flags: Any
+) -> Any:
+    config = parse_config(None, FLAGS | flags)
     planned = [(plan(recipe), share) for recipe, share in phases]
     return predict_duration(config, MODEL, 256, planned, GPU, gpus=gpus, tokens=10**9, price=price)
 
@@ -41,8 +43,30 @@ def test_a_step_is_its_micro_batches_and_one_optimizer_step():
     assert predicted.tokens_per_s == pytest.approx(64 * 256 / step_s)
     assert predicted.cost == pytest.approx(predicted.seconds / 3600 * 4 * 2.5)
     assert predicted.data_bytes == 2 * 10**9  # 50,257 tokens fit uint16
-    assert predicted.checkpoint_bytes == 12 * MODEL.parameters() * 3
     assert duration(("delayed", 1.0)).cost is None
+
+
+def test_fsdp_shares_out_the_optimizer_and_checkpointing_takes_time():
+    optimizer_ms = predict(MODEL, plan("delayed"), GPU, batch=8, context=256).parts_ms["optimizer"]
+    ddp, fsdp = (duration(("delayed", 1.0), parallel=parallel) for parallel in ("ddp", "fsdp"))
+    saved_s = ddp.steps * 3 / 4 * optimizer_ms / 1000  # of four GPUs
+    assert ddp.seconds - fsdp.seconds == pytest.approx(saved_s)
+    block = duration(("delayed", 1.0), activation_checkpointing="block")
+    assert ddp.seconds < block.seconds < 1.4 * ddp.seconds
+
+
+def test_checkpoints_hold_the_weights_and_the_state_of_the_optimizer():
+    def bytes_of(**flags: Any) -> float:
+        return float(duration(("delayed", 1.0), **flags).checkpoint_bytes) / 3  # two, and one more
+
+    count, shapes = MODEL.parameters(), MODEL.parameter_shapes()
+    assert bytes_of() == bytes_of(optimizer="adamw") == 12 * count + 4 * len(shapes)
+    assert bytes_of(optimizer="sgd") == 8 * count
+    assert bytes_of(optimizer="sgd", momentum=0.0) == 4 * count
+    matrices = [s for name, s in shapes.items() if name.startswith("blocks.") and len(s) == 2]
+    in_8_bit = sum(map(math.prod, matrices))  # two moments of a byte, and scales
+    assert bytes_of(optimizer="adamw8bit") == pytest.approx(12 * count - 6 * in_8_bit, rel=0.01)
+    assert bytes_of(keep_checkpoints=5) == 2 * bytes_of()
 
 
 def test_phases_count_by_their_share_of_the_steps():
@@ -57,7 +81,8 @@ def test_the_sentences_name_the_prediction_and_what_it_leaves_out():
         "Predicted, not measured: 1,000,000,000 tokens in 61,036 steps on 4 H100"
     )
     assert "at $2.5 per GPU hour" in first
-    assert "communication, evaluations and checkpoints are not counted" in first
+    not_counted = "communication, evaluations and the writing of checkpoints are not counted"
+    assert not_counted in first
     assert disk.startswith("Disk: tokens 2.0 GB, checkpoints ")
 
 

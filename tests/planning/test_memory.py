@@ -20,7 +20,7 @@ from fp8stack.layers.kernels.activations import ACTIVATIONS
 from fp8stack.layers.linear import QuantizedLinear
 from fp8stack.model.config import Experts, GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.planning.estimate import PhaseEstimate
+from fp8stack.planning.estimate import Answer, PhaseEstimate, memory_of
 from fp8stack.planning.memory import Setting, estimate, optimizer_bytes
 from fp8stack.planning.operations import casts_of, operations_of
 from fp8stack.planning.run_config import OptimizerName, RunConfig
@@ -385,6 +385,8 @@ def test_fsdp_gathers_weights_in_fp8_where_the_bytes_are_those_of_the_full_weigh
     assert bytes_of("current", **no_wgrad) == one_byte
     assert bytes_of("current", backward="high_precision") >= in_float32  # a padded head
     assert bytes_of("rowwise_wgrad_hp", weight={"fprop": {"block": "tensor"}}) == one_byte
+    # A head in FP8 is gathered in float32, whatever its scales are.
+    assert bytes_of("current", head=True) == bytes_of("delayed", head=True) >= one_byte
 
 
 def test_savings_are_an_average_over_the_phases_and_the_peak():
@@ -457,6 +459,43 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(estimated, command, capsys)
     floor = f"{uncheckpointed['floor'] / 1e9:.1f} GB"
     for piece in ("No batch fits into 12.00 GiB", floor, "--parallel fsdp", "adamw8bit"):
         assert piece in printed
+
+
+@pytest.mark.parametrize(
+    ("room", "keys", "checkpointing", "ways"),
+    [
+        (-1, {}, "none", ["--optimizer adamw8bit", "shards of the model: --ranks N"]),
+        (-1, {"optimizer": "adamw8bit"}, "none", ["shards of the model: --ranks N"]),
+        (-1, {"ranks": 2, "parallel": "fsdp"}, "block", ["--optimizer adamw8bit", "more --ranks"]),
+        (1, {}, "selective", ["a shorter --context", "--activation-checkpointing block"]),
+        (1, {"ranks": 2, "parallel": "ddp"}, "block", ["a shorter --context", "shards of the"]),
+        (1, {"parallel": "fsdp"}, "block", ["a shorter --context", "more --ranks"]),
+    ],
+)
+def test_advice_names_nothing_that_is_set_already(room, keys, checkpointing, ways):
+    setting = build("gpt2", "fp32", checkpointing=checkpointing)[1]
+    estimates = {checkpointing: estimate(setting)}
+    answer = Answer(
+        run={"optimizer": "adamw"} | keys,
+        checkpointing=checkpointing,
+        phases=(PhaseEstimate(name="", steps=1, plan=setting.plan, estimates=estimates),),
+        fp32_peak=1,
+        recipes={},
+        memory=estimates[checkpointing].floor + room,
+    )
+    advice = answer.remedy().partition("Use more memory, a smaller model, ")[2]
+    assert all(way in advice for way in ways)
+    settled = {"adamw8bit": keys.get("optimizer"), "fsdp": keys.get("parallel")}
+    settled["block"] = checkpointing
+    assert not any(name in advice for name, key in settled.items() if name == key)
+
+
+def test_a_gpu_that_is_named_stands_for_no_other():
+    assert memory_of(Hardware("cuda", (9, 0), name="NVIDIA H200")) == (141 * 10**9, "H200")
+    memory, name = memory_of(Hardware("cuda", (9, 0)))
+    assert memory is not None
+    assert name.endswith(", which stands for compute capability 9.0; others: --memory")
+    assert memory_of(CPU) == (None, "")
 
 
 def test_the_active_parameters_of_a_mixture_are_told(estimated):
@@ -538,7 +577,7 @@ def test_torch_keeps_fp8_weights_of_experts_and_gathers_them_in_float32(recipe):
     saved = 4 * elements - (in_fp8 if recipe == "rowwise" else elements)
     head = setting.plan.layer("lm_head")
     in_bf16 = 0 if config.tied else 2 * head.in_features * head.out_features
-    gradient = 4 * math.prod(shapes["embedding.weight"])
+    gradient = 4 * head.in_features * head.out_features  # padded
     assert fsdp.gathered == root + gradient + 3 * last - 2 * saved - in_bf16
 
 

@@ -370,6 +370,32 @@ def test_an_fp8_head_computes_the_logits_of_chunks_twice_and_adds_up_its_gradien
     assert added > 3 * 4 * elements
 
 
+def test_checkpointing_does_the_forward_pass_of_the_blocks_again():
+    plain, block, selective = (
+        seconds(at(FLOPS, recipe="delayed", checkpointing=kind))
+        for kind in ("none", "block", "selective")
+    )
+    # A third of the GEMMs' operations, and two sevenths of attention's, are of the forward pass.
+    again = {"GEMMs": plain["GEMMs"] * 4 / 3, "attention": plain["attention"] * 9 / 7}
+    assert block == pytest.approx(plain | again)
+    assert selective == plain
+    plain, selective = (
+        seconds(at(BYTES, recipe="delayed", checkpointing=kind)) for kind in ("none", "selective")
+    )
+    changed = {name for name in PARTS if selective[name] != plain[name]}
+    assert changed == {"norms, elementwise"}
+
+
+@pytest.mark.parametrize("model", ["gpt2-1.5b", "llama-8b"])
+def test_checkpointing_makes_the_passes_of_a_large_model_longer(model):
+    passes = {}
+    for kind in ("none", "selective", "block"):
+        got = at(achievable(H200), model, batch=4, context=1024, checkpointing=kind)
+        passes[kind] = got.step_ms - got.parts_ms["optimizer"]
+    assert 1 < passes["selective"] / passes["none"] < 1.1
+    assert 1.2 < passes["block"] / passes["none"] < 1.4
+
+
 def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
     plain, fp8 = at(FLOPS), at(dataclasses.replace(FLOPS, fp8=2.0), recipe="delayed")
     assert fp8.parts_ms["head and loss"] == plain.parts_ms["head and loss"]

@@ -845,6 +845,10 @@ def test_a_cuda_device_has_a_capability():
         Hardware("cuda")
 
 
+def test_a_cpu_has_no_capability():
+    assert "A CPU has no compute capability" in refusal(Hardware, capability=(9, 0))
+
+
 def test_hardware_is_never_mutated():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Hardware().has_te = True  # type: ignore[misc]

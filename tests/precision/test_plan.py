@@ -22,6 +22,7 @@ from fp8stack.precision import (
     assumed,
     auto_recipe,
     load_recipe,
+    recipe_from_json,
     resolve,
     rules,
 )
@@ -117,7 +118,7 @@ mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!  
 rowwise  em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        torch        torch      torch
 nvfp4*   em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        torch
 bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
-fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
+fp16     fp16? fp16?     fp32!  fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
 fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32         fp32         fp32       fp32
 tf32     fp32! fp32!     fp32!  fp32!  fp32!  tf32   tf32   tf32         tf32         tf32       tf32
 """  # noqa: E501
@@ -305,6 +306,14 @@ def test_te_and_the_version_of_torch_matter_to_fp8_on_a_gpu_alone(recipe):
         if recipe in PLAIN or machine.capability is None:
             plans = {software: resolve(recipe, having(machine, software)) for software in SOFTWARE}
             assert plans == dict.fromkeys(SOFTWARE, resolve(recipe, machine))
+
+
+def test_fp16_needs_a_gpu_that_is_fast_in_it():
+    plan = resolve("fp16", gpu(6, 1))
+    assert (plan.recipe.name, plan.compute_dtype, plan.native) == ("fp32", "fp32", False)
+    assert plan.reasons == (
+        "fp16 needs compute capability 7.0, this is compute capability 6.1: fp32",
+    )
 
 
 @pytest.mark.parametrize(
@@ -1022,6 +1031,16 @@ def test_no_layer_of_a_plain_recipe_is_in_fp8(recipe):
     assert left_out(plan) == set(shapes())
 
 
+def test_a_layer_without_a_quantized_operand_is_in_the_compute_dtype():
+    none = dict.fromkeys(("input", "weight", "grad_output"), "none")
+    recipe = changed("current", layers=[{"match": "*.mlp.down", **none}])
+    plan = resolve(recipe, H100).for_layers(shapes(1))
+    assert left_out(plan) == {"blocks.0.mlp.down", "lm_head"}
+    layer = plan.layer("blocks.0.mlp.down")
+    assert (layer.precision, layer.quantizers) == ("bf16", None)
+    assert recipe_from_json(recipe.to_json(), "here") == recipe
+
+
 @pytest.mark.parametrize("over", [{"exclude": ("*.none",)}, {"exclude_first_blocks": 99}], ids=str)
 def test_a_recipe_that_fell_back_has_no_fp8_layers_and_checks_no_exclusion(over):
     plan = layered(A100, **over)
@@ -1630,6 +1649,21 @@ def test_a_router_stays_as_it_is_in_half_precision_too(machine):
 )
 def test_the_summary_starts_with_what_was_asked_and_what_runs(recipe, machine, backend, first):
     assert resolve(recipe, machine, backend).summary()[0] == f"plan: {first}"
+
+
+def test_gemms_by_bf16_do_not_count_as_the_units_that_run():
+    plan = resolve(changed("mxfp8", grad_output={"format": "e3m2"}), B200, "torch")
+    assert "fprop runs in FP8, dgrad and wgrad by bf16 GEMMs" in sentences(plan)
+    assert plan.units == "fp8"
+    assert plan.summary()[0] == "plan: mxfp8, FP8 GEMMs by torch's scaled_mm, on cuda"
+    assert resolve("nvfp4", B200, "torch").units == "fp4"
+
+
+@pytest.mark.parametrize("machine", [CPU, AMD], ids=str)
+def test_no_gpu_is_asked_for_that_no_backend_has_a_gemm_for(machine):
+    for recipe in ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"):
+        assert f"{NO_GEMM}: emulated" in sentences(resolve(recipe, machine))
+    assert "nvfp4 needs an FP4 GPU" in sentences(resolve("nvfp4", machine))
 
 
 # Values

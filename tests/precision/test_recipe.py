@@ -502,12 +502,18 @@ def test_a_short_form_that_no_quantizer_has_a_field_for_is_refused(write, like):
         assert message.startswith(f"recipe 'mine': {key} changes nothing: no quantizer ")
 
 
+NO_OPERANDS = 'input = "none"\nweight = "none"\ngrad_output = "none"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("# nothing but a comment\n", "it has no quantizer. Begin with a key"),
-        ('like = "bf16"\nhead = true\n', "head, router, exclude and layers need quantizers"),
-        ('like = "bf16"\nrouter = true\n', "head, router, exclude and layers need quantizers"),
+        ('like = "bf16"\nhead = true\n', "head, router, exclude, exclude_first_blocks, "),
+        ('like = "bf16"\nrouter = true\n', "and layers need quantizers, and it has none"),
+        ('like = "bf16"\nexclude_first_blocks = 1\n', "need quantizers, and it has none"),
+        ('like = "bf16"\nexclude_last_blocks = 1\n', "need quantizers, and it has none"),
+        (f'like = "current"\n{NO_OPERANDS}', "it has no quantizer. Begin with a key"),
         ('like = "delayed"\ncompute_dtype = "fp16"\n', "compute_dtype is bf16 or fp32, not fp16"),
         ('like = "mxfp8"\ncompute_dtype = "tf32"\n', "compute_dtype is bf16 or fp32, not tf32"),
         ('scaling = "delayed"\n', "No key 'scaling'. Did you mean 'like'?"),

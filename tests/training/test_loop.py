@@ -370,3 +370,18 @@ def test_the_last_evaluation_has_its_own_number_of_windows(tmp_path):
                 small.run.folder.release()
         assert losses["few"] != losses["many"]
         assert losses["both"] == losses["few" if step == 2 else "many"]
+
+
+def test_a_step_that_was_taken_again_is_evaluated_though_it_was_before_the_roll_back(tmp_path):
+    small = SmallLoop(tmp_path / "r", "fp32", eval_every=4)
+    small.advance(4)
+    before = metrics(tmp_path / "r")[-1]
+    rows = [
+        {"step": 4, "event": "rollback", "why": "", "to_step": 3},
+        {"step": 4, "loss": before["loss"]},  # the run was killed before it evaluated
+    ]
+    for row in rows:
+        small.run.folder.append_metrics(row)
+    small.loop.evaluate_if_interrupted()
+    rows[1]["val_loss"] = before["val_loss"]
+    assert metrics(tmp_path / "r")[-3:] == [before, *rows]

@@ -16,6 +16,7 @@ from fp8stack.common.errors import UserError
 from fp8stack.layers import fp8_state
 from fp8stack.layers.observe import fp8_parts
 from fp8stack.precision import Hardware
+from fp8stack.training import loop
 from fp8stack.training.dataloader import batches
 from fp8stack.training.guard.policy import WHOLE, Outcome
 from fp8stack.training.metrics.console import describe_run
@@ -242,10 +243,11 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     assert changed(with_recipe.state(), plain.state()) == []
 
 
-def harmful(folder: Path) -> SmallLoop:
-    """A loop whose FP8 variant negates the output of the last block in validation."""
+def harmful(folder: Path, *more: dict[str, Any]) -> SmallLoop:
+    """A loop whose FP8 variant negates the output of the last block in validation, with `more`
+    phases."""
     small = SmallLoop(
-        folder, "current", phases=three("bf16", {"until": 7}), calibration_steps=0,
+        folder, "current", phases=(*three("bf16", {"until": 7}), *more), calibration_steps=0,
         eval_every=2, save_every=2, steps=8,
     )  # fmt: skip
     fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
@@ -280,6 +282,20 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path):
         small = small.resumed(resume=saved, guard=guard)
         small.advance(1)
         assert small.run.plan.precision == "fp32"
+
+
+def test_after_the_phases_ended_losses_and_the_sample_are_of_the_reference(tmp_path, monkeypatch):
+    small = harmful(tmp_path / "r", {"name": "evaluation", "recipe": "current"})
+    sampled: list[Any] = []
+    monkeypatch.setattr(
+        loop, "finish", lambda run, display, variant, evaluate: sampled.append(variant)
+    )
+    assert small.go() == 0
+    assert small.run.plan.precision == "fp32"
+    row = metrics(tmp_path / "r")[-1]
+    assert (row["step"], row["val_loss"]) == (8, small.loop.loss_in(small.run.active))
+    assert row["val_loss"] != small.loop.loss_in(small.run.evaluation)
+    assert sampled == [small.run.active]
 
 
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path):
@@ -318,8 +334,8 @@ def test_a_recipe_that_does_none_stays(tmp_path):
     with patch.object(small.loop, "loss_in", wraps=small.loop.loss_in) as compared:
         small.advance(6)
     assert [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"] == []
-    # At steps 2, 4 and 6 for the row, and twice each for the comparison.
-    assert compared.call_count == 9
+    # At steps 2, 4 and 6 for the row, and twice for each comparison, but nothing follows step 6.
+    assert compared.call_count == 7
 
 
 def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path):

@@ -168,3 +168,13 @@ def test_a_folder_that_another_process_has_just_claimed_is_not_vacant(live):
     config = parse_config(None, {"recipe": "fp32"})
     assert choose_folder(config, resume=False).path.name == "gpt-nano-fp32-2"
     assert refusal(RunFolder(live).require_free).startswith("Another process trains in")
+
+
+def test_the_run_of_the_highest_number_is_resumed_though_the_first_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(None, {"recipe": "fp32"})
+    for name, last in (("2", "2"), ("10", "10"), ("9", "10"), ("old", "10")):
+        run = make_run(tmp_path / f"runs/gpt-nano-fp32-{name}", steps=20, recipe="fp32", every=0)
+        (run / "checkpoints" / "step-000020").mkdir(parents=True)  # finished
+        assert choose_folder(config, resume=True).path == Path(f"runs/gpt-nano-fp32-{last}")
+    assert choose_folder(config, resume=False).path == Path("runs/gpt-nano-fp32")

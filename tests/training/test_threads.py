@@ -71,7 +71,7 @@ def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(words, ref
     count = words.split()[-1]
     assert "threads" in error
     assert count in error or count == "two"  # an option's own words are typer's
-    assert count != "5" or "this machine has 4 cores. Give 1 to 4" in error
+    assert count != "5" or "this machine has 4 cores. Give --threads 1 to 4" in error
 
 
 # Waiting threads

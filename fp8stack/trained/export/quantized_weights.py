@@ -41,6 +41,7 @@ Inputs = Literal["dynamic", "static", "none"]
 _PACKED = frozenset(PACKED.values())
 """Packed layouts. They have the scale of a square block once for each of its rows."""
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_NO_HEAD_BY_BLOCKS = "lm_head stays out of FP8: servers read no head by blocks"
 
 
 class Scheme(NamedTuple):
@@ -101,7 +102,7 @@ def quantized_files(
         schemes[name] = _with_known_inputs(scheme, *planned[name], notes)
     head = schemes.get("lm_head")
     if head is not None and (head.format == INVERSE or head.strategy == "block"):
-        notes.append("lm_head stays out of FP8: servers read no head by blocks")
+        notes.append(_NO_HEAD_BY_BLOCKS)
         del schemes["lm_head"]
     of_experts = [scheme for name, scheme in schemes.items() if name in source.config.grouped]
     if any(s.format == _NVFP4 or (s.format, s.strategy) == (PLAIN, "block") for s in of_experts):
@@ -175,6 +176,9 @@ def _layers_to_quantize(
         return {name: (None, recipe.name) for name in layers if name not in without}
     if "lm_head" in planned and source.config.tied:
         notes.append("lm_head is the embedding, which is not in FP8: it stays out of it")
+        del planned["lm_head"]
+    if "lm_head" in planned and cast_by in ("block", "deepseek"):
+        notes.append(_NO_HEAD_BY_BLOCKS)
         del planned["lm_head"]
     return planned
 

@@ -137,6 +137,9 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
     with ranks.together():
         # After `spread`, because FSDP2 replaces the parameters.
         optimizer = build_optimizer(variants[0].model, config)
+        identity = _identity(planned, variants, run_data)
+    if ranks.count > 1:
+        ranks.require_equal("copy of the data", json.dumps(identity["data"]))
     run = Run(
         config=config,
         context=planned.context,
@@ -151,7 +154,7 @@ def build(beginning: Beginning, hardware: Hardware, ranks: Ranks) -> Run:
         loss_scaler=loss_scaler,
         data=run_data,
         telemetry=telemetry,
-        identity=_identity(planned, variants, run_data),
+        identity=identity,
         state=TrainingState(variants=variants),
         notes=tuple(_notes(beginning, planned, run_data.tokenizer, ranks.count)),
     )

@@ -301,6 +301,16 @@ def test_the_worst_sqnr_is_of_the_runs_own_recipe_and_not_of_the_first_sample(tm
     assert worst_sqnr(tmp_path / "none") is None
 
 
+def test_the_worst_sqnr_is_of_the_last_recipe_and_not_of_its_first_sample(tmp_path):
+    rows = [
+        operand(1, 3.0, recipe="nvfp4"), operand(50, 12.0, recipe="nvfp4"), operand(100, 5.0),
+        operand(150, 30.0), operand(200, 28.0), operand(200, 1.0, what_if=True, recipe="bf16"),
+    ]  # fmt: skip
+    write_lines(tmp_path / "telemetry.jsonl", rows)
+    expected = WorstSqnr(db=28.0, layer="up", operand="input", step=200)
+    assert worst_sqnr(tmp_path / "telemetry.jsonl") == expected
+
+
 # Bad input: more of it in tests/faults/inputs/input_flags.py
 
 BAD = {
@@ -872,6 +882,18 @@ def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monke
     assert command("compare", *ask, "--until", "1.2%") == 0
     assert trained_names[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
     assert not any("current" in name for name in trained_names)
+
+
+def test_of_a_recipe_that_diverged_no_run_beyond_the_seeds_is_left(tmp_path):
+    flags, out = {"steps": 12, "batch": 4, "context": 32}, str(tmp_path / "c")
+    request = settings.prepare("fp32,current,delayed", 2, out, None, flags, SETS, until="1%")
+    results = comparison._Results(request)
+    for recipe, loss in (("fp32", 4.0), ("current", 4.1), ("delayed", 99.0)):
+        job = settings.Job(recipe=recipe, seed=0)
+        folder(request.folder(job).path, [step(12, 3.0, val_loss=loss)])
+        results.add(job, Ended(exit=0, error=""))
+    assert request.fewest_pairs == 4
+    assert results.runs_left([*request.recipes], 0) == {"fp32": 3, "current": 3, "delayed": 1}
 
 
 @pytest.mark.parametrize(

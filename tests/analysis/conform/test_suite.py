@@ -82,6 +82,23 @@ def test_bad_input_is_refused_in_a_line(flags, phrase, refused):
     refused(*CPU, *flags, message=phrase)
 
 
+@pytest.mark.parametrize("text", ["mine", "[1]", '{"checks": 3}', "[" * 100_000])
+def test_a_file_that_is_no_report_is_left_as_it_is(text, refused, tmp_path):
+    (tmp_path / "mine.json").write_text(text)
+    message = "--out mine.json exists and is no report of conform. Give another."
+    refused(*CPU, "--only", "layouts: scales 1x128", "--out", "mine.json", message=message)
+    assert (tmp_path / "mine.json").read_text() == text
+
+
+def test_a_report_is_written_over_and_so_is_an_empty_file(command, tmp_path):
+    file = tmp_path / "report.json"
+    file.touch()
+    for seed in (1, 2):
+        words = ["--only", "layouts: scales 1x128", "--seed", str(seed)]
+        assert command(*CPU, *words, "--out", "report.json") == 0
+        assert json.loads(file.read_text())["seed"] == seed
+
+
 def test_a_name_is_chosen_by_a_part_of_it_or_by_a_pattern():
     context = Context(probe("cpu"), quick=True)
     every = suite.checks(context)

@@ -214,6 +214,21 @@ def test_layers_that_are_left_out_take_their_share_with_them(model, windows):
     assert (none.forward, none.backward) == (0, 0)
 
 
+def test_a_recipe_of_few_layers_has_the_backward_error_of_the_whole_one_without_the_rest(
+    model, windows
+):
+    recipes = {
+        "all": load_recipe("mxfp8", {"head": True}),
+        "few": load_recipe("mxfp8", {"exclude": ["*.mlp.down"], "head": True}),
+    }
+    by_recipe = dict(sensitivities(model, recipes, windows, CPU, batch=8))
+    full, few = by_recipe["all"], by_recipe["few"]
+    left_out = full.layers.keys() - few.layers.keys()
+    assert left_out == {"blocks.0.mlp.down", "blocks.1.mlp.down"}
+    assert 0 < few.backward < full.backward
+    assert few.backward == pytest.approx(full.without(left_out).backward)
+
+
 @pytest.mark.parametrize("vocabulary", [300, 40_000])
 def test_vocabularies_that_are_padded_or_taken_in_parts_are_measured(vocabulary):
     """300 is no multiple of 32; the loss of 40,000 goes by parts of the logits."""

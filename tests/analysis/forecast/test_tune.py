@@ -135,6 +135,15 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     assert result["bits"] < 16
 
 
+def test_a_budget_that_no_quantized_layer_keeps_to_leaves_all_layers_in_bf16(run, command, capsys):
+    ask = ["--windows", "8", "--recipes", "nvfp4,bf16", "--out", "b.toml", "--json"]
+    assert command("tune", str(run), "--budget", "0.0000001%", *ask) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {tuple(pair) for pair in result["layers"].values()} == {("bf16", "bf16")}
+    assert (result["bits"], result["gap"]["mean"]) == (pytest.approx(16), 0)
+    assert not load_recipe("b.toml").is_fp8
+
+
 def test_no_recipe_is_written_that_cannot_be_loaded(run):
     """Delayed scaling has no backward pass in high precision."""
     forecast = of(run, "delayed", "nvfp4")
@@ -255,4 +264,13 @@ def test_the_command_trains_the_model_that_was_tuned(run):
         assert tune.command(str(named), "t.toml") == config
     assert tune.command("hf:folder", "t.toml") == (
         "fp8stack pretrain --init-from hf:folder --data TEXT --recipe t.toml"
+    )
+
+
+def test_the_command_trains_a_run_in_a_folder_called_checkpoints(tmp_path):
+    file = tmp_path / "checkpoints" / "run1" / "run.toml"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert tune.command(str(file.parent), "t.toml") == (
+        f"fp8stack pretrain --config {file} --recipe t.toml --out t-run"
     )

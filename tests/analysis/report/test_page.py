@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fp8stack.analysis.report import curves, page, summary
+from fp8stack.analysis.report import analysis, curves, page, summary
 from fp8stack.analysis.report import text as terminal
 from fp8stack.analysis.report.analysis import Analysis, analyze, verdict
 from fp8stack.analysis.report.curves import amaxes, throughput
@@ -263,6 +264,17 @@ def test_what_passed_after_one_sample_is_a_note(tmp_path):
     sentence = "blocks.1.mlp.up, grad_output was out of line at step 100 alone"
     assert sentence in findings_of(passed, "note")[0]
     assert "grad_output stands out at step 200: SQNR 10.7 dB" in findings_of(newest, "warning")[0]
+
+
+@pytest.mark.parametrize(("last", "level"), [(False, "note"), (True, "warning")])
+def test_outliers_beyond_those_with_a_sentence_are_a_warning_if_one_is(tmp_path, last, level):
+    run = make_run(tmp_path / "r", change=outlier("blocks.2.mlp.up", "input", 120))
+    (warned,) = analyzed(run).outliers
+    noted = replace(warned, changed=False, values={"amax": (900.0, 2.0, None)})
+    outliers = [*[warned] * analysis.MOST, noted, warned if last else noted]
+    *_, beyond = analysis._outlier_findings(outliers)
+    assert beyond.text.startswith("2 more stand out less: blocks.2.mlp.up input")
+    assert beyond.level == level
 
 
 @pytest.mark.parametrize(

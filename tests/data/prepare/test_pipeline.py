@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import errno
 import gzip
 import hashlib
 import io
@@ -11,6 +12,7 @@ import json
 import lzma
 import os
 import random
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ import tokenizers
 import zstandard
 
 from fp8stack.data import tokenizer_of
-from fp8stack.data.prepare import inputs, readers, train
+from fp8stack.data.prepare import inputs, readers, streams, train
 from fp8stack.data.prepare import pipeline as run
 from fp8stack.data.prepare.inputs import Settings
 from fp8stack.data.prepare.progress_display import ProgressDisplay
@@ -34,6 +36,7 @@ from fp8stack.data.prepare.shards import Writer
 from fp8stack.data.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.conftest import contents
 from tests.conftest import refusal as refused_by
+from tests.data.tokenizer.test_tokenizer import of_characters
 from tests.support.small_tokenizers import metaspace, trained
 
 WORDS = (
@@ -74,13 +77,17 @@ def written(path: Path, content: bytes) -> Path:
     return path
 
 
-def prepared(*paths: object, out: Path, overwrite: bool = False, **changes: Any) -> dict[str, Any]:
-    """The manifest of a preparation in this process."""
+def settings_of(*paths: object, out: Path, **changes: Any) -> Settings:
     options = {
         "tokenizer": "bytes", "train_bpe": None, "text_key": "text", "held_out": 0.1,
         "shard_tokens": 10**8, "workers": 1, **changes,
     }  # fmt: skip
-    run.prepare(Settings(inputs=tuple(map(str, paths)), out=out, **options), overwrite)
+    return Settings(inputs=tuple(map(str, paths)), out=out, **options)
+
+
+def prepared(*paths: object, out: Path, overwrite: bool = False, **changes: Any) -> dict[str, Any]:
+    """The manifest of a preparation in this process."""
+    run.prepare(settings_of(*paths, out=out, **changes), overwrite)
     return json.loads((out / "manifest.json").read_text())
 
 
@@ -330,6 +337,19 @@ def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path):
     assert "No split 'test'" in refusal(f"hf:{tmp_path}/two@test", out=out)
 
 
+def test_a_change_of_a_saved_folder_is_seen_where_it_is_named_as_a_dataset(tmp_path, out):
+    folder = tmp_path / "saved"
+    for name in ("state.json", "dataset_info.json"):
+        os.utime(written(folder / name, b"{}"), ns=(5, 5))
+    settings = settings_of(f"hf:{folder}", f"hf:{folder}@train", out=out)
+    sources = inputs.find_sources(settings)
+    assert [(source.size, source.changed) for source in sources] == [(4, 5), (4, 5)]
+    os.utime(folder / "state.json", ns=(6, 6))
+    assert [source.changed for source in inputs.find_sources(settings)] == [6, 6]
+    written(folder / "data.arrow", b"more")
+    assert [source.size for source in inputs.find_sources(settings)] == [8, 8]
+
+
 def test_an_input_that_is_given_twice_is_read_twice_with_a_note(corpus, out, capsys):
     prepared(corpus, f"{corpus.parent}/./{corpus.name}", out=out)
     require(out, documents(300) * 2)
@@ -380,6 +400,13 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     texts = ["first", '{\n "a": 1\n}\n', "x", "y", "two", "pass\n", "in lines", "first"]
     require(folder / "out", texts, share=0.0)
     assert [entry["files"] for entry in manifest["inputs"]] == [6, 1]
+    listing = f"5 {folder / 'a.md'}\n".encode()
+    assert manifest["inputs"][1] == {
+        "input": str(folder / "a.md"),
+        "files": 1,
+        "bytes": 5,
+        "listing_sha256": hashlib.sha256(listing).hexdigest(),
+    }
 
 
 # The choice of files in a folder
@@ -446,6 +473,16 @@ def test_csv_json_and_arrow_are_read_packed_or_not(tmp_path, out):
     require(out, [*texts * 3, *["tab"] * 3, *texts * 6], share=0.0)
 
 
+def test_a_table_is_separated_by_its_last_suffix_and_may_begin_with_blank_lines(tmp_path, out):
+    for name, content in {
+        "x.tsv.csv": b"n,text\n1,comma\n", "y.csv.TSV": b"n\ttext\n1\ttab\n",
+        "z.csv": b"\n\r\ntext\nblank\n",
+    }.items():  # fmt: skip
+        written(tmp_path / "in" / name, content)
+    prepared(tmp_path / "in", out=out, held_out=0.0)
+    require(out, ["comma", "tab", "blank"], share=0.0)
+
+
 def test_a_saved_dataset_in_a_folder_is_one_of_its_sources(tmp_path, out):
     written(tmp_path / "in" / "a.txt", b"text")
     saved = datasets.Dataset.from_dict({"text": ["x", "y"]})
@@ -492,6 +529,36 @@ def test_all_bad_files_of_a_folder_are_named_at_once(tmp_path, out):
     assert second.startswith("3 inputs cannot be read. ")
     assert all(bad[name][1] in second for name in ("b.jsonl", "c.jsonl.gz", "e.csv"))
     assert "--skip-binary" not in second
+
+
+def test_text_with_nuls_is_left_out_as_binary_on_request_and_else_has_its_remedy(
+    tmp_path, out, capsys
+):
+    written(tmp_path / "in" / "a.txt", "no mark".encode("utf-16-le"))
+    written(tmp_path / "in" / "b.txt", b"text " * 99 + b"\0")
+    written(tmp_path / "in" / "c.txt", b"good")
+    message = refusal(tmp_path / "in", out=out)
+    assert "Convert it: iconv -f UTF-16LE -t UTF-8" in message
+    assert "Remove it: tr -d" in message
+    prepared(tmp_path / "in", out=out, held_out=0.0, skip_binary=True)
+    require(out, ["good"], share=0.0)
+    assert "note: 2 files that look binary are left out: " in capsys.readouterr().out
+
+
+def test_the_first_bad_input_is_named_at_once_and_no_dataset_after_it_is_streamed(
+    tmp_path, out, monkeypatch, capsys
+):
+    streamed = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: streamed.append(name))
+    first, last = (written(tmp_path / name, b"oops\n") for name in ("a.jsonl", "b.jsonl"))
+    message = refusal(first, "hf:owner/name", last, out=out)
+    assert message.startswith(f"2 inputs cannot be read. {first} line 1 is not JSON")
+    assert f"{last} line 1 is not JSON" in message
+    assert streamed == []
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1
+    assert f"{first} line 1 is not JSON" in notes[0]
+    assert notes[0].endswith(" The other files are looked through for more problems.")
 
 
 @pytest.mark.parametrize("train_bpe", [None, 300])
@@ -670,7 +737,10 @@ def test_a_tokenizer_that_cannot_end_a_text_is_noted_and_a_line_without_an_end_r
     content = json.loads(load_tokenizer("bytes").to_json()) | {"added_tokens": []}
     endless = written(tmp_path / "endless.json", json.dumps(content).encode())
     prepared(corpus, out=out, tokenizer=str(endless), held_out=0.0)
-    assert "note: endless.json names no token that ends a text" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "note: endless.json names no token that ends a text" in printed
+    assert " tokens of endless.json, 1.00 bytes per token" in printed
+    assert f"note: {sum(not text for text in documents(300))} empty documents\n" in printed
     ends = np.fromfile(out / "train-00000.ends", dtype="<u8")
     assert ends.tolist() == np.cumsum([len(text.encode()) for text in documents(300)]).tolist()
     out = tmp_path / "b"
@@ -678,6 +748,18 @@ def test_a_tokenizer_that_cannot_end_a_text_is_noted_and_a_line_without_an_end_r
     monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
     path = written(tmp_path / "a.jsonl", lines(["x" * 2000]))
     assert "has a line of more than 1,000 bytes" in refusal(path, out=out)
+
+
+def test_a_tokenizer_that_leaves_out_characters_is_noted(tmp_path, out, capsys):
+    path = written(tmp_path / "a.txt", b"abba, ab")
+    few = written(tmp_path / "few.json", of_characters("ab ").encode())
+    manifest = prepared(path, out=out, tokenizer=str(few))
+    assert manifest["splits"]["train"]["tokens"] == len("abba ab")
+    note = " leaves out characters that it has no token for."
+    assert f"note: few.json{note}\n" in capsys.readouterr().out
+    prepared(path, out=tmp_path / "bytes")
+    prepared(path, out=tmp_path / "trained", train_bpe=257)
+    assert note not in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_named(corpus, tmp_path, out, monkeypatch):
@@ -710,6 +792,8 @@ def test_the_eos_token_of_a_tokenizer_or_the_one_asked_for_ends_documents(corpus
         assert tokenizer_of(str(tmp_path / name)).end_token == token
     message = refusal(corpus, out=tmp_path / "beside", **options, end_of_text="</s>")
     assert "--end-of-text was none, now </s>" in message
+    refused = refusal(corpus, out=tmp_path / "by name", **options)
+    assert "was prepared with another tokenizer of that name" in refused
     refused = refusal(corpus, out=out, train_bpe=300, end_of_text="</s>")
     assert "--train-bpe makes <|endoftext|> the end of a document" in refused
     assert not out.exists()
@@ -755,6 +839,20 @@ def test_files_are_read_by_their_byte_order_mark(encoding, tmp_path, out):
     written(tmp_path / "in" / "d.json", marked(json.dumps([{"text": "世界"}])))
     prepared(tmp_path / "in", out=out, held_out=0.0)
     require(out, [texts[0], *texts, "世界", "世界"], share=0.0)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_byte_order_mark_is_read_in_a_zst_file_that_begins_with_a_long_block(
+    suffix, encoding, tmp_path, out
+):
+    text = random.Random(0).randbytes(2**16).hex()
+    content = lines([text]).decode() if suffix == ".jsonl" else text
+    packed = zstandard.ZstdCompressor().compress(content.encode(encoding))
+    unpacker = zstandard.ZstdDecompressor().decompressobj()
+    assert unpacker.decompress(packed[: streams.ZST_BYTES]) == b""
+    prepared(written(tmp_path / f"a{suffix}.zst", packed), out=out, held_out=0.0)
+    require(out, [text], share=0.0)
 
 
 def test_codes_that_are_not_utf16_are_counted(tmp_path, out):
@@ -892,6 +990,29 @@ def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(corpus, out)
         require(out, documents(300))
 
 
+@pytest.mark.parametrize("reason", ["Permission denied", "Too many open files"])
+def test_a_finished_folder_that_cannot_be_read_now_is_not_to_be_overwritten(
+    reason, corpus, out, monkeypatch
+):
+    prepared(corpus, out=out)
+
+    def denied(path: Path, *more: object, **options: object) -> str:
+        raise PermissionError(errno.EACCES, reason)
+
+    def mapped(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, reason)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (9, 9))
+    if reason == "Permission denied":
+        monkeypatch.setattr(Path, "read_text", denied)
+    else:
+        monkeypatch.setattr(np, "memmap", mapped)
+    message = refusal(corpus, out=out)
+    assert f": {reason}. " in message
+    assert "--overwrite" not in message
+    assert "remove it" not in message
+
+
 def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(corpus, out, monkeypatch):
     for removals in range(4):
         prepared(corpus, out=out, overwrite=True)
@@ -947,6 +1068,17 @@ def test_bytes_that_are_no_utf8_are_counted_in_tables_and_arrays_too(tmp_path, o
     assert manifest["documents"]["replaced"] == 4
     texts = [bytes(tokens).decode() for tokens in shards(out, "train")[1]]
     assert texts == ["Gr\ufffd\ufffde", "ok", "Gr\ufffd\ufffde", "a"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a dictionary", "a dataset"])
+def test_bytes_that_are_no_utf8_are_counted_in_columns_too(kind, tmp_path, out):
+    column = pa.array([b"Gr\xf6\xdfe", b"ok"], pa.binary()).view(pa.string())
+    column = column.dictionary_encode() if kind == "a dictionary" else column
+    (tmp_path / "in").mkdir()
+    path = parquet(tmp_path / "in" / "train.parquet", column)
+    manifest = prepared(f"hf:{path.parent}" if kind == "a dataset" else path, out=out, held_out=0)
+    require(out, ["Gr\ufffd\ufffde", "ok"], share=0)
+    assert manifest["documents"]["replaced"] == 2
 
 
 def test_overwriting_removes_nothing_before_what_is_new_can_begin(corpus, out):

@@ -23,6 +23,7 @@ from fp8stack.data.prepare import encode
 from fp8stack.data.prepare import pipeline as run
 from fp8stack.data.prepare.output_folder import OutputFolder
 from fp8stack.data.prepare.shards import SplitWriter
+from fp8stack.data.tokenizer import load_tokenizer
 from tests.conftest import contents
 from tests.conftest import refusal as refused_by
 from tests.data.prepare.test_pipeline import (
@@ -309,7 +310,40 @@ def test_another_tokenizer_of_that_name_starts_over(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_after_an_input_that_no_tokenizer_is_trained_on_is_mended_the_same_command_works(tmp_path):
+    content = lines(documents(200))
+    path = written(tmp_path / "a.jsonl", content)
+    options: dict[str, Any] = {"out": tmp_path / "out", **SETTINGS}
+    cut_after(20, path, **options)
+    assert list((tmp_path / "out").glob("train-*.bin"))
+    written(path, content + b"oops\n")
+    assert "line 201 is not JSON" in refusal(path, **options)
+    written(path, content)
+    prepared(path, **options)
+    prepared(path, **options | {"out": tmp_path / "whole"})
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 # The machine fails
+
+
+def test_a_hangup_that_is_ignored_stays_ignored_in_all_processes(monkeypatch):
+    monkeypatch.setattr(encode, "encode", lambda *arguments: signal.getsignal(signal.SIGHUP))
+    block = encode.TextBlock(texts=[], place=encode.Place(), on_disk=0)
+
+    def handlers(of_parent: Any) -> set[Any]:
+        earlier = signal.signal(signal.SIGHUP, of_parent)
+        try:
+            with encode._signals_afterwards():
+                of_context = signal.getsignal(signal.SIGHUP)
+            encoded = encode.encode_blocks(load_tokenizer("bytes"), [block] * 3, 2)
+            of_workers = {handler for _, handler in encoded}
+        finally:
+            signal.signal(signal.SIGHUP, earlier)
+        return {of_context, *of_workers}
+
+    assert handlers(signal.SIG_IGN) == {signal.SIG_IGN}
+    assert signal.SIG_DFL in handlers(lambda *_: None)  # of a worker
 
 
 def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path):

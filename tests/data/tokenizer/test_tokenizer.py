@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8stack.data.tokenizer import (
     Tokenizer,
+    alike,
     file,
     load_tokenizer,
     save_tokenizer,
@@ -35,6 +36,17 @@ from tests.support.small_tokenizers import (
 
 TEXTS = [*CORPUS[:3], "", " ", "x", "<|endoftext|>", "a<|endoftext|>b", "\n\n \t "]
 TEXTS += ["\x00\x7f\u0085"]
+
+
+class Stop(BaseException):
+    """Stands for what a handler of signals raises."""
+
+
+def of_characters(text: str) -> str:
+    """A tokenizer.json in which each character of a text is a token, and there are no others."""
+    vocabulary = {character: number for number, character in enumerate(dict.fromkeys(text))}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    return json.dumps({"version": "1.0", "model": model})
 
 
 @pytest.fixture
@@ -94,6 +106,29 @@ def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded():
     assert mine.encode(CORPUS[0]) == plain
     reloaded = tokenizers.Tokenizer.from_str(mine.to_json())
     assert reloaded.encode(CORPUS[0], add_special_tokens=False).ids == plain
+
+
+def test_a_text_that_tiktoken_cannot_encode_is_one_line(gpt2, monkeypatch):
+    def stuck(text: str, **options: object) -> None:
+        raise ValueError("Error executing regex: Max stack size exceeded")
+
+    monkeypatch.setattr(gpt2._encoding, "encode_to_numpy", stuck)
+    message = refusal(gpt2.encode, "\t" * 99)
+    assert "Error executing regex: Max stack size exceeded. Shorten its runs of white" in message
+
+
+def test_only_a_tokenizer_without_tokens_for_all_characters_leaves_some_out(tokenizer):
+    assert not tokenizer.leaves_out
+    assert tokenizer.encode("€")
+    few = of_characters("ab")
+    assert tokenizer_from_json(few).leaves_out
+    assert tokenizer_from_json(few).encode("a€b") == [0, 1]
+    with_unknown = json.loads(of_characters("ab?"))
+    with_unknown["model"]["unk_token"] = "?"
+    assert not tokenizer_from_json(json.dumps(with_unknown)).leaves_out
+    without_a_byte = json.loads(trained().to_str())
+    del without_a_byte["model"]["vocab"]["!"]
+    assert tokenizer_from_json(json.dumps(without_a_byte)).leaves_out
 
 
 # Back again
@@ -195,6 +230,20 @@ def test_merges_are_those_that_the_tokens_were_learned_by():
         merges_of({b"a": 0, b"b": 1, b"aba": 2})
 
 
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_tokenizers_are_alike_if_their_added_tokens_are_too(kind):
+    def added(token: str) -> Tokenizer:
+        unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0), ("b", -2.0)], 0))
+        library = unigram if kind == "Unigram" else trained()
+        library.add_special_tokens([token])
+        return tokenizer_from_json(library.to_str())
+
+    assert not alike(added("<one>"), added("<two>"))
+    reformatted = tokenizer_from_json(added("<one>").to_json() + "\n")
+    assert reformatted.sha256 != added("<one>").sha256
+    assert alike(reformatted, added("<one>"))
+
+
 def test_a_tokenizer_goes_to_another_process(tokenizer):
     # tiktoken pickles an encoding that it knows by name as the name, others with their contents.
     again = pickle.loads(pickle.dumps(tokenizer))
@@ -260,6 +309,9 @@ def test_the_end_of_text_may_be_asked_for(tmp_path):
     message = refusal(load_tokenizer, str(tmp_path), "<endd>")
     assert f"No token in tokenizer {tmp_path} is '<endd>'. Did you mean '<end>'?" in message
     assert "'</s>'" in refusal(load_tokenizer, "bytes", "</s>")
+    bare = tmp_path / "bare.json"
+    bare.write_text(of_characters("ab"))  # it has no added_tokens
+    assert f"No token in tokenizer {bare} is '<end>'" in refusal(load_tokenizer, str(bare), "<end>")
 
 
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
@@ -325,13 +377,14 @@ def test_a_file_that_the_library_panics_at_is_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_text_printed_on_stderr_meanwhile_is_not_lost(capfd):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
+def test_what_a_signal_raises_passes_and_text_printed_meanwhile_is_not_lost(error, capfd):
     def interrupted() -> None:
         with file._library_errors("x"):
             os.write(2, b"a line")
-            raise KeyboardInterrupt
+            raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         interrupted()
     assert capfd.readouterr().err == "a line"
 

@@ -9,7 +9,7 @@ import pytest
 from fp8stack import GPTConfig
 from fp8stack.common.errors import UserError
 from fp8stack.model.config import ActivationName
-from fp8stack.model.hf.architectures import config_json, layout_of
+from fp8stack.model.hf.architectures import config_json, layout_of, reader_notes
 from fp8stack.model.hf.reading import model_from_config
 from tests.support.hf_models import BASE, LAYOUT, ROPE, SHAPES
 
@@ -44,3 +44,25 @@ def test_every_activation_of_every_layout_is_compared_with_transformers():
     for activation in get_args(ActivationName):
         for config in exportable(activation):
             assert (layout_of(config).model_type, activation) in compared
+
+
+@pytest.mark.parametrize(
+    ("name", "normalize", "readers"),
+    [
+        ("olmoe", True, "vLLM and llama.cpp do not normalize"),
+        ("olmoe", False, ""),
+        ("qwen3_moe", False, "llama.cpp normalizes"),
+        ("qwen3_moe", True, ""),
+        ("mixtral", True, ""),
+    ],
+)
+def test_readers_that_normalize_the_weights_of_experts_otherwise_are_named(
+    name, normalize, readers
+):
+    experts = SHAPES[name]["experts"] | {"normalize": normalize}
+    requirement, *warnings = reader_notes(GPTConfig(**SHAPES[name] | {"experts": experts}))
+    normalized = "normalized" if normalize else "not normalized"
+    assert f"2 of 6 experts with weights that are {normalized}, " in requirement
+    assert len(warnings) == bool(readers)
+    for warning in warnings:
+        assert warning.startswith(f"{readers} the weights of experts in any {name} model")

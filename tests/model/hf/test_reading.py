@@ -29,6 +29,7 @@ from tests.conftest import losses, metrics, refusal
 from tests.faults.bounded import bounded
 from tests.support.cases import case
 from tests.support.hf_models import (
+    EXPERTS,
     LAYOUT,
     SHAPES,
     config_json,
@@ -144,6 +145,16 @@ def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name, tmp_pa
     )
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], weights[key]) for key in weights)
+
+
+def test_few_experts_after_many_dense_layers_are_enough_tensors(tmp_path):
+    experts = EXPERTS | {"count": 64, "width": 8, "first_dense": 3}
+    shape = SHAPES["qwen3_moe"] | {"layers": 4, "mlp_width": 48, "experts": experts}
+    model = random_model(GPTConfig(**shape))
+    folder = open_folder(export_to(tmp_path / "x", model))
+    described = model_from_config(folder.config, "x")
+    back = from_hf(described.config, described.layout, folder.tensors, "x")
+    assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
 
 
 def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path):
@@ -303,6 +314,21 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def _indexed(text: str) -> Callable[[Path], object]:
+    def damage(folder: Path):
+        (folder / WEIGHTS).rename(folder / "1.safetensors")
+        (folder / INDEX).write_text(text)
+
+    return damage
+
+
+def test_an_index_of_earlier_shards_beside_the_weights_is_not_read(llama):
+    weights = weights_of(model_in(llama))
+    (llama / INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    again = weights_of(model_in(llama))
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -311,10 +337,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
         (lambda at: os.truncate(at / WEIGHTS, 9000), "not a safetensors file"),
         (_with_norm(lambda norm: norm / 0), "'model.norm.weight' is not finite"),
         (_with_norm(lambda norm: norm.int()), "'model.norm.weight' is torch.int32"),
-        (_write(INDEX, '{"weight_map": {"a": "../model.safetensors"}}'), "elsewhere"),
-        (_write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors is missing"),
-        (_write(INDEX, '{"weight_map": {"a": "model.safetensors"}}'), "lacks the tensor 'a'"),
-        (_write(INDEX, "{}"), "has no weight_map"),
+        (_indexed('{"weight_map": {"a": "../model.safetensors"}}'), "elsewhere"),
+        (_indexed('{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors is missing"),
+        (_indexed('{"weight_map": {"a": "1.safetensors"}}'), "lacks the tensor 'a'"),
+        (_indexed("{}"), "has no weight_map"),
         (_write("config.json", "{" * 100_000), "config.json is not valid JSON"),
         (_write("config.json", "[]"), "config.json is not a JSON object"),
         (lambda at: (at / "config.json").unlink(), "config.json is missing"),

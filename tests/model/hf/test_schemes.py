@@ -183,6 +183,11 @@ UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("channel", lambda c: c["config_groups"]["group_0"].update(targets=["re:("]), "is no pattern"),
     (
         "channel",
+        lambda c: c["config_groups"]["group_0"].update(targets=["re:*_proj"]),
+        "its target re:*_proj is no pattern",
+    ),
+    (
+        "channel",
         lambda c: c["config_groups"]["group_0"].update(targets=["x"]),
         "gives it no scheme",
     ),
@@ -201,6 +206,15 @@ def test_a_scheme_that_is_not_read_is_one_line_that_names_it(layout, change, mes
     assert message in error
     assert str(tmp_path) in error
     assert "float32, bfloat16 or float16." in error
+
+
+def test_a_target_without_re_is_no_pattern(tmp_path):
+    values = write_quantized(tmp_path, "channel")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["targets"].append("(")
+    config_json(tmp_path, quantization_config=config)
+    weights = in_transformers(find_source(f"hf:{tmp_path}"))
+    assert all(torch.equal(weights[name], values[name]) for name in weights)
 
 
 NEAREST = {

@@ -19,7 +19,7 @@ from fp8stack.layers import fp8_state, load_fp8_state
 from fp8stack.numerics import dequantize, quantize
 from fp8stack.precision import load_recipe
 from fp8stack.trained import evaluate as evaluation
-from fp8stack.trained.evaluate import divergence
+from fp8stack.trained.evaluate import divergence, evaluated_run
 from fp8stack.trained.evaluate.agreement import Agreement
 from fp8stack.trained.evaluate.evaluated_run import EvaluatedRun
 from tests.conftest import refusal
@@ -96,6 +96,14 @@ def test_a_recipe_agrees_with_itself_exactly(run, recipe):
 def test_a_run_in_delayed_scaling_is_served_statically_as_it_was_trained(run):
     result = agree(run, "delayed", "served:fp8_static")
     assert (result.kl, result.top1, result.layers) == (0, 1, {})
+
+
+def test_the_logits_of_both_models_have_to_fit(run, monkeypatch):
+    of_two = 2 * 4 * ONE_BATCH * 32 * 256
+    monkeypatch.setattr(evaluated_run, "available_memory", lambda device: of_two - 1)
+    assert f"of {ONE_BATCH} x 32 tokens" in refusal(agree, run, "fp32", "bf16")
+    monkeypatch.setattr(evaluated_run, "available_memory", lambda device: of_two)
+    assert agree(run, "fp32", "fp32").kl == 0
 
 
 @pytest.mark.parametrize("rows", [1, 7])

@@ -264,7 +264,9 @@ def test_what_is_not_known_or_not_finite_is_null_in_json(tmp_path, monkeypatch):
     assert "unknown" in "\n".join(evaluation.text_lines([score]))
     real = scoring.nats_of
     monkeypatch.setattr(scoring, "nats_of", lambda *args: real(*args) * math.nan)
-    row = evaluation.as_json(scores(run))["scores"][0]
+    (score,) = scores(run)
+    assert math.isnan(score.perplexity)
+    row = evaluation.as_json([score])["scores"][0]
     assert row["loss"] is row["perplexity"] is row["bits_per_byte"] is None
 
 

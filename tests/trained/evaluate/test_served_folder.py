@@ -192,12 +192,26 @@ def test_a_name_of_a_recipe_is_no_folder(tmp_path, monkeypatch):
     ]
 
 
-def test_each_expert_of_a_folder_has_its_own_static_scale(tmp_path):
+def test_a_folder_with_a_shorter_context_than_the_windows_is_refused(refused, runs, export):
+    folder = export("channel")
+    changed(folder, lambda table: table.update(max_position_embeddings=16))
+    message = f"The context of '{folder}' is 16, and the windows have 32 tokens. Give --context 16."
+    for flags in (["--agree"], []):
+        words = ("eval", str(runs["delayed"]), *flags, "--recipes", f"delayed,{folder}")
+        refused(*words, message=message)
+    assert agree(runs["delayed"], "delayed", str(folder), context=16).kl < 1
+
+
+def test_the_experts_of_a_folder_share_the_largest_static_scale(tmp_path):
     experts = {"count": 2, "per_token": 1, "width": 64, "shared": 0}
     run = trained(
         tmp_path, model="gpt-nano-moe", model_overrides=SHAPE | {"layers": 1, "experts": experts}
     )
     write_export(run, "fp8", tmp_path / "served")
-    served = served_folder(str(tmp_path / "served"), fp8stack.load(run).config)
-    assert served.input_scales["blocks.0.mlp.experts.up"].shape == (2,)
     assert agree(run, "delayed", str(tmp_path / "served")).kl < 1e-6
+    name = "model.layers.0.mlp.experts.1.up_proj.input_scale"
+    changed(
+        tmp_path / "served", lambda tensors: tensors.update({name: torch.tensor([0.5])}), WEIGHTS
+    )
+    served = served_folder(str(tmp_path / "served"), fp8stack.load(run).config)
+    assert served.input_scales["blocks.0.mlp.experts.up"].tolist() == [2, 2]

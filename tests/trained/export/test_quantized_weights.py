@@ -20,7 +20,7 @@ from fp8stack.common.formats import Quantizer
 from fp8stack.layers import build_backend, fp8_state, load_fp8_state
 from fp8stack.model.hf import layout_of, modules_of
 from fp8stack.precision import Hardware, load_recipe
-from fp8stack.trained.export.format_files import ModelSource
+from fp8stack.trained.export.format_files import Files, ModelSource
 from fp8stack.trained.export.quantized_weights import quantized_files
 from fp8stack.trained.export.writing import replace_folder
 from fp8stack.training.checkpoint.state import restore_weights
@@ -63,6 +63,16 @@ def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, Mod
     restore_weights(again, weights_of(model))
     load_fp8_state(again, state)
     return again, source_of(again, plan=plan.to_json(), fp8=state)
+
+
+def untrained(recipe: str, **changes: object) -> ModelSource:
+    """What is exported of `QWEN3` in a recipe that needs no passes."""
+    plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU)
+    return source_of(random_model(QWEN3), plan=plan.to_json())
+
+
+def quantization_config(files: Files) -> dict[str, Any]:
+    return json.loads(files.texts["config.json"])["quantization_config"]
 
 
 def exported(folder: Path, source: ModelSource) -> Path:
@@ -126,6 +136,21 @@ def test_each_expert_is_cast_by_itself_and_the_router_stays_plain(recipe, tmp_pa
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
     assert table["ignore"] == [*routers, "lm_head"]
+
+
+def test_experts_share_the_static_scale_of_the_largest_inputs():
+    """Servers have one for all of a layer; an expert without tokens so far does not count."""
+    _, source = trained(MIXTURE, "delayed")
+    names = (slot := "blocks.1.mlp.experts.up.input") + ".scale", f"{slot}.amax_history"
+    scale, history = (source.fp8[name].clone() for name in names)
+    assert (scale != 1).all()
+    scale[3], history[:, 3] = 1, 0
+    source = replace(source, fp8={**source.fp8, names[0]: scale, names[1]: history})
+    tensors = quantized_files(source, None).tensors
+    for expert in range(4):
+        for key in ("gate_proj", "up_proj"):
+            input_scale = tensors[f"model.layers.1.mlp.experts.{expert}.{key}.input_scale"]
+            assert torch.equal(input_scale, (1 / scale[:3].min()).reshape(1))
 
 
 @pytest.mark.parametrize("recipe", ["block", "nvfp4"])
@@ -213,6 +238,14 @@ def test_what_the_guard_took_out_of_fp8_stays_out_of_it():
     assert any("blocks.0.mlp.up, blocks.1.attention.output out of FP8" in n for n in files.notes)
 
 
+def test_where_the_guard_took_out_every_layer_the_note_names_it():
+    source = untrained("current")
+    layers = [layer["name"] for layer in source.plan["layers"] if layer["fp8"]]
+    files = quantized_files(replace(source, left_fp8=tuple(layers)), None)
+    assert any(note.startswith("the guard took every layer out of FP8: ") for note in files.notes)
+    assert not any("the run has no layer in FP8" in note for note in files.notes)
+
+
 def test_weights_are_rounded_to_nearest_in_a_format_that_readers_have():
     _, source = trained(QWEN3, "delayed", **{"weight": {"rounding": "stochastic"}})
     name = "model.layers.0.mlp.down_proj.weight"
@@ -230,6 +263,28 @@ def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path):
     assert files.tensors["model.embed_tokens.weight"].dtype == torch.float32
     replace_folder(tmp_path / "x", files)
     loaded(tmp_path / "x")
+
+
+def test_a_head_in_fp8_is_named_because_a_servers_is_no_linear():
+    config = quantization_config(quantized_files(untrained("current", head=True), None))
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert config["ignore"] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scheme", "vocabulary"),
+    [("current", "block", 50), ("current", "deepseek", 50), ("block", None, 256)],
+)
+def test_a_head_stays_out_of_fp8_by_blocks_and_that_is_told(recipe, scheme, vocabulary):
+    config = QWEN3.model_copy(update={"vocabulary": vocabulary})  # of any size
+    plan = plan_for(config, load_recipe(recipe, {"head": True}), CPU).to_json()
+    files = quantized_files(source_of(random_model(config), plan=plan), None, scheme)
+    assert any("lm_head stays out of FP8: servers read no head" in note for note in files.notes)
+    assert files.tensors["lm_head.weight"].dtype == torch.float32
+    table = quantization_config(files)
+    assert table["modules_to_not_convert" if scheme == "deepseek" else "ignore"] == ["lm_head"]
+    if scheme != "deepseek":
+        assert table["config_groups"]["group_0"]["targets"] == ["Linear"]
 
 
 def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused():
@@ -383,6 +438,38 @@ def test_transformers_runs_every_export_as_it_loads_it_by_default(
     assert torch.equal(head, expected_weight.to(expected))
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     assert torch.equal(stored["model.embed_tokens.weight"], expected_weight)
+
+
+MX = {"block": [1, 32], "scale": "e8m0"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "note"),
+    [
+        ("mxfp8", {"weight": {"format": "e2m1"}}, "activations, in e4m3, are not quantized here"),
+        (
+            *("rowwise", {"input": {"format": "e2m1", **MX}}),
+            "activations are in e4m3 here, and were in e2m1",
+        ),
+    ],
+)
+def test_activations_in_a_format_that_the_layout_lacks_are_told(recipe, changes, note):
+    files = quantized_files(untrained(recipe, **changes), None)
+    assert f"{recipe}: {note}" in files.notes
+    inputs = quantization_config(files)["config_groups"]["group_0"]["input_activations"]
+    assert (inputs is None) == (recipe == "mxfp8")
+    assert ("plain" if inputs is None else "dynamic") + " activations" in files.title
+
+
+def test_a_run_in_quantized_weights_alone_has_plain_activations_but_in_deepseeks_layout():
+    source = untrained("served:mxfp4")
+    files = quantized_files(source, None, "channel")
+    assert "plain activations" in files.title
+    group = quantization_config(files)["config_groups"]["group_0"]
+    assert group["input_activations"] is None
+    files = quantized_files(source, None, "deepseek")
+    assert "dynamic activations" in files.title
+    assert quantization_config(files)["activation_scheme"] == "dynamic"
 
 
 def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):

@@ -1,14 +1,17 @@
 """Checkpoints come back as they were written, or what is wrong with them is named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fp8stack.common.errors import UserError
+from fp8stack.data.tokenizer import load_tokenizer, save_tokenizer
 from fp8stack.training.checkpoint import reader, writer
 from fp8stack.training.checkpoint.reader import Checkpoint
 from fp8stack.training.checkpoint.validation import newest_sound
+from fp8stack.training.load import find_checkpoint, tokenizer_of_run
 from tests.conftest import refusal
 from tests.faults.inputs.input_corruptions import rewrite
 
@@ -41,6 +44,29 @@ def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
         writer.retain(tmp_path, 2, 0, {writer.write(tmp_path, _checkpoint(step))})
     assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
     assert newest_sound(tmp_path, bool)[0].step == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "run"),
+    [
+        ("run/checkpoints/step-000010", "run"),
+        ("checkpoints/step-1000000", "."),
+        ("checkpoints/run1", None),
+        ("checkpoints/run1/step-000010", None),
+        ("run/checkpoints", None),
+    ],
+)
+def test_a_checkpoint_is_known_by_its_folder_and_its_name(path, run):
+    assert reader.run_of(Path(path)) == (None if run is None else Path(run))
+
+
+def test_a_run_in_a_folder_called_checkpoints_is_no_checkpoint(tmp_path):
+    run, tokenizer = tmp_path / "checkpoints" / "run1", load_tokenizer("bytes")
+    save_tokenizer(tokenizer, run)
+    of_run = tokenizer_of_run(run, None, None)
+    assert of_run is not None
+    assert of_run.identity == tokenizer.identity
+    assert "No run and no checkpoint at" in refusal(find_checkpoint, run)
 
 
 # Damage to files, full disks and what a dead save leaves: tests/faults, rows R2, R4 and R5.

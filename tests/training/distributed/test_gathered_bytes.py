@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fp8stack.layers import build_backend
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, Recipe, load_recipe
 from fp8stack.training.distributed.parallelize import _fully_shard, full_tensor
 from fp8stack.training.distributed.process_group import join
 from tests.faults.processes import in_ranks
@@ -32,7 +32,9 @@ OUT_ROWS = sum(o for name, (_, o) in LINEARS.items() if name.startswith("blocks.
 NORMS = 4 * 2 * WIDTH  # bytes, of a block
 
 
-def model_of(recipe: str, backend: str, compiled: str | None = None, width: int = WIDTH) -> GPT:
+def model_of(
+    recipe: str | Recipe, backend: str, compiled: str | None = None, width: int = WIDTH
+) -> GPT:
     """A model on the CPU, compiled by a backend of torch.compile if it is given."""
     config = CONFIG.model_copy(update={"width": width})
     model = GPT(config, build_backend(plan_for(config, recipe, Hardware("cpu"), backend)))
@@ -80,19 +82,28 @@ class _Counter(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, *args, **keys)
 
 
-def _gathered(rank: int, *, recipe: str, backend: str, compiled: str | None) -> dict[str, Any]:
+def _gathered(
+    rank: int,
+    *,
+    recipe: str | Recipe,
+    backend: str,
+    compiled: str | None,
+    chunk_rows: int | None = None,
+) -> dict[str, Any]:
     """Whether a sharded model trains as one that is not, and the bytes that a rank gave to each
-    all-gather of the first training step."""
+    all-gather of the first training step. The loss is in chunks of `chunk_rows`."""
     join("cpu", 60)
     torch.use_deterministic_algorithms(True)
     tokens = torch.randint(VOCABULARY, (3, 2, 17), generator=torch.Generator().manual_seed(0))
     expected: Any = None
     if rank == 0:
         alone = model_of(recipe, backend, compiled)
+        alone.loss.chunk_rows = chunk_rows
         if alone.backend.delayed is not None:
             alone.backend.delayed.sharing.group = None
         expected = train(alone, tokens, 2)
     model = sharded(model_of(recipe, backend, compiled))
+    model.loss.chunk_rows = chunk_rows
     counter = _Counter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -136,3 +147,14 @@ def test_a_sharded_model_gathers_few_bytes_and_trains_as_one_that_is_not(recipe,
     for answer in answers:
         assert set(answer["sent"]) == {block, root}
         assert answer["sent"][: 1 + LAYERS] == [root, *[block] * LAYERS]
+
+
+def test_a_head_in_fp8_is_gathered_in_float32_and_has_its_loss_in_chunks():
+    """Current scaling rounds each chunk by its own scales, so other chunks have other losses."""
+    recipe = load_recipe("current", {"head": True})
+    work = partial(_gathered, recipe=recipe, backend="torch", compiled=None, chunk_rows=16)
+    answers = in_ranks(work, 2, timeout_s=500)
+    assert answers[0]["changed"] == []
+    assert answers[0]["losses"] == answers[1]["losses"] == answers[0]["expected"]
+    root = (2 * 4 * VOCABULARY * WIDTH + 4 * WIDTH) / 2
+    assert [answer["sent"][0] for answer in answers] == [root, root]

@@ -171,12 +171,17 @@ def test_one_process_exchanges_nothing():
     assert not isinstance(error.value, ElsewhereError)
 
 
+LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        (LAUNCHED | {"RANK": "a"}, "The environment's RANK is 'a', not a number"),
+        (LAUNCHED | {"MASTER_PORT": "abc"}, "The environment's MASTER_PORT is 'abc', not a number"),
     ],
 )
 def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words, monkeypatch):
@@ -186,6 +191,14 @@ def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words,
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(words)):
         join("cpu", 60)
+
+
+def test_a_rank_with_a_gpu_needs_to_know_which(monkeypatch):
+    for key, value in LAUNCHED.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match="LOCAL_RANK is not set"):
+        join("cuda", 1)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])

@@ -31,12 +31,12 @@ OFF: dict[str, Any] = {"guard": {"enabled": False}}
 class Watched:
     """Two parameters, fused AdamW and a watch."""
 
-    def __init__(self, **guard: Any) -> None:
+    def __init__(self, log_rows: int = LOG_ROWS, **guard: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes = (5, 3), (7,)
         self.parameters = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1, fused=True)
-        self.watch = Monitor(self.optimizer, GuardConfig(**guard))
+        self.watch = Monitor(self.optimizer, GuardConfig(**guard), log_rows=log_rows)
 
     def step(self, number: int, loss: float, norm: float, excused: bool | None = None) -> None:
         for parameter in self.parameters:
@@ -112,6 +112,22 @@ def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_ar
     for step in range(last - LOG_ROWS - 10, last + 1):
         watched.step(step, NAN, 1.0)
     assert [bad.step for bad in watched.poll().bad] == list(range(last - LOG_ROWS + 1, last + 1))
+
+
+def test_a_monitor_with_more_rows_tells_more_bad_steps():
+    watched, bad_steps = Watched(log_rows=LOG_ROWS + 6), [*range(1, LOG_ROWS + 7)]
+    for step in bad_steps:
+        watched.step(step, NAN, 1.0)
+    assert [bad.step for bad in watched.poll().bad] == bad_steps
+
+
+def test_after_bad_steps_are_forgiven_no_step_was_skipped():
+    watched = Watched()
+    watched.step(1, NAN, 1.0)
+    assert watched.skipped()
+    watched.watch.forgive()
+    look = watched.poll()
+    assert (look.streak, look.skipped) == (0, False)
 
 
 def test_finite_steps_are_those_of_an_optimizer_without_a_watch():

@@ -21,6 +21,7 @@ from fp8stack.layers.observe import fp8_linears
 from fp8stack.precision.recipe import RecipeFile
 from fp8stack.training.guard import monitor, policy
 from fp8stack.training.guard.policy import Outcome
+from fp8stack.training.run import Run
 from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -214,6 +215,22 @@ def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_pa
     assert (small.events()[-1]["event"], small.events()[-1]["why"]) == ("stop", text)
 
 
+def test_a_diagnosis_says_that_fp16_was_left(tmp_path, monkeypatch):
+    small = SmallLoop(tmp_path / "r", "fp16", steps=40, save_every=4)
+    small.spoil("final_norm", range(6, 99))
+    leave = Run.leave_fp16
+
+    def leave_in_vain(run: Run) -> None:
+        leave(run)
+        small.spoil("final_norm", range(6, 99))  # of the model in bf16
+
+    monkeypatch.setattr(Run, "leave_fp16", leave_in_vain)
+    with pytest.raises(NumericFailure) as error:
+        small.go()
+    tried = "went back to step 4 and left those batches out, then left fp16 for bf16"
+    assert f"The guard {tried}; it did not help." in str(error.value)
+
+
 def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
     """The next rung is taken, since there is no checkpoint to go back to."""
     keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
@@ -282,6 +299,35 @@ def test_a_stop_between_two_rows_decides_nothing_of_its_own(tmp_path):
         states.append(small.everything())
         assert small.guard_events() == [(step, "skip") for step in (4, 5, 6)]
     assert changed(*states) == []
+
+
+@pytest.mark.parametrize("bad_steps", [{3}, {3, 15}])
+def test_the_calm_between_bad_steps_counts_whether_a_run_was_stopped_there_or_not(
+    bad_steps, tmp_path
+):
+    keys: dict[str, Any] = {"log_every": 20, "guard": {"calm_steps": 8}}
+    incidents = []
+    for name, stops in (("a", False), ("b", True)):
+        small = SmallLoop(tmp_path / name, "fp32", **keys)
+        small.loop.guard._incidents = 1
+        small.spoil("", bad_steps)
+        small.advance(5)
+        if stops:
+            small.loop.stop()
+            small = small.resumed()
+            small.spoil("", bad_steps)
+        small.advance(15)
+        incidents.append(small.loop.guard.state()["incidents"])
+    assert incidents == [0, 0]
+
+
+def test_all_bad_steps_between_two_rows_are_told(tmp_path):
+    count = monitor.LOG_ROWS + 2
+    keys: dict[str, Any] = {"steps": count + 1, "log_every": count + 1}
+    small = SmallLoop(tmp_path / "r", "fp32", guard={"patience": 2 * count}, **keys)
+    small.spoil("", range(1, count + 1))
+    small.advance(count + 1)
+    assert small.guard_events() == [(step, "skip") for step in range(1, count + 1)]
 
 
 def test_a_stop_amid_overflows_leaves_fp16_to_the_next_row(tmp_path):

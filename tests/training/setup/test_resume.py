@@ -260,14 +260,34 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     shutil.rmtree(run / "checkpoints/step-000012")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
-    # The run that replaced the overwritten one is resumed.
-    assert command(*new, "--out", "r", "--overwrite") == 0
+    assert command(*new, "--out", "r") == 0
     printed = capsys.readouterr().out
     assert "torchrun started this again: going on as with --resume auto" in printed
     assert "resumed from r/checkpoints/step-000008" in printed
     assert losses(run) == losses(finished / "r")
-    assert "overwrote" not in printed
     assert saved(run) == ["step-000012", "step-000008"]
+
+
+def test_what_torchrun_starts_again_overwrites_a_run_that_its_launch_has_not_removed_yet(
+    run, new, command, monkeypatch, capsys
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    words = [*new, "--out", "r", "--overwrite", "--seed", "1"]
+    assert command(*words) == 0  # the process before failed early
+    printed = capsys.readouterr().out
+    assert "overwrote the run in r: removed step-000012" in printed
+    assert "--resume auto" not in printed
+    uninterrupted = losses(run)
+    shutil.rmtree(run / "checkpoints/step-000012")
+    assert command(*words) == 0  # the process before failed in step 12
+    printed = capsys.readouterr().out
+    assert "torchrun started this again: going on as with --resume auto" in printed
+    assert "resumed from r/checkpoints/step-000008" in printed
+    assert "overwrote" not in printed
+    assert losses(run) == uninterrupted
+    monkeypatch.setattr(start, "_launch", lambda: "another torchrun")
+    assert command(*words, "--steps", "1") == 0
+    assert "overwrote the run in r: removed step-000012" in capsys.readouterr().out
 
 
 def test_the_data_may_have_moved_if_its_contents_are_the_same(run, finished, command, tmp_path):
