@@ -63,7 +63,7 @@ def test_a_generation_rounds_each_weight_once_and_gives_the_same_tokens(
     assert all(quantizers.cached_weight is None for quantizers in rounded)
 
 
-@pytest.mark.parametrize("experts", [{}, {"experts": {"count": 4, "per_token": 2}}])
+@pytest.mark.parametrize("experts", [{}, {"experts": EXPERTS}], ids=["dense", "experts"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 def test_a_weight_without_fp8_is_rounded_once_too(recipe, experts, monkeypatch) -> None:
     config = GPTConfig.model_validate(SMALL | experts)

@@ -170,8 +170,10 @@ def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_ar
 # On the forward values
 
 BACKWARD = [name for name in LOW if not name.startswith("served:")]  # quantized in training
+# Delayed scaling refuses it, and nothing would be left of NVFP4 in the backward pass alone.
+DEQUANTIZED = [name for name in BACKWARD if name not in ("delayed", "nvfp4_forward_high")]
 FORWARD: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"backward": "dequantized"}) for name in BACKWARD if name != "delayed"),
+    *((name, {"backward": "dequantized"}) for name in DEQUANTIZED),
     *(
         (name, {"backward": "dequantized", "power_of_two": False})
         for name in ("rowwise", "block", "current")
@@ -241,7 +243,7 @@ def test_a_backward_pass_on_the_forward_values_multiplies_what_the_forward_pass_
     ("recipe", "mode"),
     [
         ("rowwise", "aot_eager"),
-        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in BACKWARD if r != "delayed"),
+        *(pytest.param(r, "inductor", marks=pytest.mark.slow) for r in DEQUANTIZED),
     ],
 )
 def test_compiled_it_multiplies_the_same(recipe, mode, save_fp8):
