@@ -458,10 +458,10 @@ def _work(queue: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
         began, error, exit = time.process_time(), "", 0
         try:
             with (runs / f"{job.name}.log").open("a") as log, redirect_stdout(log):
-                keys: dict[str, Any] = job.keys
+                saves = {"save_every": job.kept_every}
                 if job.is_base:  # keeps the checkpoints that other runs begin with
-                    keys |= {"save_every": job.kept_every, "keep_every": job.kept_every}
-                fp8stack.pretrain(out=str(folder), resume=beginning(job, runs), **keys)
+                    saves["keep_every"] = job.kept_every
+                fp8stack.pretrain(out=str(folder), resume=beginning(job, runs), **job.keys | saves)
         except NumericFailure as failed:
             exit = failed.exit_code  # a failed training is a result
         except Preempted:

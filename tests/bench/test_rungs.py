@@ -78,3 +78,4 @@ def test_runs_of_the_short_cell_find_the_checkpoint_to_begin_with():
         if not job.is_base:
             assert job.trial[:3] == (*rungs.SHORT_CELL, job.seed)
             assert job.shared_steps % base.kept_every == 0
+        assert job.kept_every == base.kept_every  # a run inherits `keep_every` with its checkpoint
