@@ -24,7 +24,7 @@ DESIGNS: dict[str, tuple[str, ...]] = {
     "mxfp8": (HALF,),
     "delayed": (HALF,),
 }
-"""The recipes that larger models are trained in. Once in a training, after 5 to 8 million tokens,
+"""The recipes that larger models are trained in. Once in a training, after 3 to 8 million tokens,
 their loss falls steeply. When it does differs by hundreds of steps between runs, even between two
 of a seed that round differently. So the runs of a seed share the first half of their steps."""
 SHORT_CELL = ("3M", 4)
@@ -99,7 +99,7 @@ def curves(rows: Rows) -> list[str]:
 _INTRODUCTION = (
     "Trained on Linux's source, with predictions (90 % intervals of `fp8stack forecast`) that were "
     "committed before. Measured are means with 95 % intervals by Student's t. The loss of these "
-    "models falls steeply once, after 5 to 8 million tokens. From scratch, when it does differs by "
+    "models falls steeply once, after 3 to 8 million tokens. From scratch, when it does differs by "
     "hundreds of steps between the runs of a pair, in either direction, and moves the gap by "
     "several percent. Runs that share their first half, or more of it, are past it."
 )
