@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def predictions(law: Law) -> dict[str, Any]:
-    """The gaps of larger models of the study's kind, at 20 tokens per parameter."""
+    """The gaps of larger models of the study's kind, at 20 tokens per parameter and for the short
+    cell."""
 
     def gap(ratio: float, recipe: str, share: float = 1.0) -> dict[str, float]:
         values = law.gap(ratio, law.severities[recipe]).model_dump()

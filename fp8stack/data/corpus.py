@@ -55,7 +55,7 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
 
 
 def _raise_limit_of_files() -> bool:
-    """Let this process open as many files as the system allows. Returns whether that is more."""
+    """Raise this process's limit of open files to the hard limit. Returns whether it was raised."""
     try:
         import resource
     except ImportError:  # Windows

@@ -514,8 +514,8 @@ class DelayedScaling:
             self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
-        """Move the state to `device`. It goes to meta only while there are no amaxes to lose, and
-        begins anew from there."""
+        """Move the state to `device`. It moves to meta only while it has no amaxes, and is
+        reset when it moves from meta."""
         if self.history.history.device == device:
             return
         if device.type == "meta" and not self.history.is_new:

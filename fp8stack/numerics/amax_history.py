@@ -155,8 +155,8 @@ class AmaxHistory:
                 self._vectors[name] = slice(self._column[slot], self._column[slot] + len(members))
 
     def to(self, device: torch.device | str) -> AmaxHistory:
-        """Move the state to `device`; in place, like `nn.Module.to`. From meta, which holds no
-        values, it begins anew."""
+        """Move the state to `device`; in place, like `nn.Module.to`. The state is reset when
+        it moves from meta, which holds no values."""
         self.history = moved(self.history, device, 0)
         recorded = moved(self.all_recorded, device, 0)
         self.all_recorded, self._recorded = _cells(recorded, self._sizes.values())

@@ -198,7 +198,7 @@ def test_to_moves_the_state_in_place():
     history = AmaxHistory({"x": "e4m3"}, length=2)
     assert history.to("meta") is history
     assert {t.device.type for t in history.state_dict().values()} == {"meta"}
-    history.to("cpu")  # where it begins anew
+    history.to("cpu")  # which resets it
     assert trace(history, [7.0]) == [64.0]
     assert rows(history) == [0.0, 7.0]
 

@@ -25,7 +25,7 @@ codecs.register_error("fp8stack.not_unicode", lambda error: ("\udcff", getattr(e
 
 
 def unpacked_suffix(path: Path) -> str:
-    """The suffix of a file's name, in lower case, of a packed file without that of the packer."""
+    """The suffix of a file's name, in lower case; a suffix of `PACKED` is left out first."""
     inner = Path(path.name.lower())
     return (inner.with_suffix("") if inner.suffix in PACKED else inner).suffix
 

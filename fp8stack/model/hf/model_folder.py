@@ -46,11 +46,10 @@ def open_folder(path: Path) -> ModelFolder:
     config = _json(path / "config.json")
     schemes = stored_schemes(config, str(path / "config.json"))
     files: Mapping[str, list[str] | None] = {WEIGHTS: None}
-    if (path / WEIGHTS).is_file():
-        pass  # as in transformers, which leaves an earlier index beside it
-    elif (path / INDEX).is_file():
+    has_one_file = (path / WEIGHTS).is_file()
+    if not has_one_file and (path / INDEX).is_file():  # transformers may leave a stale index
         files = _indexed(path)
-    else:
+    elif not has_one_file:
         pickled = next((name for name in _PICKLED if (path / name).exists()), None)
         if pickled:
             raise UserError(

@@ -310,8 +310,8 @@ def _cast(
 
 
 def _input_scale(fp8: Mapping[str, Tensor], slot: str) -> Tensor:
-    """The scale of a layer's inputs, float32, of each expert. Experts share that of the largest
-    inputs, since servers have one for all. An expert without tokens so far has none yet."""
+    """The scale of a layer's inputs, float32; for experts a vector of equal scales, the smallest
+    one, since servers have one for all. Experts without tokens so far do not count."""
     scale, history = fp8[f"{slot}.scale"].float(), fp8[f"{slot}.amax_history"]
     if not scale.ndim:
         return scale

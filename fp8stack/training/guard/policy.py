@@ -171,7 +171,7 @@ class Guard:
         return outcome
 
     def _forget_if_calm(self, step: int) -> None:
-        """Let the ladder start anew if enough good steps came before `step`."""
+        """Reset the ladder if more than `calm_steps` steps since the last bad one are good."""
         if step - self._last_bad > self.config.calm_steps and self._incidents:
             self._incidents, self._tried, self._mended_at = 0, [], None
 

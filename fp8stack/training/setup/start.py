@@ -73,13 +73,13 @@ def set_up(
     late_notes: tuple[str, ...] = ()
     # torchrun restarted this process after a failure.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        if resume is None and overwrite and not _removed_by_this_launch(config, ranks):
-            pass  # the run that is to be removed is still there
-        elif resume is None:
+        if resume is None and (not overwrite or _removed_by_this_launch(config, ranks)):
             resume, overwrite = "auto", False
             late_notes = ("torchrun started this again: going on as with --resume auto",)
-        elif (stopped := run_of(Path(resume))) is not None and (
-            config.out is None or Path(config.out).resolve() == stopped.resolve()
+        elif (
+            resume is not None
+            and (stopped := run_of(Path(resume))) is not None
+            and (config.out is None or Path(config.out).resolve() == stopped.resolve())
         ):
             resume = str(stopped)  # newer checkpoints may exist by now
     with ranks.together():

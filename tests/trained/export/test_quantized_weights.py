@@ -66,7 +66,7 @@ def trained(config: GPTConfig, recipe: str, **changes: object) -> tuple[GPT, Mod
 
 
 def untrained(recipe: str, **changes: object) -> ModelSource:
-    """What is exported of `QWEN3` in a recipe that needs no passes."""
+    """The source of an export of `QWEN3` in a recipe that needs no passes."""
     plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU)
     return source_of(random_model(QWEN3), plan=plan.to_json())
 
