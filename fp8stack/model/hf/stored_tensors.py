@@ -76,7 +76,7 @@ class DequantizedTensors(Mapping[str, Tensor]):
 
     Raises:
         UserError: a quantized module has no scheme, or lacks a tensor; and `shape` or access to a
-            weight, if its scales have another shape or dtype or are not finite.
+            weight or a scale, if its scales have another shape, dtype or range.
     """
 
     def __init__(self, stored: Tensors, schemes: Schemes, where: str) -> None:
@@ -145,16 +145,32 @@ class DequantizedTensors(Mapping[str, Tensor]):
     def scales(self, module: str) -> Tensor:
         """The float32 scales that the elements of a quantized module are multiplied by."""
         scheme = self.schemes[module]
-        name = f"{module}.{scheme.scales}"
-        scales = self._stored[name]
-        if scales.dtype == torch.uint8:
-            scales = scales.view(torch.float8_e8m0fnu)
-        scales = scales.float()
+        scales = self._scale(module, scheme.scales)
         if scheme.weight.scale == "e4m3":
-            scales = scales / self._stored[f"{module}.weight_global_scale"].float()
-        if not scales.isfinite().all():
-            self._refuse(name, f"is not finite, as {scheme}")
+            scales = scales / self._scale(module, "weight_global_scale")
         return scales
+
+    def input_scale(self, module: str) -> Tensor:
+        """The float32 scale [] that a server multiplies the quantized inputs of a module by."""
+        self._require(module, self.schemes[module], "input_scale", _FLOATS, [(), (1,)])
+        return self._scale(module, "input_scale").reshape(())
+
+    def _scale(self, module: str, key: str) -> Tensor:
+        """A scale in float32. Raises a UserError unless it is finite, positive and normal; E4M3
+        scales of blocks may be zero or subnormal."""
+        scale = self._stored[f"{module}.{key}"]
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        least, largest = _LIMITS.get(scale.dtype, _FLOAT32)
+        if key == "weight_global_scale":
+            least, largest = _GLOBAL
+        values = scale.float()
+        wrong_values = values[~((least <= values) & (values <= largest))]
+        if len(wrong_values):
+            limits = f"scales from {least:.3g} to {largest:.3g}"
+            reason = f"holds {wrong_values[0]:.3g}, where {self.schemes[module]} has {limits}"
+            self._refuse(f"{module}.{key}", reason)
+        return values
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from its file's header, without reading its values."""
@@ -215,6 +231,12 @@ _DTYPES = {
     "e4m3": ("F8_E4M3",),
 }
 """The dtypes, in safetensors' words, that scales of each kind are stored in."""
+_FLOAT32 = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+"""The least and the largest scale."""
+_LIMITS = {torch.float8_e4m3fn: (0.0, 448.0), torch.float8_e8m0fnu: (2.0**-127, 2.0**127)}
+"""The same of dtypes of eight bits: blocks of small values or zeros have E4M3 scales below 2^-6."""
+_GLOBAL = 2.0**-119, 2.0**120
+"""The same of NVFP4's global scale, by which normal E4M3 scales are divided to normal float32s."""
 
 
 def pack_fp6(codes: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def _input_scales(
 ) -> Tensor:
     """The scales that multiply the inputs of a linear into FP8. Of modules that share their input,
     and of all experts, servers take the largest `input_scale`, which multiplies out. Raises a
-    UserError if one is missing."""
+    UserError if one is missing or wrong."""
     input_scales = []
     for module in modules:
         tensor = f"{module.path}.input_scale"
@@ -140,6 +140,6 @@ def _input_scales(
                 f"{folder.path}: '{quoted(tensor)}' is missing: config.json says that inputs have "
                 "static scales. Give the folder with it."
             )
-        input_scales.append(folder.stored[tensor].float().reshape(()))
+        input_scales.append(folder.tensors.input_scale(module.path))
     scale = inverse(torch.stack(input_scales).max())
     return scale.repeat(len({module.expert for module in modules})) if grouped else scale

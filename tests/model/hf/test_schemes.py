@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -110,10 +111,8 @@ def _changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
-def _with_nan(scales: torch.Tensor) -> torch.Tensor:
-    bits = scales.view(torch.uint8).clone()
-    bits[..., -1] = 255  # NaN in E8M0, and with the byte below it in float32
-    return (bits | 240 if scales.dtype == torch.float32 else bits).view(scales.dtype)
+def _filled(key: str, value: float) -> Callable[[Tensors], Any]:
+    return _changed(key, lambda scales: torch.full_like(scales, value))
 
 
 WRONG: list[tuple[str, Callable[[Tensors], Any], str]] = [
@@ -125,9 +124,19 @@ WRONG: list[tuple[str, Callable[[Tensors], Any], str]] = [
     ),
     ("channel", _without("weight_scale"), f"'{UP}.weight' has no 'weight_scale' beside it"),
     ("nvfp4", _without("weight_global_scale"), "has no 'weight_global_scale' beside it"),
-    ("deepseek", _changed("weight_scale_inv", _with_nan), "weight_scale_inv' is not finite"),
-    ("mxfp4", _changed("weight_scale", _with_nan), f"'{UP}.weight_scale' is not finite, as FP4"),
-    ("nvfp4", _changed("weight_global_scale", torch.zeros_like), "is not finite, as FP4"),
+    ("deepseek", _filled("weight_scale_inv", math.nan), "weight_scale_inv' holds nan, where FP8"),
+    ("mxfp4", _filled("weight_scale", 255), f"'{UP}.weight_scale' holds nan, where FP4"),
+    (
+        "nvfp4",
+        _changed("weight_scale", lambda s: (s.float() - 99).to(s.dtype)),
+        "_proj.weight_scale' holds -",
+    ),
+    ("tensor", _filled("weight_scale", -1.0), "_proj.weight_scale' holds -1, where FP8"),
+    ("channel", _filled("weight_scale", 0.0), "_proj.weight_scale' holds 0, where FP8"),
+    ("deepseek", _filled("weight_scale_inv", 1e-45), "_proj.weight_scale_inv' holds 1.4e-45"),
+    ("nvfp4", _filled("weight_global_scale", -math.inf), "_global_scale' holds -inf, where FP4"),
+    ("nvfp4", _filled("weight_global_scale", 0.0), "_proj.weight_global_scale' holds 0"),
+    ("nvfp4", _filled("weight_global_scale", 1e38), "_proj.weight_global_scale' holds 1e+38"),
     ("deepseek", _changed("weight_scale_inv", lambda s: s[:1]), "is F32 [1, 2], where FP8 with"),
     ("deepseek", _changed("weight_scale_inv", torch.Tensor.int), "is I32 [3, 2], where FP8 with"),
     ("channel", _changed("weight_scale", torch.Tensor.t), "is F32 [1, 384], where FP8"),

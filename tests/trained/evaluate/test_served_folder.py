@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 128}
 WEIGHTS = "model.safetensors"
+SCALE = "model.layers.1.mlp.down_proj.input_scale"
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +154,19 @@ def test_powers_of_two_in_a_folder_are_found_in_all_layers(runs, export):
             "which no recipe computes. Name the nearest recipe of served:...",
         ),
         (
-            lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.input_scale"),
+            lambda tensors: tensors.pop(SCALE),
             WEIGHTS,
-            "'model.layers.1.mlp.down_proj.input_scale' is missing",
+            f"'{SCALE}' is missing",
+        ),
+        (
+            lambda tensors: tensors[SCALE].neg_(),
+            WEIGHTS,
+            f"'{SCALE}' holds -",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(0)}),
+            WEIGHTS,
+            f"'{SCALE}' is F32 [0], where FP8",
         ),
         (
             lambda table: table["quantization_config"].update(quant_method="gptq"),
@@ -163,7 +174,7 @@ def test_powers_of_two_in_a_folder_are_found_in_all_layers(runs, export):
             "quantization_config is of gptq",
         ),
     ],
-    ids=["unknown inputs", "no scale", "unknown scheme"],
+    ids=["unknown inputs", "no scale", "negative scale", "empty scale", "unknown scheme"],
 )
 def test_a_folder_that_cannot_be_run_is_refused_in_one_line(
     refused, runs, export, change, file, words
