@@ -130,6 +130,8 @@ class Plan:
             experts in one tensor.
         counted: "GEMM FLOPs" if experts are weighted by the tokens that they receive; "GEMM
             weights" if that number is unknown and each counts as if it received all tokens.
+        has_quantized_weights: whether weights are those of a quantized folder, so that a GEMM of
+            the forward pass counts as FP8 if its input is quantized.
     """
 
     asked: str
@@ -151,6 +153,7 @@ class Plan:
     doubt: str = ""
     work_outside_linears: float = 0
     counted: Literal["GEMM FLOPs", "GEMM weights"] = "GEMM FLOPs"
+    has_quantized_weights: bool = False
 
     @property
     def kernel(self) -> str | None:
@@ -482,8 +485,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self.summary())
 
-    def summary(self) -> list[str]:
-        """The plan in a few lines, as printed at the start of a run."""
+    def summary(self, *, forward: bool = False) -> list[str]:
+        """The plan in a few lines, as printed at the start of a run. With `forward`, the share of
+        FP8 is that of a forward pass alone."""
         bits = self._native_bits(self.recipe.quantizers) if self.recipe.quantizers else 8
         emulated = "fp32" if self.float32_gemms else self.compute_dtype
         method = {
@@ -493,7 +497,7 @@ class Plan:
             "te": f"FP{bits} GEMMs by Transformer Engine",
         }[self.backend]
         if self.is_fp8 and not self.runs_fp8:
-            method = "with no layer in FP8"
+            method = f"with no layer in {self._formats}"
         request = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {request}{self.recipe.name}, {method}, on {self.device}"]
         of_layers = {layer.sentence for layer in self.layers if layer.reason or layer.why}
@@ -502,7 +506,7 @@ class Plan:
         lines += [f"  because {reason}" for reason in (*reasons, *delegated)]
         sentences = _grouped(self.layers)
         if self.is_fp8 and self.layers:
-            lines.append("; ".join([self._headline(), *sentences]))
+            lines.append("; ".join([self._headline(forward), *sentences]))
         else:
             lines += [f"  {sentence}" for sentence in sentences]
         lines += [f"note: {note}" for note in self.notes]
@@ -512,14 +516,35 @@ class Plan:
     def fp8_share(self) -> float:
         """The share of FP8 in the multiplications of all GEMMs with weights, in the forward and
         backward pass. Attention has no weights and does not count."""
-        total = sum(layer.work for layer in self.layers) + self.work_outside_linears
-        return sum(layer.fp8_work for layer in self.layers) / total if total else 0.0
+        return self._share_of(sum(layer.fp8_work for layer in self.layers))
 
-    def _headline(self) -> str:
-        percent = f"{100 * self.fp8_share:.0f}"
-        if percent == "100" and self.fp8_share < 1:
+    @property
+    def forward_share(self) -> float:
+        """The share of FP8 in the forward pass alone, see `fp8_share`."""
+        in_fp8 = 0.0
+        for layer in self.layers:
+            table = layer.quantizers
+            if table and table.input and (table.weight or self.has_quantized_weights):
+                in_fp8 += layer.work
+        return self._share_of(in_fp8)
+
+    def _share_of(self, work: float) -> float:
+        total = sum(layer.work for layer in self.layers) + self.work_outside_linears
+        return work / total if total else 0.0
+
+    @property
+    def _formats(self) -> str:
+        """The formats of the quantized operands in words, such as "FP8", "FP4 and FP8", "e3m4"."""
+        tables = self.tables or self.recipe.tables
+        names = {name for table in tables for name in table.own_formats or (f"FP{table.bits}",)}
+        return " and ".join(sorted(names))
+
+    def _headline(self, forward: bool) -> str:
+        share = self.forward_share if forward else self.fp8_share
+        percent = f"{100 * share:.0f}"
+        if percent == "100" and share < 1:
             percent = ">99"
-        if percent == "0" and self.fp8_share > 0:
+        if percent == "0" and share > 0:
             percent = "<1"
         linears = [layer.fp8 for layer in self.layers if not layer.groups]
         groups = [layer.fp8 for layer in self.layers if layer.groups]
@@ -528,7 +553,7 @@ class Plan:
             for noun, in_fp8 in (("linear", linears), ("expert group", groups))
             if in_fp8
         ]
-        return f"FP8: {percent} % of {self.counted} ({', '.join(kinds)})"
+        return f"{self._formats}: {percent} % of {self.counted} ({', '.join(kinds)})"
 
     def _beside_layers(self) -> Iterator[str]:
         """Sentences about attention and the residual stream, if the recipe sets their precision."""

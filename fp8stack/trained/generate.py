@@ -125,7 +125,7 @@ class _Text:
         for note in trained.notes:
             say(note)
         say(f"checkpoint: {trained.path}")
-        *plan, last = self.model.backend.plan.summary()
+        *plan, last = self.model.backend.plan.summary(forward=True)
         say(*plan, last + reason)
 
     def tokens(self) -> Iterator[int]:

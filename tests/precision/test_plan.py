@@ -261,7 +261,7 @@ def test_a_plan_is_told_in_lines_and_in_json_with_all_of_its_reasons(recipe):
         lines = plan.summary()
         assert all("\n" not in line for line in lines)
         assert all(any(reason in line for line in lines) for reason in plan.reasons)
-        assert any(line.startswith("FP8: ") for line in lines) == plan.is_fp8
+        assert any("of GEMM FLOPs" in line for line in lines) == plan.is_fp8
         data = plan.to_json()
         assert json.loads(json.dumps(data, allow_nan=False)) == data
         assert type(plan.recipe).model_validate_json(json.dumps(data["recipe"])) == plan.recipe
@@ -1564,15 +1564,24 @@ def test_the_summary_counts_fp8_work_and_says_why_the_head_is_not(machine):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gemms"),
-    [("delayed", 3), ("rowwise", 3), ("rowwise_wgrad_hp", 2), ("nvfp4_forward_high", 2),
-     (BACKWARD_HIGH, 1)],
-)  # fmt: skip
-def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms):
+    ("recipe", "gemms", "forward", "formats"),
+    [
+        ("delayed", 3, 1, "FP8"),
+        ("rowwise", 3, 1, "FP8"),
+        ("rowwise_wgrad_hp", 2, 1, "FP8"),
+        ("nvfp4_forward_high", 2, 0, "FP4"),
+        ("mxfp6_e2m3", 3, 1, "FP6"),
+        ("served:fp8_block", 1, 1, "FP8"),
+        (BACKWARD_HIGH, 1, 1, "FP4"),
+    ],
+)
+def test_a_gemm_that_is_not_quantized_is_no_work_in_fp8(recipe, gemms, forward, formats):
     plan = resolve(recipe, CPU).for_layers({"a": (64, 32), "b": (64, 64)}, heads=())
-    assert plan.fp8_share == gemms / 3
+    assert (plan.fp8_share, plan.forward_share) == (gemms / 3, forward)
     percent = {3: "100", 2: "67", 1: "33"}[gemms]
-    assert plan.summary()[-1] == f"FP8: {percent} % of GEMM FLOPs (2 of 2 linears)"
+    linears = "% of GEMM FLOPs (2 of 2 linears)"
+    assert plan.summary()[-1] == f"{formats}: {percent} {linears}"
+    assert plan.summary(forward=True)[-1] == f"{formats}: {100 * forward} {linears}"
 
 
 def test_the_headline_rounds_neither_to_all_nor_to_nothing():

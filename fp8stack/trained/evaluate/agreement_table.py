@@ -50,7 +50,7 @@ def _side(agreement: Agreement, index: int) -> dict[str, Any]:
         "recipe": agreement.recipes[index],
         "ran": plan.precision,
         "backend": plan.backend,
-        "plan": plan.summary(),
+        "plan": plan.summary(forward=True),
         "loss": _finite(agreement.losses[index]),
     }
 
@@ -91,7 +91,7 @@ def agreement_notes(agreements: Sequence[Agreement]) -> list[str]:
     for agreement in agreements:
         windows = counted(agreement.windows, "window")
         facts.append(f"{agreement.data}: {windows}, {counted(agreement.tokens, 'token')}")
-        facts += [line for plan in agreement.plans for line in plan.summary()]
+        facts += [line for plan in agreement.plans for line in plan.summary(forward=True)]
     facts.append(
         "KL and losses in nats per token; log p and log q of the token that came; mean exp: the "
         "mean of exp |log p - log q|; top-1: tokens with the same likeliest token"

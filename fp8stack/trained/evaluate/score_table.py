@@ -31,7 +31,7 @@ def as_json(scores: Sequence[Score]) -> dict[str, Any]:
             "recipe": score.recipe,
             "ran": score.plan.precision,
             "backend": score.plan.backend,
-            "plan": score.plan.summary(),
+            "plan": score.plan.summary(forward=True),
             "fp8_layers": sum(layer.fp8 for layer in score.plan.layers),
             "layers": len(score.plan.layers),
             "fp8_gemms": score.fp8_gemms,
@@ -81,7 +81,7 @@ def notes(scores: Sequence[Score]) -> list[str]:
     for score in scores:
         windows, tokens = len(score.losses_N), score.tokens
         about = f"{score.data}: {counted(windows, 'window')}, {counted(tokens, 'token')}"
-        lines += [about, *score.plan.summary()]
+        lines += [about, *score.plan.summary(forward=True)]
     lines.append(
         "loss in nats per token; difference to the run's first recipe on the same windows, with "
         "its standard error"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,7 +49,8 @@ class ServedFolder:
 
     def plan(self, hardware: Hardware, backend: str) -> Plan:
         """The plan that runs the folder on `hardware`. Raises what `resolve` raises."""
-        return plan_for(self.shape, self._recipe(hardware), hardware, backend)
+        plan = plan_for(self.shape, self._recipe(hardware), hardware, backend)
+        return replace(plan, has_quantized_weights=True)
 
     def model(self, hardware: Hardware, backend: str) -> GPT:
         """The model in eval mode, on the device of `hardware`."""

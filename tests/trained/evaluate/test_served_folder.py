@@ -76,6 +76,8 @@ def test_a_folder_is_served_as_the_recipe_of_its_scheme(runs, export, recipe, sc
     assert agree(runs[recipe], "fp32", p).kl > 1e-5
     assert result.plans[1].precision == f"{result.recipes[1]}-emulated"
     assert "lm_head" not in result.layers
+    shares = [plan.forward_share for plan in result.plans]
+    assert shares[1] == shares[0] > 0.5
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block", None])
