@@ -8,11 +8,14 @@ of compressed-tensors 0.20.0.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.formats import BLOCKS, Quantizer
@@ -163,9 +166,24 @@ class _Group:
         patterns = [t.removeprefix("re:") for t in self.targets if t.startswith("re:")]
         if module in self.targets:
             return 0
-        if any(re.match(pattern, module) for pattern in patterns):
+        if any(_matches(pattern, module) for pattern in patterns):
             return 1
         return 2 if _LINEAR in self.targets else 3
+
+
+@cache
+def _parsed(pattern: str) -> TypeAdapter[str]:
+    """Parse a regular expression for Rust's engine, which runs in linear time. Raises a ValueError
+    or a SchemaError for what it does not take, such as lookarounds and backreferences."""
+    return TypeAdapter(Annotated[str, StringConstraints(pattern=rf"\A(?:{pattern})")])
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a pattern matches the beginning of a module's path."""
+    try:
+        return bool(_parsed(pattern).validate_python(module))
+    except ValidationError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +269,10 @@ def _groups(config: Mapping[str, Any], where: str) -> Iterator[_Group]:
             _refuse(where, scheme, f"its group {quoted(name)} has no list of targets")
         for target in (target for target in targets if target.startswith("re:")):
             try:
-                re.compile(target.removeprefix("re:"))
-            except re.error:
-                _refuse(where, scheme, f"its target {quoted(target)} is no pattern")
+                _parsed(target.removeprefix("re:"))
+            except (SchemaError, ValueError):
+                reason = "is no pattern that is read; lookarounds and backreferences are not"
+                _refuse(where, scheme, f"its target {quoted(target)} {reason}")
         if group.get("weights") is not None:
             layout = group.get("format") or config.get("format")
             stored = _compressed(layout, group["weights"], where)

@@ -168,6 +168,10 @@ def _group(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda config: config["config_groups"]["group_0"]["weights"].update(changes)
 
 
+def _targets(target: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config_groups"]["group_0"].update(targets=[target])
+
+
 UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("deepseek", lambda c: c.update(quant_method="gptq", bits=4), "is of gptq: read are fp8"),
     ("deepseek", lambda c: c.update(quant_method="awq"), "is of awq: read are fp8"),
@@ -189,17 +193,12 @@ UNREAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("channel", lambda c: c.update(config_groups={"FP8": ["Linear"]}), "FP8 has no list of targ"),
     ("channel", lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_c"),
     ("channel", lambda c: c.update(transform_config={"config_groups": {}}), "transform_config is"),
-    ("channel", lambda c: c["config_groups"]["group_0"].update(targets=["re:("]), "is no pattern"),
-    (
-        "channel",
-        lambda c: c["config_groups"]["group_0"].update(targets=["re:*_proj"]),
-        "its target re:*_proj is no pattern",
-    ),
-    (
-        "channel",
-        lambda c: c["config_groups"]["group_0"].update(targets=["x"]),
-        "gives it no scheme",
-    ),
+    ("channel", _targets("re:("), "is no pattern"),
+    ("channel", _targets("re:" + "(" * 5000), "its target re:((((("),
+    ("channel", _targets(r"re:(.)\1"), r"its target re:(.)\1 is no pattern that is read"),
+    ("channel", _targets("re:(.*)*(.*)*(.*)*(.*)*!"), "gives it no scheme"),
+    ("channel", _targets("re:*_proj"), "its target re:*_proj is no pattern"),
+    ("channel", _targets("x"), "gives it no scheme"),
     ("channel", lambda c: c["config_groups"]["group_0"].update(weights=7), "weights are no table"),
     ("channel", lambda c: c["config_groups"]["group_0"].pop("weights"), "is torch.float8_e4m3fn"),
 ]
