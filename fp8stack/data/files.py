@@ -4,6 +4,7 @@ import codecs
 import os
 import stat
 from collections.abc import Callable, Iterator
+from os.path import isfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,6 +61,13 @@ def head_and_size(path: Path) -> tuple[bytes, int]:
     if not head:
         raise UserError(f"{path} is empty. Give a file with tokens in it, or remove it.")
     return head, status.st_size
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    # os.path answers for folders that cannot be read, too.
+    is_split = all(isfile(folder / name) for name in ("state.json", "dataset_info.json"))
+    return is_split or isfile(folder / "dataset_dict.json")
 
 
 def is_empty(path: Path) -> bool:

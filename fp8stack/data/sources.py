@@ -13,7 +13,7 @@ from fp8stack.data.bins import bin_segment, is_bin, llmc_vocabulary_of, named_sp
 from fp8stack.data.bins import vocabulary_of as vocabulary_of_bin
 from fp8stack.data.corpus import Corpus, Segment
 from fp8stack.data.datatrove import ds_segment, is_beside_ds, is_ds
-from fp8stack.data.files import is_empty, status_of, walk
+from fp8stack.data.files import is_empty, is_saved, status_of, walk
 from fp8stack.data.nanogpt import META, characters_beside
 from fp8stack.data.parquet import is_parquet, parquet_segments
 from fp8stack.data.source_mixture import mixture_of, weighted
@@ -21,6 +21,7 @@ from fp8stack.data.texts import (
     STANDARD_LIBRARY,
     encoded,
     joined,
+    refuse_unprepared,
     require_bytes_fit,
     standard_library,
     text,
@@ -248,6 +249,8 @@ class _Loader:
     def _folder(self, data: str) -> tuple[Corpus, Corpus]:
         """The splits of a folder of `.bin`, `.ds`, parquet or text files."""
         folder = Path(data)
+        if is_saved(folder):
+            refuse_unprepared(folder, "holds a dataset that save_to_disk wrote")
         files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
         prepared.refuse_unfinished(folder, files)
         bins = [path for path in files if is_bin(path)]

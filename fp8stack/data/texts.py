@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -40,6 +41,14 @@ def require_bytes_fit(vocabulary: int | None, name: str) -> None:
         )
 
 
+def refuse_unprepared(path: Path, problem: str) -> NoReturn:
+    """Raise the UserError for data that only `prepare` reads."""
+    raise UserError(
+        f"{path} {problem}. Make tokens of it with `fp8stack prepare {shell_quoted(str(path))} "
+        "--tokenizer bytes --out tokens` and give `--data tokens`."
+    )
+
+
 def text(path: Path, vocabulary: int | None) -> Segment:
     """The bytes of a text file but for a byte order mark: uint8 [tokens], memory-mapped if large;
     in UTF-8 where the mark is UTF-16's or UTF-32's. Raises a UserError if the file cannot be read,
@@ -51,12 +60,10 @@ def text(path: Path, vocabulary: int | None) -> Segment:
     )
     if path.suffix.lower() in JSON_LINES:
         problem = "holds JSON lines, not text"
+    if path.suffix == ".arrow":
+        problem = "holds arrow tables, not text"
     if problem:
-        raise UserError(
-            f"{path} {problem}. Make tokens of it with `fp8stack prepare "
-            f"{shell_quoted(str(path))} --tokenizer bytes "
-            "--out tokens` and give `--data tokens`."
-        )
+        refuse_unprepared(path, problem)
     mark, encoding = encoding_of(head)
     if encoding != "utf-8":
         content = _in_memory(path).tokens.tobytes()[len(mark) :].decode(encoding, errors="replace")

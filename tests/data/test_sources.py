@@ -186,6 +186,7 @@ def test_a_missing_path_is_named(data):
         ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
         ("a.txt", b"\x1f\x8b\x08\0", "is compressed (gzip). Make tokens of it with `fp8stack"),
         ("a.jsonl", b'{"text": "x"}\n', "holds JSON lines"),
+        ("a.arrow", b"\xff\xff\xff\xff\0", "holds arrow tables, not text. Make tokens of it"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed (zstd). Make tokens of it with"),
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],
@@ -201,9 +202,10 @@ def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, phras
         ({"a.bin": b"\1\0", "b.bin": b""}, "b.bin is empty"),
         ({".hidden": b"x", "empty.txt": b""}, "holds no data"),
         ({"a.bin": b"\1\0", "b.txt": b"x"}, "mixes .bin files (a.bin) with others (b.txt)"),
+        ({"dataset_dict.json": b"{}"}, "with `fp8stack prepare "),
         ({}, "a.txt: No such file"),
     ],
-    ids=["an empty shard", "nothing", "two kinds", "a broken link"],
+    ids=["an empty shard", "nothing", "two kinds", "a saved dataset", "a broken link"],
 )
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, phrase):
     for name, content in files.items():

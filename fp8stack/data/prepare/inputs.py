@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fp8stack.common.errors import UserError, quoted
 from fp8stack.common.tables import counted
 from fp8stack.common.terminal import say
-from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
+from fp8stack.data.files import SNIFFED_BYTES, is_saved, status_of, walk
 from fp8stack.data.prepare.streams import ByteStream, unpacked_suffix
 from fp8stack.data.tokenizer.base import END_OF_TEXT
 
@@ -150,13 +149,6 @@ def _status(name: str) -> os.stat_result:
 
 def _unreadable(name: str, error: OSError) -> NoReturn:
     raise UserError(f"Cannot read {quoted(name)}: {error.strerror}. Check its permissions.")
-
-
-def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote the folder."""
-    # os.path answers for folders that cannot be read, too.
-    is_split = all(isfile(folder / name) for name in ("state.json", "dataset_info.json"))
-    return is_split or isfile(folder / "dataset_dict.json")
 
 
 class _Binary(UserError):

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from fp8stack.common.errors import UserError, quoted, unknown
 from fp8stack.common.io import storage_errors
+from fp8stack.data.files import is_saved
 from fp8stack.data.parquet import is_text, open_parquet, read_column, values_of
-from fp8stack.data.prepare.inputs import Source, is_saved
+from fp8stack.data.prepare.inputs import Source
 from fp8stack.data.prepare.streams import PACKED, ByteStream, unpacked_suffix
 from fp8stack.data.tokenizer import Tokenizer
 
